@@ -1,0 +1,136 @@
+"""Element codecs: fp32 values to codes of 4, 6 or 8 bits and back, written once over data.
+
+Rounding is to nearest, ties to even, saturating to the largest finite value (infinities too). The sign of zero is kept.
+NaN becomes `nan_code`, without a sign.
+"""
+
+import struct
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Element:
+    """A small float: sign, `exponent_bits`, `mantissa_bits`, exponent bias, largest finite value.
+
+    `dtype` names the torch dtype with the same codes, where there is one; its cast rounds as this codec does in range.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max: float
+    nan_code: int
+    dtype: torch.dtype | None = None
+    bands: tuple[tuple[float, float, int], ...] = field(init=False, repr=False, compare=False)
+    """(lower bound, step, code of the lower bound) of each run of evenly spaced magnitudes, smallest first."""
+    reciprocal: float = field(init=False, repr=False, compare=False)
+    """1/max rounded to fp32."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bands", self._bands())
+        object.__setattr__(self, "reciprocal", struct.unpack("f", struct.pack("f", 1.0 / self.max))[0])
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def codes_per_byte(self) -> int:
+        return 2 if self.bits == 4 else 1
+
+    @property
+    def sign_code(self) -> int:
+        return 1 << (self.bits - 1)
+
+    def _bands(self) -> tuple[tuple[float, float, int], ...]:
+        rows = [(0.0, 2.0 ** (1 - self.bias - self.mantissa_bits), 0)]
+        while self._top(rows[-1][1]) <= self.max:
+            _, step, _ = rows[-1]
+            rows.append((self._top(step), 2.0 * step, (len(rows) + 1) << self.mantissa_bits))
+        return tuple(rows)
+
+    def _top(self, step: float) -> float:
+        return step * 2.0 ** (self.mantissa_bits + 1)
+
+    def encode(self, values: Tensor) -> Tensor:
+        """fp32 values of any shape -> uint8 codes, one to a byte."""
+        values = values.clamp(-self.max, self.max)
+        is_nan = values != values
+        if self.dtype is not None:
+            # The cast keeps the sign of NaN on some backends: only a positive NaN goes in.
+            return torch.where(is_nan, float("nan"), values).to(self.dtype).view(torch.uint8)
+        magnitude = values.abs()
+        step_inverse, offset = self._select(magnitude)
+        code = torch.round(magnitude * step_inverse) + offset
+        code = torch.where(torch.signbit(values), code + self.sign_code, code)
+        return torch.where(is_nan, float(self.nan_code), code).to(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """uint8 codes, one to a byte -> fp32 values, exactly."""
+        if self.dtype is not None:
+            return codes.view(self.dtype).to(torch.float32)
+        code = codes.to(torch.float32)
+        negative = code >= self.sign_code
+        code = torch.where(negative, code - self.sign_code, code)
+        value = code * self.bands[0][1]
+        for lower, step, first in self.bands[1:]:
+            value = torch.where(code >= first, (code - first) * step + lower, value)
+        return torch.where(negative, -value, value)
+
+    def round_stochastic(self, values: Tensor, bits: Tensor) -> Tensor:
+        """fp32 values -> representable fp32 values; each rounds up when its 8 random `bits` (0 to 255) carry it there.
+
+        NaN becomes +max, infinities +-max. Rule of the NVFP4 recipe: floor(v + bits/256 * step) on the grid.
+        """
+        magnitude = values.abs()
+        dither = bits.to(torch.float32) * (1.0 / 256.0)
+        shifted = magnitude + dither * self._step(magnitude)  # the product is exact: the step is a power of two
+        step = self._step(shifted)
+        rounded = (torch.floor(shifted / step) * step).clamp(max=self.max)
+        rounded = torch.where(torch.signbit(values), -rounded, rounded)
+        return torch.where(values != values, self.max, rounded)
+
+    def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""
+        inverse: Tensor | float = 1.0 / self.bands[0][1]
+        offset: Tensor | float = 0.0
+        for lower, step, first in self.bands[1:]:
+            above = magnitude >= lower
+            inverse = torch.where(above, 1.0 / step, inverse)
+            offset = torch.where(above, first - lower / step, offset)
+        return inverse, offset
+
+    def _step(self, magnitude: Tensor) -> Tensor:
+        step = torch.full_like(magnitude, self.bands[0][1])
+        for lower, width, _ in self.bands[1:]:
+            step = torch.where(magnitude >= lower, width, step)
+        return step
+
+
+E4M3 = Element("e4m3", 4, 3, 7, 448.0, 0x7F, torch.float8_e4m3fn)
+E5M2 = Element("e5m2", 5, 2, 15, 57344.0, 0x7F, torch.float8_e5m2)
+E2M3 = Element("e2m3", 2, 3, 1, 7.5, 0x1F)
+E3M2 = Element("e3m2", 3, 2, 3, 28.0, 0x1F)
+E2M1 = Element("e2m1", 2, 1, 1, 6.0, 0x7)
+ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1)}
+
+
+def round_stochastic(v: Tensor, bits: Tensor) -> Tensor:
+    """The NVFP4 rounding rule alone: fp32 `v`, integer `bits` 0..255 of the same shape -> fp32 E2M1 values."""
+    return E2M1.round_stochastic(v, bits)
+
+
+def pack_pairs(codes: Tensor) -> Tensor:
+    """4-bit codes (..., K) -> bytes (..., ceil(K/2)), the even element in the low nibble."""
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_pairs(packed: Tensor) -> Tensor:
+    """bytes (..., K/2) -> 4-bit codes (..., K)."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)

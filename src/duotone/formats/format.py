@@ -1,0 +1,262 @@
+"""A format: element codec x block geometry x scale rule x transforms, as one frozen value."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.formats import hadamard, philox
+from duotone.formats.elements import Element
+from duotone.formats.geometry import Block
+from duotone.formats.parts import Parts, PartSpec
+from duotone.formats.scales import Blocked, Scaled
+from duotone.formats.stages import PLAIN, Stages
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A decoded operand as a product: `inner`, exact in bf16, times `outer / divisor`, which follows the GEMM.
+
+    `inner` is (M, K); `outer` is None, or fp32: (1,) per tensor, (M,) per row, (grid) per block of `block`.
+    """
+
+    inner: Tensor
+    outer: Tensor | None
+    divisor: float
+
+
+class Format(Protocol):
+    """What everything above `formats/` may ask. Matrices are 2-D with the contraction last."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def precision(self) -> int:
+        """Bits of an element; dequantize prefers the plane with more."""
+        ...
+
+    @property
+    def is_stochastic(self) -> bool: ...
+
+    @property
+    def transform(self) -> str:
+        """Name of the transform along the contraction ("" for none); the operands of a GEMM must agree in it."""
+        ...
+
+    @property
+    def outer_extent(self) -> str:
+        """Where the factor that follows the product lives: "none", "tensor", "row", "block" or "high precision"."""
+        ...
+
+    @property
+    def outer_block(self) -> Block: ...
+
+    @property
+    def spans_rows(self) -> bool:
+        """Whether a scale spans all rows, so that shards of a tensor have to agree on it."""
+        ...
+
+    def parts(self, rows: int, cols: int) -> dict[str, PartSpec]: ...
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        seed: Tensor | int | None = None,
+        plane: str = "row",
+        stages: Stages = PLAIN,
+    ) -> Parts: ...
+
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor: ...
+
+    def unrotate(self, values: Tensor, cols: int) -> Tensor: ...
+
+    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors: ...
+
+    def derive(self, parts: Parts) -> Parts | None: ...
+
+    @property
+    def is_derivable(self) -> bool: ...
+
+    def describe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Codes of a small element under scales: every format but Identity is a row of these fields."""
+
+    name: str
+    element: Element
+    block: Block
+    rule: Any
+    hadamard: bool = False
+    is_stochastic: bool = False
+    outer_extent: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "outer_extent", self.rule.outer_extent(self.block))
+
+    @property
+    def precision(self) -> int:
+        return self.element.bits
+
+    @property
+    def transform(self) -> str:
+        return f"hadamard{hadamard.SIZE}:{hadamard.SIGN_MASK:04x}" if self.hadamard else ""
+
+    @property
+    def outer_block(self) -> Block:
+        return self.block
+
+    @property
+    def spans_rows(self) -> bool:
+        return "amax" in self.parts(1, 1) or self.block.rows == 0
+
+    @property
+    def is_derivable(self) -> bool:
+        return self.block.transposes and not self.hadamard
+
+    def parts(self, rows: int, cols: int) -> dict[str, PartSpec]:
+        """Name -> buffer of the encoding of a (rows, cols) matrix."""
+        cols = self._stored_cols(cols)
+        per_byte = self.element.codes_per_byte
+        codes = PartSpec((rows, -(-cols // per_byte)), torch.uint8, 1)
+        return {"codes": codes, **self.rule.specs(self.block, rows, cols)}
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        seed: Tensor | int | None = None,
+        plane: str = "row",
+        stages: Stages = PLAIN,
+    ) -> Parts:
+        """(M, K) bf16, fp16 or fp32 -> parts.
+
+        `scale` is an encode scale from outside (fp32 scales only), `amax` a global amax from outside (formats whose
+        scale spans the tensor or its rows), `seed` an int64 for stochastic rounding, `plane` "row" or "col" its stream.
+        """
+        self._check(x, scale, amax, seed, plane)
+        if self.hadamard:
+            x = stages.rotate(x)
+        rows, cols = x.shape
+        blocks = self.block.view(x)
+        block_amax = stages.amax(blocks) if scale is None else blocks.new_empty(self.block.grid(rows, cols))
+        given = Blocked(blocks, block_amax, self.element, self.block, (rows, cols), x.dtype, stages)
+        scaled = self._scale(given, scale, amax)
+        multiplier = scaled.multiplier[:, None, :, None]
+        if self.is_stochastic:
+            bits = stages.random_bytes(_as_seed(seed, x.device), rows, cols, philox.PLANES[plane])
+            codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
+        else:
+            codes = stages.cast(blocks, multiplier, self.element)
+        codes = self.block.unview(codes, rows, cols)
+        return {"codes": stages.pack(codes) if self.element.codes_per_byte == 2 else codes, **scaled.parts}
+
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
+        """The values that a GEMM multiplies, (M, K): rotated for Hadamard formats, which keep the padded length."""
+        return self._values(parts, dtype, self.rule.factor, stages)
+
+    def unrotate(self, values: Tensor, cols: int) -> Tensor:
+        """Decoded values -> those of the original (M, cols), in the same dtype."""
+        if self.hadamard:
+            values = hadamard.unrotate(values).to(values.dtype)
+        return values[:, :cols]
+
+    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors:
+        """`decode` split into an operand that is exact in bf16 and the factor that must follow the product."""
+        inner = self._values(parts, torch.bfloat16, self.rule.inner, stages)
+        return Factors(inner, self.rule.outer(parts), self.rule.divisor)
+
+    def derive(self, parts: Parts) -> Parts | None:
+        """The parts of the transpose, without loss, or None where its scales are others."""
+        if not self.is_derivable:
+            return None
+        codes = self._unpacked(parts["codes"], PLAIN)
+        shape = (codes.shape[0], codes.shape[1])
+        transposed = codes.t()
+        if self.element.codes_per_byte == 2:
+            transposed = PLAIN.pack(transposed)
+        return {"codes": transposed, **self.rule.transpose(parts, self.block, shape)}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "element": self.element.name,
+            "block": self.block.name,
+            "scale": self.rule.name,
+            "transform": self.transform,
+            "rounding": "stochastic" if self.is_stochastic else "nearest",
+            "columnwise": "transposed" if self.is_derivable else "encoded",
+            "bits_per_element": round(self._bits_per_element(), 4),
+        }
+
+    def _scale(self, given: Blocked, scale: Tensor | None, amax: Tensor | None) -> Scaled:
+        if scale is not None:
+            return self.rule.given(scale, given)
+        if amax is None:
+            return self.rule.decide(given)
+        if "amax" in self.parts(1, 1):
+            return self.rule.decide(given, amax)
+        return self.rule.decide(given._replace(amax=amax.to(torch.float32).reshape(given.amax.shape)))
+
+    def _values(self, parts: Parts, dtype: torch.dtype, factor_of: Any, stages: Stages) -> Tensor:
+        codes = self._unpacked(parts["codes"], stages)
+        shape = (codes.shape[0], codes.shape[1])
+        block = self.rule.stored_block(self.block)
+        factor = factor_of(parts, self.block, shape)
+        if factor is None:
+            factor = torch.ones((), dtype=torch.float32, device=codes.device)
+        return block.unview(stages.values(block.view(codes), factor, self.element, dtype), *shape)
+
+    def _unpacked(self, codes: Tensor, stages: Stages) -> Tensor:
+        return stages.unpack(codes) if self.element.codes_per_byte == 2 else codes
+
+    def _stored_cols(self, cols: int) -> int:
+        return -(-cols // hadamard.SIZE) * hadamard.SIZE if self.hadamard else cols
+
+    def _bits_per_element(self) -> float:
+        """Of a 4096 x 4096 matrix, everything counted."""
+        total = 0
+        for spec in self.parts(4096, 4096).values():
+            count = 1
+            for extent in spec.shape:
+                count *= extent
+            total += 8 * count * spec.dtype.itemsize
+        return total / 4096**2
+
+    def _check(
+        self, x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None, plane: str
+    ) -> None:
+        if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(
+                f"{self.name} encodes a 2-D bf16, fp16 or fp32 tensor; got {x.dim()}-D {x.dtype}: flatten or cast it first"
+            )
+        if plane not in philox.PLANES:
+            raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
+        if self.is_stochastic and seed is None:
+            raise UserError(f"{self.name} rounds stochastically and needs a seed; pass seed=<64-bit integer>")
+        if scale is not None and not self.rule.accepts_scale:
+            raise UserError(f"{self.name} makes its own {self.rule.name} scales; omit scale=")
+        if amax is not None and not self._takes_amax():
+            raise UserError(f"{self.name} takes the amax of each block itself; omit amax=")
+        if scale is not None and amax is not None:
+            raise UserError("scale and amax were both given; pass the one that decides")
+
+    def _takes_amax(self) -> bool:
+        return "amax" in self.parts(1, 1) or self.block.name in ("tensor", "row")
+
+
+def _as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor:
+    if isinstance(seed, Tensor):
+        return seed.to(device=device, dtype=torch.int64)
+    assert seed is not None
+    signed = (seed + 2**63) % 2**64 - 2**63  # the 64 bits of the seed as an int64
+    return torch.tensor([signed], dtype=torch.int64, device=device)

@@ -1,0 +1,60 @@
+"""Block geometry: which elements of a contraction-last matrix share one scale."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """`rows` x `cols` elements share a scale; 0 stands for the whole extent.
+
+    (0, 0) is per tensor, (1, 0) per row, (1, 32) a block along the contraction, (16, 16) a square.
+    """
+
+    rows: int
+    cols: int
+
+    @property
+    def name(self) -> str:
+        return {(0, 0): "tensor", (1, 0): "row"}.get((self.rows, self.cols), f"{self.rows}x{self.cols}")
+
+    @property
+    def transposes(self) -> bool:
+        """Whether the blocks of the transpose are the transposed blocks."""
+        return self.rows == self.cols
+
+    def grid(self, rows: int, cols: int) -> tuple[int, int]:
+        """Number of blocks in each direction of a rows x cols matrix; a ragged last block counts."""
+        return (
+            -(-rows // self.rows) if self.rows else 1,
+            -(-cols // self.cols) if self.cols else 1,
+        )
+
+    def view(self, x: Tensor) -> Tensor:
+        """(M, K) -> (grid rows, rows, grid cols, cols); missing elements of ragged blocks are 0."""
+        rows, cols = self.rows or x.shape[0], self.cols or x.shape[1]
+        down, across = self.grid(*x.shape)
+        ragged = (across * cols - x.shape[1], down * rows - x.shape[0])
+        if any(ragged):
+            x = F.pad(x, (0, ragged[0], 0, ragged[1]))
+        return x.view(down, rows, across, cols)
+
+    def unview(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
+        """(grid rows, rows, grid cols, cols) -> (M, K), the inverse of `view`."""
+        down, height, across, width = blocks.shape
+        return blocks.reshape(down * height, across * width)[:rows, :cols]
+
+    def expand(self, scale: Tensor, rows: int, cols: int) -> Tensor:
+        """A value per block (grid) -> a value per element (M, K)."""
+        scale = scale.view(self.grid(rows, cols))
+        if self.rows > 1:
+            scale = scale.repeat_interleave(self.rows, 0)[:rows]
+        if self.cols > 1:
+            scale = scale.repeat_interleave(self.cols, 1)[:, :cols]
+        return scale.expand(rows, cols)
+
+
+TENSOR = Block(0, 0)
+ROW = Block(1, 0)

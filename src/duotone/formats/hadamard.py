@@ -1,0 +1,42 @@
+"""The 16-point random Hadamard transform of NVFP4's weight-gradient operands.
+
+y = u R with R = diag(sign) H16 / 4, H16 the Sylvester matrix, along the contraction; R R^T = I, so a product of two
+rotated operands is the product of the plain ones. The sign vector is fixed: bit i of 0xD7E8 set means minus.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIZE = 16
+SIGN_MASK = 0xD7E8
+
+
+def rotation(device: torch.device | None = None) -> Tensor:
+    """R, fp32 (16, 16); every entry is +-0.25."""
+    rows = []
+    for i in range(SIZE):
+        sign = -0.25 if (SIGN_MASK >> i) & 1 else 0.25
+        rows.append([sign * (-1) ** bin(i & j).count("1") for j in range(SIZE)])
+    return torch.tensor(rows, dtype=torch.float32, device=device)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """(M, K) -> bf16 (M, K padded to 16): fp32 sums of 16 products in order, one rounding to bf16."""
+    x = x.to(torch.bfloat16)
+    if x.shape[1] % SIZE:
+        x = F.pad(x, (0, -x.shape[1] % SIZE))
+    return _apply(x, rotation(x.device)).to(torch.bfloat16)
+
+
+def unrotate(y: Tensor) -> Tensor:
+    """The inverse: fp32 (M, K) -> fp32 (M, K)."""
+    return _apply(y, rotation(y.device).t())
+
+
+def _apply(x: Tensor, matrix: Tensor) -> Tensor:
+    groups = x.unflatten(1, (-1, SIZE)).to(torch.float32)
+    total = groups[..., 0:1] * matrix[0]
+    for i in range(1, SIZE):  # the order of the sum is part of the meaning
+        total = total + groups[..., i : i + 1] * matrix[i]
+    return total.flatten(1)

@@ -1,0 +1,75 @@
+"""Identity: high precision as a format, so that nothing above has to ask whether a tensor is quantized."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.formats.format import Factors
+from duotone.formats.geometry import TENSOR, Block
+from duotone.formats.parts import Parts, PartSpec
+from duotone.formats.stages import PLAIN, Stages
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The matrix itself, aliased; its columnwise plane is a strided view."""
+
+    name: str = "identity"
+    precision = 32
+    is_stochastic = False
+    transform = ""
+    outer_extent = "high precision"
+    spans_rows = False
+    is_derivable = True
+
+    @property
+    def outer_block(self) -> Block:
+        return TENSOR
+
+    def parts(self, rows: int, cols: int) -> dict[str, PartSpec]:
+        """One buffer in the caller's dtype; the spec names bf16, the dtype of training."""
+        return {"codes": PartSpec((rows, cols), torch.bfloat16, 1)}
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        seed: Tensor | int | None = None,
+        plane: str = "row",
+        stages: Stages = PLAIN,
+    ) -> Parts:
+        del scale, amax, seed, plane, stages
+        return {"codes": x}
+
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
+        del stages
+        return parts["codes"].to(dtype)
+
+    def unrotate(self, values: Tensor, cols: int) -> Tensor:
+        return values[:, :cols]
+
+    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors:
+        del stages
+        return Factors(parts["codes"], None, 1.0)
+
+    def derive(self, parts: Parts) -> Parts:
+        return {"codes": parts["codes"].t()}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "element": "high precision",
+            "block": "none",
+            "scale": "none",
+            "transform": "",
+            "rounding": "none",
+            "columnwise": "view",
+            "bits_per_element": "input",
+        }
+
+
+IDENTITY = Identity()

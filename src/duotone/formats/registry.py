@@ -1,0 +1,31 @@
+"""Formats by name: append-only. `catalog.py` holds the rows that ship."""
+
+import difflib
+
+from duotone.errors import RecipeError
+from duotone.formats.format import Format
+
+_FORMATS: dict[str, Format] = {}
+
+
+def register(fmt: Format) -> Format:
+    """Add a format under its name; a name is never given twice."""
+    if fmt.name in _FORMATS:
+        raise RecipeError(f"format {fmt.name!r} is registered already; choose another name")
+    _FORMATS[fmt.name] = fmt
+    return fmt
+
+
+def get(name: str) -> Format:
+    """The format of that name. Raises RecipeError where there is none."""
+    try:
+        return _FORMATS[name]
+    except KeyError:
+        near = ", ".join(difflib.get_close_matches(name, _FORMATS, n=3, cutoff=0.4))
+        hint = f"did you mean {near}? " if near else ""
+        raise RecipeError(f"format {name!r} is unknown; {hint}`duotone formats` lists all") from None
+
+
+def names() -> list[str]:
+    """All registered names, in order of registration."""
+    return list(_FORMATS)
