@@ -1,1 +1,23 @@
 """Duotone: low-precision training for PyTorch in which each direction of each tensor has a format of its own."""
+
+from duotone import formats as formats
+from duotone import recipes as recipes
+from duotone.convert import PlanRow as PlanRow
+from duotone.convert import convert as convert
+from duotone.convert import plan as plan
+from duotone.convert import revert as revert
+from duotone.errors import RecipeError as RecipeError
+from duotone.errors import UsageError as UsageError
+from duotone.errors import UserError as UserError
+from duotone.modules import Linear as Linear
+from duotone.recipes import CustomRecipe as CustomRecipe
+from duotone.recipes import QuantizerRole as QuantizerRole
+from duotone.state import autocast as autocast
+from duotone.state import load_rng_state as load_rng_state
+from duotone.state import rng_state as rng_state
+from duotone.tensor import HybridQuantizer as HybridQuantizer
+from duotone.tensor import IdentityQuantizer as IdentityQuantizer
+from duotone.tensor import QuantizedTensor as QuantizedTensor
+from duotone.tensor import Quantizer as Quantizer
+
+__version__ = "0.1.0"

@@ -56,24 +56,37 @@ class Element:
     def _top(self, step: float) -> float:
         return step * 2.0 ** (self.mantissa_bits + 1)
 
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the codes are viewed as inside the codec: the torch float8, or bytes."""
+        return self.dtype or torch.uint8
+
     def encode(self, values: Tensor) -> Tensor:
         """fp32 values of any shape -> uint8 codes, one to a byte."""
+        return self.narrow(values).view(torch.uint8)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """uint8 codes, one to a byte -> fp32 values, exactly."""
+        return self.widen(codes.view(self.stored_dtype))
+
+    def narrow(self, values: Tensor) -> Tensor:
+        """fp32 values -> codes as `stored_dtype`."""
         values = values.clamp(-self.max, self.max)
-        is_nan = values != values
+        is_number = values == values
         if self.dtype is not None:
             # The cast keeps the sign of NaN on some backends: only a positive NaN goes in.
-            return torch.where(is_nan, float("nan"), values).to(self.dtype).view(torch.uint8)
+            return torch.where(is_number, values, float("nan")).to(self.dtype)
         magnitude = values.abs()
         step_inverse, offset = self._select(magnitude)
         code = torch.round(magnitude * step_inverse) + offset
         code = torch.where(torch.signbit(values), code + self.sign_code, code)
-        return torch.where(is_nan, float(self.nan_code), code).to(torch.uint8)
+        return torch.where(is_number, code, float(self.nan_code)).to(torch.uint8)
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """uint8 codes, one to a byte -> fp32 values, exactly."""
+    def widen(self, stored: Tensor) -> Tensor:
+        """Codes as `stored_dtype` -> fp32 values."""
         if self.dtype is not None:
-            return codes.view(self.dtype).to(torch.float32)
-        code = codes.to(torch.float32)
+            return stored.to(torch.float32)
+        code = stored.to(torch.float32)
         negative = code >= self.sign_code
         code = torch.where(negative, code - self.sign_code, code)
         value = code * self.bands[0][1]

@@ -74,7 +74,11 @@ class Format(Protocol):
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor: ...
 
+    def rotate(self, x: Tensor) -> Tensor: ...
+
     def unrotate(self, values: Tensor, cols: int) -> Tensor: ...
+
+    def ceiling(self, parts: Parts) -> Tensor: ...
 
     def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors: ...
 
@@ -157,12 +161,22 @@ class ScaledFormat:
             codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
         else:
             codes = stages.cast(blocks, multiplier, self.element)
-        codes = self.block.unview(codes, rows, cols)
+        codes = self.block.unview(codes.view(torch.uint8), rows, cols)
         return {"codes": stages.pack(codes) if self.element.codes_per_byte == 2 else codes, **scaled.parts}
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
         """The values that a GEMM multiplies, (M, K): rotated for Hadamard formats, which keep the padded length."""
         return self._values(parts, dtype, self.rule.factor, stages)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """The matrix whose elements the codes stand for: x itself, or its Hadamard transform."""
+        return hadamard.rotate(x) if self.hadamard else x
+
+    def ceiling(self, parts: Parts) -> Tensor:
+        """fp32 (M, K): the largest magnitude that each element can hold under its scale."""
+        codes = self._unpacked(parts["codes"], PLAIN)
+        largest = self.element.encode(torch.full((1,), self.element.max, device=codes.device)).expand_as(codes)
+        return self.decode({**parts, "codes": self._packed(largest)}, torch.float32)
 
     def unrotate(self, values: Tensor, cols: int) -> Tensor:
         """Decoded values -> those of the original (M, cols), in the same dtype."""
@@ -181,10 +195,7 @@ class ScaledFormat:
             return None
         codes = self._unpacked(parts["codes"], PLAIN)
         shape = (codes.shape[0], codes.shape[1])
-        transposed = codes.t()
-        if self.element.codes_per_byte == 2:
-            transposed = PLAIN.pack(transposed)
-        return {"codes": transposed, **self.rule.transpose(parts, self.block, shape)}
+        return {"codes": self._packed(codes.t()), **self.rule.transpose(parts, self.block, shape)}
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -214,10 +225,14 @@ class ScaledFormat:
         factor = factor_of(parts, self.block, shape)
         if factor is None:
             factor = torch.ones((), dtype=torch.float32, device=codes.device)
-        return block.unview(stages.values(block.view(codes), factor, self.element, dtype), *shape)
+        stored = block.view(codes).view(self.element.stored_dtype)
+        return block.unview(stages.values(stored, factor, self.element, dtype), *shape)
 
     def _unpacked(self, codes: Tensor, stages: Stages) -> Tensor:
         return stages.unpack(codes) if self.element.codes_per_byte == 2 else codes
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        return PLAIN.pack(codes) if self.element.codes_per_byte == 2 else codes
 
     def _stored_cols(self, cols: int) -> int:
         return -(-cols // hadamard.SIZE) * hadamard.SIZE if self.hadamard else cols

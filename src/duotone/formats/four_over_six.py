@@ -39,7 +39,7 @@ class FourOverSixScale(TwoLevelScale):
         codes = x.stages.cast(x.blocks, candidate.multiplier[:, None, :, None], x.element)
         scale = E4M3.decode(candidate.parts["scale"])[:: x.block.rows]
         g = candidate.parts["amax"][:, None]
-        value = x.element.decode(codes) * scale[:, None, :, None]
+        value = x.element.widen(codes) * scale[:, None, :, None]
         difference = divide(value * g[..., None, None], self.divisor) - x.blocks.to(torch.float32)
         terms = difference * difference if self.squared else difference.abs()
         total = terms[..., 0]

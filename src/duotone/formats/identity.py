@@ -49,6 +49,12 @@ class Identity:
         del stages
         return parts["codes"].to(dtype)
 
+    def rotate(self, x: Tensor) -> Tensor:
+        return x
+
+    def ceiling(self, parts: Parts) -> Tensor:
+        return torch.full_like(parts["codes"], torch.inf, dtype=torch.float32)
+
     def unrotate(self, values: Tensor, cols: int) -> Tensor:
         return values[:, :cols]
 

@@ -17,12 +17,10 @@ from torch import Tensor
 from duotone.formats.elements import E4M3, Element
 from duotone.formats.geometry import Block
 from duotone.formats.parts import Parts, PartSpec
-from duotone.formats.stages import Stages
+from duotone.formats.stages import Stages, power_of_two
 
 FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT_MASK = 0x7F800000
-MANTISSA_MASK = 0x007FFFFF
-QUIET_NAN = 0x7FC00000
 
 
 class Blocked(NamedTuple):
@@ -130,12 +128,8 @@ class E8M0Scale:
         return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, rows_per_entry=block.rows)}
 
     def decide(self, x: Blocked) -> Scaled:
-        ratio = (x.amax * x.element.reciprocal).view(torch.int32)
-        exponent, mantissa = ratio >> 23, ratio & MANTISSA_MASK
-        code = (exponent + (mantissa > 0).to(torch.int32)).clamp(max=254)
-        code = torch.where(exponent == 0, (mantissa > 0x400000).to(torch.int32), code)
-        code = torch.where((exponent == 255) & (mantissa > 0), 255, code)
-        return Scaled(power_of_two(254 - code), {"scale": code.to(torch.uint8)})
+        code, multiplier = x.stages.exponent_scale(x.amax, x.element.reciprocal)
+        return Scaled(multiplier, {"scale": code})
 
     def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:
         return _spread(power_of_two(parts["scale"].to(torch.int32)), block, shape)
@@ -228,12 +222,6 @@ class TwoLevelScale:
     @staticmethod
     def _rows(code: Tensor, x: Blocked) -> Tensor:
         return code.repeat_interleave(x.block.rows, 0)[: x.shape[0]] if x.block.rows > 1 else code
-
-
-def power_of_two(biased: Tensor) -> Tensor:
-    """int32 -> fp32 2^(biased - 127); 0 is the subnormal 2^-127; 255, and -1 as its inverse, are NaN."""
-    bits = torch.where(biased == 0, 0x00400000, biased << 23)
-    return torch.where((biased == 255) | (biased < 0), QUIET_NAN, bits).to(torch.int32).view(torch.float32)
 
 
 def _spread(factor: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:

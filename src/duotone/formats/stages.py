@@ -10,29 +10,50 @@ from torch import Tensor
 from duotone.formats import hadamard, philox
 from duotone.formats.elements import Element, pack_pairs, unpack_pairs
 
+MANTISSA_MASK = 0x007FFFFF
+QUIET_NAN = 0x7FC00000
+
 
 def block_amax(blocks: Tensor) -> Tensor:
     """Blocked input -> fp32 (grid rows, grid cols): max |x|, NaN ignored, 0 where a block is empty."""
     if blocks.numel() == 0:
         return blocks.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.float32)
-    magnitude = blocks.abs()
-    magnitude = torch.where(magnitude == magnitude, magnitude, 0.0)
-    return magnitude.amax(dim=(1, 3)).to(torch.float32)
+    magnitude = blocks.to(torch.float32).abs()
+    return torch.where(magnitude == magnitude, magnitude, 0.0).amax(dim=(1, 3))
 
 
 def cast(blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
-    """Codes, one to a byte, of fl(x * multiplier); `multiplier` fp32 broadcasts to the blocks."""
-    return element.encode(blocks.to(torch.float32) * multiplier)
+    """Codes, one to a byte, of fl(x * multiplier) as the element's `stored_dtype`; `multiplier` fp32 broadcasts."""
+    return element.narrow(blocks.to(torch.float32) * multiplier)
 
 
 def cast_stochastic(blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
     """As `cast`, rounding with `bits` uint8 of the blocks' shape."""
-    return element.encode(element.round_stochastic(blocks.to(torch.float32) * multiplier, bits))
+    return element.narrow(element.round_stochastic(blocks.to(torch.float32) * multiplier, bits))
 
 
 def values(codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-    """fl(value(code) * factor) in `dtype`; `codes` blocked, one to a byte."""
-    return (element.decode(codes) * factor).to(dtype)
+    """fl(value(code) * factor) in `dtype`; `codes` blocked, one to a byte, as the element's `stored_dtype`."""
+    return (element.widen(codes) * factor).to(dtype)
+
+
+def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+    """fp32 amax of each block -> its E8M0 byte and the fp32 multiplier 2^(127 - byte).
+
+    The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN.
+    """
+    ratio = (amax * reciprocal).view(torch.int32)
+    exponent, mantissa = ratio >> 23, ratio & MANTISSA_MASK
+    code = (exponent + (mantissa > 0).to(torch.int32)).clamp(max=254)
+    code = torch.where(exponent == 0, (mantissa > 0x400000).to(torch.int32), code)
+    code = torch.where((exponent == 255) & (mantissa > 0), 255, code)
+    return code.to(torch.uint8), power_of_two(254 - code)
+
+
+def power_of_two(biased: Tensor) -> Tensor:
+    """int32 -> fp32 2^(biased - 127); 0 is the subnormal 2^-127; 255, and -1 as its inverse, are NaN."""
+    bits = torch.where(biased == 0, 0x00400000, biased << 23)
+    return torch.where((biased == 255) | (biased < 0), QUIET_NAN, bits).to(torch.int32).view(torch.float32)
 
 
 class Stages:
@@ -51,6 +72,9 @@ class Stages:
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
         return values(codes, factor, element, dtype)
+
+    def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+        return exponent_scale(amax, reciprocal)
 
     def rotate(self, x: Tensor) -> Tensor:
         return hadamard.rotate(x)

@@ -1,0 +1,158 @@
+"""nn.Module to low precision in place, back again, and the table of what will run.
+
+A converted nn.Linear only changes its class: parameters, names, hooks and state_dict keys stay as they were.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from duotone.errors import RecipeError, UserError
+from duotone.linear import build_plan
+from duotone.modules.linear import Linear, PlannedLinear
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.state import seeds
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One GEMM of one module, or one module that stays as it is (`gemm` is "-")."""
+
+    module: str
+    gemm: str
+    a: str
+    b: str
+    kernel: str
+    native: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def convert(model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEAD) -> nn.Module:
+    """Make every nn.Linear of `model` follow `recipe`, in place, and return the model.
+
+    `rules` go before any recipe, enclosing autocasts included; the default keeps the output head in high precision.
+    Subclasses of nn.Linear with a forward of their own are left alone; `plan` shows them. Raises before it changes
+    anything where the recipe cannot be used.
+    """
+    _validate(recipe, rules)
+    modules = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    rules = tuple(rules)
+    for name, module in modules:
+        if not _reason_left_alone(module):
+            device, dtype = module.weight.device.type, module.weight.dtype
+            _try_plan(recipe, rules, name, device, dtype)
+        elif recipe.strict:
+            raise RecipeError(f"strict: {name} stays in high precision: {_reason_left_alone(module)}")
+    for name, module in modules:
+        if not _reason_left_alone(module):
+            _adopt(module, recipe, rules, name)
+    return model
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo `convert`, in place, and return the model: every module gets its class back, and the seeds go."""
+    for module in model.modules():
+        if isinstance(module, PlannedLinear):
+            assert isinstance(module, nn.Module)
+            for attribute in ("recipe", "rules", "module_name", "_plans", "_last"):
+                delattr(module, attribute)
+            delattr(module, seeds.BUFFER)
+            module.__class__ = _original_class(type(module))
+    return model
+
+
+def plan(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[PlanRow]:
+    """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
+
+    `recipe` stands for an enclosing autocast; device and dtype are the weights' where None.
+    """
+    rows: list[PlanRow] = []
+    for name, module in model.named_modules():
+        if isinstance(module, PlannedLinear):
+            rows.extend(_rows(name, module, recipe or module.recipe, device, dtype))
+        elif _is_linear(module):
+            rows.append(_left_alone(name, _reason_left_alone(module) or "not converted"))
+        elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            rows.append(_left_alone(name, "an embedding is a look-up, not a GEMM"))
+    return rows
+
+
+def _rows(
+    name: str, module: PlannedLinear, recipe: Recipe, device: str | None, dtype: torch.dtype | None
+) -> Iterator[PlanRow]:
+    setting = module.setting(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
+    by_rule = any(rule.module is not None and rule.format == "identity" for rule in module.rules if _names(rule, name))
+    for gemm in build_plan(setting).gemms:
+        reason = "kept in high precision by a rule" if by_rule else gemm.reason
+        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, gemm.rule.name, gemm.rule.native, reason)
+
+
+def _names(rule: Rule, name: str) -> bool:
+    from duotone.recipes.roles import QuantizerRole
+
+    return rule.tensor_type is None and rule.matches(QuantizerRole("linear", "", name))
+
+
+def _left_alone(name: str, reason: str) -> PlanRow:
+    return PlanRow(name, "-", "identity", "identity", "torch", True, reason)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _reason_left_alone(module: nn.Module) -> str:
+    """Why convert leaves a linear as it is, or "" where it converts."""
+    kind = type(module)
+    if isinstance(module, PlannedLinear) or kind is nn.Linear:
+        return ""
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "its owner uses the weight without calling the module"
+    if kind.forward is not nn.Linear.forward:
+        return f"{kind.__name__} has a forward of its own"
+    return ""
+
+
+@functools.cache
+def _converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
+    if kind is nn.Linear:
+        return Linear
+    return type(f"Planned{kind.__name__}", (PlannedLinear, kind), {"__module__": kind.__module__})
+
+
+def _original_class(kind: type) -> type:
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))
+
+
+def _adopt(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], name: str) -> None:
+    if not isinstance(module, PlannedLinear):
+        module.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
+    assert isinstance(module, PlannedLinear)
+    module.adopt(recipe, rules, name)
+
+
+def _validate(recipe: Recipe, rules: Sequence[Rule]) -> None:
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"convert takes a recipe; got {type(recipe).__name__}; use duotone.recipes.load(name)")
+    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
+    if wrong:
+        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
+
+
+def _try_plan(recipe: Recipe, rules: tuple[Rule, ...], name: str, device: str, dtype: torch.dtype) -> None:
+    from duotone.linear import Setting
+
+    build_plan(Setting(recipe, rules, name, "linear", device, dtype))

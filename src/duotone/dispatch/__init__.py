@@ -1,0 +1,3 @@
+"""Binds formats to backends: which stages encode, which rule multiplies, and why the others were rejected."""
+
+from duotone.dispatch.stages import compiled_casts as compiled_casts

@@ -1,0 +1,134 @@
+"""Stages compiled for the CPU by torch.compile, where a C++ compiler works.
+
+Each (stage, element, layout) is a code object of its own, because Dynamo stops compiling a code object after a few
+variants. Three stages instead of one fused encode: inductor would recompute a block's scale for each of its elements.
+"""
+
+import functools
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.formats import hadamard, philox, stages
+from duotone.formats.elements import Element
+from duotone.formats.stages import Stages
+
+OPTIONS = {"emulate_precision_casts": True}
+"""Without it inductor drops bf16 round trips, and with them bits."""
+
+
+@functools.cache
+def compiler_reason() -> str:
+    """Why casts cannot be compiled here, or "" where they can: found out by building something, once a process."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        compiler = cpp_builder.get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError) as error:
+        return f"no C++ compiler: {error}".splitlines()[0]
+    if shutil.which(compiler) is None:
+        return f"the C++ compiler {compiler} is not on the path"
+    return _build_failure(compiler)
+
+
+def _build_failure(compiler: str) -> str:
+    import subprocess
+
+    source = "#include <cmath>\n#include <omp.h>\nextern \"C\" int f() { return omp_get_max_threads(); }\n"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "probe.cpp"
+        path.write_text(source)
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", "-o", str(path.with_suffix(".so")), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    detail = done.stderr.strip().splitlines()
+    return f"{compiler} does not build a shared library: {detail[0] if detail else done.returncode}"
+
+
+def own_code(function: Callable[..., Any], name: str) -> FunctionType:
+    """A copy of `function` with a code object of its own, named `name`."""
+    assert isinstance(function, FunctionType)
+    code: CodeType = function.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+@functools.cache
+def _compile(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """`function` compiled under a name that says what it is for; dynamic in the sizes of its tensors."""
+    name = f"duotone_{function.__name__}_{key}"
+    logging.getLogger(__name__).debug("compiling %s", name)
+    return torch.compile(own_code(function, name), dynamic=True, options=OPTIONS)
+
+
+def _in_memory_order(blocks: Tensor) -> bool:
+    """Whether the blocks' columns, rather than their rows, lie next to each other in memory."""
+    return blocks.stride(3) == 1 or (blocks.shape[3] == 1 and blocks.stride(2) == 1)
+
+
+def _turn(blocks: Tensor) -> Tensor:
+    """Exchange rows and columns of a blocked tensor; every stage treats the two alike."""
+    return blocks.permute(2, 3, 0, 1)
+
+
+def _layout(blocks: Tensor) -> str:
+    """Block sizes and dtype: what a compiled loop nest is built for."""
+    rows, cols = blocks.shape[1], blocks.shape[3]
+    whole = "_whole" * (blocks.shape[0] == 1) + "_one" * (blocks.shape[2] == 1)
+    return f"{'n' if rows > 128 else rows}x{'n' if cols > 128 else cols}{whole}_{_short(blocks.dtype)}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class CompiledStages(Stages):
+    """`Stages` whose loops are C++. They run over contiguous memory; a transposed operand is turned, not copied."""
+
+    name = "compiled C++"
+
+    def amax(self, blocks: Tensor) -> Tensor:
+        if not _in_memory_order(blocks):
+            return self.amax(_turn(blocks)).t()
+        return _compile(stages.block_amax, _layout(blocks))(blocks.contiguous())
+
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
+        if not _in_memory_order(blocks):
+            return _turn(self.cast(_turn(blocks), _turn(multiplier), element))
+        run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}")
+        return run(blocks.contiguous(), multiplier.contiguous(), element)
+
+    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
+        if not _in_memory_order(blocks):
+            return _turn(self.cast_stochastic(_turn(blocks), _turn(multiplier), _turn(bits), element))
+        run = _compile(stages.cast_stochastic, f"{element.name}_{_layout(blocks)}")
+        return run(blocks.contiguous(), multiplier.contiguous(), bits.contiguous(), element)
+
+    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
+        if factor.dim() == 4 and not _in_memory_order(codes):
+            return _turn(self.values(_turn(codes), _turn(factor), element, dtype))
+        run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}_{factor.dim()}")
+        return run(codes.contiguous(), factor.contiguous(), element, dtype)
+
+    def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+        if amax.stride(1) != 1:
+            code, multiplier = self.exponent_scale(amax.t(), reciprocal)
+            return code.t(), multiplier.t()
+        return _compile(stages.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        order = "across" if x.stride(1) == 1 else "down"
+        return _compile(hadamard.rotate, f"{order}_{_short(x.dtype)}")(x)
+
+    def random_bytes(self, seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
+        return _compile(philox.random_bytes, "")(seed, rows, cols, plane)
+
+
+COMPILED = CompiledStages()

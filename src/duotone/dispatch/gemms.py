@@ -1,0 +1,253 @@
+"""GEMM rules: the one product a b^T, chosen by table, rejected with reasons.
+
+Both operands are planes, contraction last. `RULES` are asked in order; the first without a reason against it runs. The
+emulated rules decode first; what they compute is exact but for the order of the fp32 sum, except where a rule says so.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duotone.dispatch.products import mm_fp32
+from duotone.errors import UserError
+from duotone.formats import Factors, Format, Parts
+
+FULL = "high precision"
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """What a rule may look at: the two formats, where they live, and the dtype of the result."""
+
+    a: Format
+    b: Format
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def extents(self) -> set[str]:
+        return {self.a.outer_extent, self.b.outer_extent}
+
+
+class Operand(Protocol):
+    """An encoded matrix, contraction last (`duotone.tensor.Plane`)."""
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def parts(self) -> Parts: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def factors(self) -> Factors: ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+
+
+class GemmRule(Protocol):
+    """One row of the table."""
+
+    name: str
+    native: bool
+    note: str
+
+    def reject(self, problem: GemmProblem) -> str:
+        """Why the rule cannot run the problem, or ""."""
+        ...
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """(M, K) and (N, K) -> (M, N) in `out_dtype`; `bias` (N,) is added before the last rounding."""
+        ...
+
+
+class HighPrecision:
+    """Both operands in high precision: torch's own product."""
+
+    name = "torch"
+    native = True
+    note = ""
+
+    def reject(self, problem: GemmProblem) -> str:
+        return "" if problem.extents == {FULL} else "an operand is quantized"
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return F.linear(a.parts["codes"], b.parts["codes"], bias).to(out_dtype)
+
+
+class ExactBf16:
+    """Both decoded operands are exact in bf16 and nothing follows the product: a plain bf16 GEMM."""
+
+    name = "decode, bf16 product"
+    native = False
+    note = ""
+
+    def reject(self, problem: GemmProblem) -> str:
+        if problem.extents != {"none"}:
+            return "a scale has to follow the product"
+        if problem.dtype != torch.bfloat16:
+            return f"the result is {problem.dtype}, not bf16"
+        return _other_transform(problem)
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            return FP32_EPILOGUE.run(a, b, out_dtype, bias)
+        left, right = _same_length(a.factors().inner, b.factors().inner)
+        return torch.mm(left, right.t())
+
+
+class Fp32Epilogue:
+    """Operands exact in bf16, product left in fp32, then the scales per tensor or per row, bias, and one rounding."""
+
+    name = "decode, fp32 product and epilogue"
+    native = False
+    note = ""
+
+    def reject(self, problem: GemmProblem) -> str:
+        if not problem.extents <= {"none", "tensor", "row"}:
+            return "a scale varies along the contraction, or an operand is in high precision"
+        return _other_transform(problem)
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        left, right = a.factors(), b.factors()
+        y = scaled(mm_fp32(*_same_length(left.inner, right.inner)), left, right)
+        return _finish(y, out_dtype, bias)
+
+
+class BlockPromotion:
+    """fp32 scales along the contraction: a raw product per block, promoted into an fp32 sum, as Hopper's kernels do."""
+
+    name = "decode, fp32 product per block"
+    native = False
+    note = ""
+
+    def reject(self, problem: GemmProblem) -> str:
+        if "block" not in problem.extents or FULL in problem.extents:
+            return "no fp32 scale varies along the contraction"
+        widths = {f.outer_block.cols for f in (problem.a, problem.b) if f.outer_extent == "block"}
+        return "the blocks of the operands differ in width" if len(widths) > 1 else _other_transform(problem)
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        left, right = a.factors(), b.factors()
+        width = (a if a.format.outer_extent == "block" else b).format.outer_block.cols
+        inner_a, inner_b = _same_length(left.inner, right.inner)
+        total = inner_a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
+        for j in range(-(-a.shape[1] // width)):
+            cut = slice(j * width, (j + 1) * width)
+            scales = [_block_scales(a, left, j, (-1, 1)), _block_scales(b, right, j, (1, -1))]
+            if a.format.outer_block.rows > b.format.outer_block.rows:
+                scales.reverse()  # the scale that varies faster comes first
+            total = _promote(total, mm_fp32(inner_a[:, cut], inner_b[:, cut]), scales)
+        rest_a, rest_b = _without_blocks(a, left), _without_blocks(b, right)
+        return _finish(scaled(total, rest_a, rest_b), out_dtype, bias)
+
+
+class DecodeToHighPrecision:
+    """One operand in high precision: the other is decoded to its dtype, a product of full operands. Rounds the decoded
+    operand to that dtype, which is exact for formats without an fp32 scale."""
+
+    name = "decode, high-precision product"
+    native = False
+    note = "the quantized operand is decoded to the other's dtype"
+
+    def reject(self, problem: GemmProblem) -> str:
+        return "" if FULL in problem.extents else "no operand is in high precision"
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        dtype = (a if a.format.outer_extent == FULL else b).parts["codes"].dtype
+        return F.linear(a.dequantize(dtype), b.dequantize(dtype), bias).to(out_dtype)
+
+
+class Unrotate:
+    """Transforms or block widths that differ: both operands are decoded in full, unrotated, and multiplied in fp32."""
+
+    name = "decode and unrotate, fp32 product"
+    native = False
+    note = "the operands' transforms or block widths differ, so both are decoded to fp32 first"
+
+    def reject(self, problem: GemmProblem) -> str:
+        return ""
+
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        return _finish(torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()), out_dtype, bias)
+
+
+FP32_EPILOGUE = Fp32Epilogue()
+RULES: list[GemmRule] = [
+    HighPrecision(),
+    ExactBf16(),
+    FP32_EPILOGUE,
+    BlockPromotion(),
+    DecodeToHighPrecision(),
+    Unrotate(),
+]
+
+
+def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
+    """The rule that runs, and one line on why: what is unusual about it, or why nothing native ran."""
+    for rule in RULES:
+        if not rule.reject(problem):
+            if rule.native:
+                return rule, rule.note
+            where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.device}"
+            return rule, f"{where}; {rule.note}" if rule.note else where
+    raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.device}")
+
+
+def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
+    """Apply outer factors to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
+    constant = 1.0 / (a.divisor * b.divisor)
+    outers = [outer for outer in (a.outer, b.outer) if outer is not None]
+    if not outers:
+        return y
+    if all(outer.numel() == 1 for outer in outers):
+        alpha = outers[0].reshape(()) if len(outers) == 1 else outers[0].reshape(()) * outers[1].reshape(())
+        return y * (alpha * constant if constant != 1.0 else alpha)
+    if constant != 1.0:
+        y = y * torch.full((), constant, dtype=torch.float32, device=y.device)
+    rows = None if a.outer is None else a.outer.reshape(-1, 1)
+    cols = None if b.outer is None else b.outer.reshape(1, -1)
+    if rows is not None and cols is not None and 1 in (rows.numel(), cols.numel()):
+        return y * (rows * cols)
+    y = y if rows is None else y * rows
+    return y if cols is None else y * cols
+
+
+def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:
+    """fma(fl(product * s1), s2, total); float64 holds the product of two fp32 exactly."""
+    given = [scale for scale in scales if scale is not None]
+    if len(given) == 1:
+        return torch.addcmul(total.double(), product.double(), given[0].double()).float()
+    return torch.addcmul(total.double(), (product * given[0]).double(), given[1].double()).float()
+
+
+def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
+    """The scales of block column j, one for each row of the operand; None where it has no block scales."""
+    if plane.format.outer_extent != "block" or factors.outer is None:
+        return None
+    return factors.outer[:, j].repeat_interleave(plane.format.outer_block.rows)[: plane.shape[0]].view(shape)
+
+
+def _without_blocks(plane: Operand, factors: Factors) -> Factors:
+    outer = None if plane.format.outer_extent == "block" else factors.outer
+    return Factors(factors.inner, outer, factors.divisor)
+
+
+def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Pad the shorter contraction with zeros: packed and Hadamard formats keep a padded length."""
+    missing = a.shape[1] - b.shape[1]
+    if missing:
+        a, b = F.pad(a, (0, max(0, -missing))), F.pad(b, (0, max(0, missing)))
+    return a, b
+
+
+def _finish(y: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
+
+
+def _other_transform(problem: GemmProblem) -> str:
+    return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"

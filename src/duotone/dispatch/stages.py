@@ -1,0 +1,28 @@
+"""Which backend runs the stages of encode and decode for a tensor: the only place that binds formats to speed.
+
+Candidates are asked in order; the first without a reason against it runs. All give the same bits.
+"""
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.chunked import CHUNKED
+from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.formats.stages import PLAIN, Stages
+
+COMPILE_FROM = 1 << 15
+"""Elements below which a compiled call costs the host more than the stage itself."""
+
+
+def stages_for(x: Tensor) -> Stages:
+    """The backend for a tensor of this device and size."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return PLAIN
+    if x.numel() < COMPILE_FROM:
+        return PLAIN
+    return CHUNKED if compiler_reason() else COMPILED
+
+
+def compiled_casts() -> bool:
+    """Whether casts of CPU tensors are compiled here, which needs a working C++ compiler."""
+    return not compiler_reason()

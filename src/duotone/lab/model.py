@@ -1,0 +1,126 @@
+"""A small byte-level GPT: RMSNorm, rotary attention, SwiGLU, and a head that is tied to the embedding or not."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from duotone.lab.presets import ModelConfig
+
+VOCABULARY = 256
+ROTARY_BASE = 10000.0
+
+
+def rotary_tables(context: int, width: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles, fp32 (context, width); the two halves of the last dimension repeat."""
+    rates = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = torch.outer(torch.arange(context, dtype=torch.float32), rates).repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + width/2) of `x` (..., tokens, width) by its position's angle; same dtype as `x`."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention over (batch, tokens, dim)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.proj = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = qkv.unbind(0)
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate) * up), where one matrix makes gate and up."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(config.dim, 2 * config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.dim)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Next-byte model. forward(tokens, targets), both int64 (batch, tokens), gives the mean loss, fp32, in nats."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim)
+        self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        if config.tied:
+            self.lm_head.weight = self.embedding.weight
+        cos, sin = rotary_tables(config.context, config.dim // config.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Scores of the next byte, (batch, tokens, 256), in the dtype of the parameters."""
+        count = tokens.shape[1]
+        cos, sin = self.cos[:count], self.sin[:count]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.norm(x))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def build(config: ModelConfig, seed: int, *, perturbation: float = 0.0) -> GPT:
+    """A model with fp32 parameters on the CPU, a function of `config` and `seed` alone.
+
+    Matrices are normal with standard deviation 0.02; those that write to the residual stream are smaller by
+    sqrt(2 * layers). `perturbation` multiplies every weight by 1 + perturbation * normal noise.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    residual = (2 * config.layers) ** -0.5
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                scale = residual if name.endswith(("proj.weight", "down.weight")) else 1.0
+                parameter.normal_(0.0, 0.02 * scale, generator=generator)
+        if perturbation:
+            noise = torch.Generator().manual_seed(seed + 1)
+            for parameter in model.parameters():
+                parameter.mul_(1 + perturbation * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+def to_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters in place, keeping ties; buffers (the rotary tables) stay fp32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -1,0 +1,75 @@
+"""Named sizes of the laboratory: a model, its batch and its schedule."""
+
+from dataclasses import dataclass
+
+from duotone.errors import UserError
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the byte-level GPT. `hidden` is the width of the SwiGLU, `context` the longest sequence in tokens."""
+
+    layers: int
+    dim: int
+    heads: int
+    hidden: int
+    context: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model with its batch (sequences a step), steps, peak learning rate, warm-up steps and held-out batches."""
+
+    name: str
+    model: ModelConfig
+    batch: int
+    steps: int
+    learning_rate: float
+    warmup: int
+    heldout_batches: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.context
+
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        Preset(
+            name="demo",
+            model=ModelConfig(layers=4, dim=256, heads=4, hidden=704, context=256, tied=False),
+            batch=8,
+            steps=100,
+            learning_rate=1e-3,
+            warmup=10,
+            heldout_batches=8,
+        ),
+        Preset(
+            name="tiny",
+            model=ModelConfig(layers=2, dim=64, heads=2, hidden=96, context=32, tied=True),
+            batch=4,
+            steps=8,
+            learning_rate=1e-3,
+            warmup=2,
+            heldout_batches=2,
+        ),
+        Preset(
+            name="small",
+            model=ModelConfig(layers=12, dim=768, heads=12, hidden=2048, context=1024, tied=False),
+            batch=16,
+            steps=2000,
+            learning_rate=6e-4,
+            warmup=100,
+            heldout_batches=16,
+        ),
+    )
+}
+
+
+def get(name: str) -> Preset:
+    """The preset called `name`; UserError when there is none."""
+    if name not in PRESETS:
+        raise UserError(f"unknown preset {name!r}: choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]

@@ -1,0 +1,104 @@
+"""Where the bytes of a corpus come from: files, folders and globs, or the text that every Python ships."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from duotone.errors import UserError
+
+DEFAULT_BYTES = 8_000_000
+"""The most that the default text takes, so that a demonstration starts at once."""
+
+DEFAULT_SOURCE = "the Python documentation and standard library"
+NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+
+
+def read(paths: Sequence[str]) -> tuple[list[bytes], int]:
+    """The texts of all paths in the order given, and how many files of folders were left out as no text.
+
+    UserError: a path that does not exist or cannot be read, a named file that is empty or binary, a folder
+    without text.
+    """
+    texts: list[bytes] = []
+    skipped = 0
+    for given in paths:
+        if os.path.isdir(given):
+            found = [_bytes(file) for file in files(Path(given))]
+            kept = [text for text in found if text and b"\0" not in text]
+            if not kept:
+                raise UserError(
+                    f"the folder {given} holds no text file: give text files, folders of them or globs"
+                )
+            texts += kept
+            skipped += len(found) - len(kept)
+        else:
+            texts += [_text(file) for file in _matches(given)]
+    return texts, skipped
+
+
+def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Regular files below `folder` in a fixed order, without hidden ones and without the folders `left_out`."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
+        for name in sorted(names):
+            path = Path(parent, name)
+            if not name.startswith(".") and path.is_file():
+                yield path
+
+
+def python_texts() -> list[bytes]:
+    """The topics of Python's documentation, then the standard library's source, at most DEFAULT_BYTES together."""
+    texts = []
+    if find_spec("pydoc_data"):
+        from pydoc_data.topics import topics
+
+        texts.append("\n".join(topics[name] for name in sorted(topics)).encode())
+    total = sum(map(len, texts))
+    for path in files(Path(sysconfig.get_paths()["stdlib"]), NOT_LIBRARY):
+        if path.suffix != ".py" or not (text := path.read_bytes()) or not _is_utf8(text):
+            continue
+        if total + len(text) > DEFAULT_BYTES:
+            break
+        texts.append(text)
+        total += len(text)
+    return texts
+
+
+def _matches(given: str) -> list[Path]:
+    """The file called `given`, or the files that match it as a glob, by name."""
+    found = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
+    paths = [Path(name) for name in found if not os.path.isdir(name)]
+    if not paths:
+        raise UserError(f"no data file matches {given}: give an existing text file, a folder or a glob")
+    return paths
+
+
+def _text(path: Path) -> bytes:
+    if not path.is_file():
+        raise UserError(f"the data file {path} is not a regular file: give a text file, a folder or a glob")
+    text = _bytes(path)
+    if not text:
+        raise UserError(f"the data file {path} is empty: give a file with text")
+    if b"\0" in text:
+        raise UserError(f"the data file {path} is binary (it holds zero bytes): give a file with text")
+    return text
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot read the data file {path} ({error.strerror}): give a readable text file"
+        ) from error
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

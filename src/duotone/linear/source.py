@@ -1,0 +1,87 @@
+"""Where a backward GEMM takes its operand from: which plane forward keeps, and what backward makes of it.
+
+The three answers are the values of `backward_override`; execution only calls `keep` and `restore`.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.formats import IDENTITY, Format
+from duotone.tensor.plane import Plane
+from duotone.tensor.quantizer import Planes, Quantizer
+
+
+class Source(Protocol):
+    name: str
+    needs_columnwise: bool
+
+    def format(self, quantizer: Quantizer) -> Format:
+        """The format that the backward GEMM meets."""
+        ...
+
+    def keep(self, x: Tensor, planes: Planes) -> Plane:
+        """The plane to save, from the original (M, K) and forward's planes."""
+        ...
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        """The operand of the backward GEMM, contraction last."""
+        ...
+
+
+class ColumnwisePlane:
+    """The columnwise plane that the recipe names."""
+
+    name = "quantized"
+    needs_columnwise = True
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return quantizer.columnwise or IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes) -> Plane:
+        assert planes.columnwise is not None
+        return planes.columnwise
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return plane
+
+
+class Original:
+    """The original tensor, in high precision."""
+
+    name = "high_precision"
+    needs_columnwise = False
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes) -> Plane:
+        return Plane.of(x)
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return Plane.of(plane.parts["codes"].t())
+
+
+class DequantizedRow:
+    """The very plane that fprop multiplied, decoded in backward."""
+
+    name = "dequantized"
+    needs_columnwise = False
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes) -> Plane:
+        assert planes.rowwise is not None
+        return planes.rowwise
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return Plane.of(plane.dequantize(dtype).t())
+
+
+SOURCES: dict[str | None, Source] = {
+    None: ColumnwisePlane(),
+    "high_precision": Original(),
+    "dequantized": DequantizedRow(),
+}

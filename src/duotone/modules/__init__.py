@@ -1,0 +1,3 @@
+"""nn.Module shells over the linear core."""
+
+from duotone.modules.linear import Linear as Linear

@@ -1,0 +1,124 @@
+"""The built-in recipes, each a few lines from role to formats. Names and defaults are Transformer Engine's."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from duotone import formats
+from duotone.recipes.recipe import Recipe, one_of
+from duotone.recipes.roles import QuantizerRole
+from duotone.tensor.quantizer import Quantizer
+
+FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
+
+
+def _uniform(name: str) -> Quantizer:
+    return Quantizer(formats.get(name), formats.get(name))
+
+
+def _element(fp8_format: str, role: QuantizerRole) -> str:
+    """HYBRID is E4M3 for input and weight and E5M2 for gradients."""
+    if fp8_format == "HYBRID":
+        return "e5m2" if role.tensor_type == "grad_output" else "e4m3"
+    return fp8_format.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HighPrecision(Recipe):
+    """No quantization: every GEMM in the dtype of its operands."""
+
+    kind: ClassVar[str] = "bf16"
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        return Quantizer()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """FP8 with one scale per tensor, from the tensor's own amax."""
+
+    fp8_format: str = "HYBRID"
+    power_of_two_scales: bool = False
+    kind: ClassVar[str] = "fp8-current"
+    granularity: ClassVar[str] = "tensor"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        element = _element(self.fp8_format, role)
+        return _uniform(f"fp8_{element}_{self.granularity}" + "_pow2" * self.power_of_two_scales)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8RowwiseScaling(Float8CurrentScaling):
+    """FP8 with one scale per row of each plane; E4M3 for gradients too."""
+
+    fp8_format: str = "E4M3"
+    kind: ClassVar[str] = "fp8-rowwise"
+    granularity: ClassVar[str] = "row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """FP8 with scales per 1x128 block of activations and gradients and per 128x128 block of weights."""
+
+    fp8_format: str = "E4M3"
+    power_of_two_scales: bool = True
+    kind: ClassVar[str] = "fp8-block"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        block = "128x128" if role.tensor_type == "weight" else "1x128"
+        return _uniform(f"fp8_{_element(self.fp8_format, role)}_{block}" + "_fp32" * (not self.power_of_two_scales))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """MXFP8: E8M0 scales per 32 elements along the contraction; `weight_2d` shares one per 32x32 block of a weight."""
+
+    fp8_format: str = "E4M3"
+    weight_2d: bool = False
+    kind: ClassVar[str] = "mxfp8"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        square = self.weight_2d and role.tensor_type == "weight"
+        return _uniform(f"mxfp8_{_element(self.fp8_format, role)}" + "_32x32" * square)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 2-D scales for weights, a Hadamard transform for both operands of wgrad, stochastic rounding of gradients."""
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    kind: ClassVar[str] = "nvfp4"
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        if role.tensor_type == "weight":
+            return _uniform("nvfp4" if self.disable_2d_quantization else "nvfp4_16x16")
+        rotation = "" if self.disable_rht else "_rht"
+        stochastic = role.tensor_type == "grad_output" and not self.disable_stochastic_rounding
+        rounding = "_sr" * stochastic
+        return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
+
+
+BUILTIN: dict[str, type[Recipe]] = {
+    recipe.kind: recipe
+    for recipe in (
+        HighPrecision,
+        Float8CurrentScaling,
+        Float8RowwiseScaling,
+        Float8BlockScaling,
+        MXFP8BlockScaling,
+        NVFP4BlockScaling,
+    )
+}

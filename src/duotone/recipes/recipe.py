@@ -1,0 +1,49 @@
+"""A recipe: a frozen value that answers, for the role of a tensor, which quantizer makes its planes."""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from duotone.errors import RecipeError
+from duotone.recipes.roles import QuantizerRole
+from duotone.tensor.quantizer import Quantizer
+
+OVERRIDES = (None, "high_precision", "dequantized")
+LINEAR = ("linear", "grouped_linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes. `recipe(role) -> Quantizer`.
+
+    `strict` turns every fallback to high precision into an error before the first step. `backward_override` runs both
+    backward GEMMs in high precision: on the original operands ("high_precision") or on the dequantized operands of
+    forward ("dequantized").
+    """
+
+    strict: bool = False
+    backward_override: str | None = None
+
+    kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.backward_override not in OVERRIDES:
+            allowed = "None, 'high_precision', 'dequantized'"
+            raise RecipeError(f"backward_override {self.backward_override!r} is unknown; allowed are {allowed}")
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    def __call__(self, role: QuantizerRole) -> Quantizer:
+        raise NotImplementedError(f"{type(self).__name__} does not define __call__(role)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `duotone.recipes.from_dict` reads it back."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
+
+
+def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    """Raise RecipeError unless `value` is allowed."""
+    if value not in allowed:
+        raise RecipeError(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")

@@ -1,0 +1,30 @@
+"""What a tensor is to the module that consumes it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class QuantizerRole:
+    """`module_type` such as "linear", `tensor_type` "input", "weight" or "grad_output", `name` the module's full name.
+
+    An empty field is no signal.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        fields = (("module_type", self.module_type), ("tensor_type", self.tensor_type), ("name", self.name))
+        return "|".join(f"{key}={value}" for key, value in fields if value) or "QuantizerRole()"
+
+
+TENSOR_TYPES = ("input", "weight", "grad_output")
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+PLANES_OF_GEMM = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
+}
+"""The two operands of each GEMM: which tensor, read in which direction."""

@@ -1,0 +1,56 @@
+"""A linear axis: limits, ticks at round numbers, and the pixel of each value."""
+
+import math
+from dataclasses import dataclass
+
+from duotone.report.numbers import number
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values `low` to `high` laid over pixels `start` to `end`, with a tick each `step`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    step: float
+
+    @classmethod
+    def over(
+        cls, low: float, high: float, pixels: tuple[float, float], ticks: int = 5, whole: bool = False
+    ) -> "Axis":
+        """An axis that contains `low` to `high` and has about `ticks` ticks, at whole numbers if `whole`."""
+        if high <= low:
+            margin = abs(low) / 2 or 0.5
+            low, high = low - margin, high + margin
+        step = round_step((high - low) / ticks)
+        return cls(low, high, *pixels, max(1.0, step) if whole else step)
+
+    def position(self, value: float) -> float:
+        """The pixel of `value`, held to the axis."""
+        held = min(max(value, self.low), self.high)
+        return self.start + (held - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Each tick's value and text."""
+        first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
+        values = [index * self.step for index in range(first, last + 1)]
+        if not 1e-4 <= self.step < 1e6:
+            return [(value, f"{value:.3g}") for value in values]
+        digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        return [(value, number(value, digits if value else 0)) for value in values]
+
+
+def round_step(raw: float) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that is at least `raw`."""
+    power = 10.0 ** math.floor(math.log10(raw))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
+
+
+def round_out(low: float, high: float, ticks: int = 5) -> tuple[float, float]:
+    """The closest limits around `low` and `high` that are themselves ticks."""
+    if high <= low:
+        high = low + 1
+    step = round_step((high - low) / ticks)
+    return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)

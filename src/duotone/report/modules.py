@@ -1,0 +1,49 @@
+"""Module names, many at a time: `layers.0.mlp` to `layers.11.mlp` become `layers.{0–11}.mlp`."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+DASH = "\N{EN DASH}"
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def pattern(name: str) -> str:
+    """`name` with each number between its dots replaced by a star."""
+    return NUMBER.sub("*", name)
+
+
+def compact(names: Iterable[str]) -> list[str]:
+    """A short list that stands for `names`, exactly where they differ in at most one number."""
+    groups = defaultdict(list)
+    for name in names:
+        groups[pattern(name)].append(name)
+    result = []
+    for shape, members in groups.items():
+        fields = list(zip(*(map(int, NUMBER.findall(name)) for name in members), strict=True))
+        varying = [index for index, field in enumerate(fields) if len(set(field)) > 1]
+        if len(members) == 1 or len(varying) != 1:
+            result.extend(members if len(members) <= 3 else [f"{shape} ({len(members)} modules)"])
+            continue
+        texts = [str(field[0]) for field in fields]
+        texts[varying[0]] = "{" + ranges(fields[varying[0]]) + "}"
+        result.append("".join(_interleave(NUMBER.split(members[0]), texts)))
+    return result
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """`0–3, 7` for 0, 1, 2, 3 and 7."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{low}" if low == high else f"{low}{DASH}{high}" for low, high in runs)
+
+
+def _interleave(fixed: list[str], varying: list[str]) -> Iterable[str]:
+    for index, text in enumerate(fixed):
+        yield text
+        if index < len(varying):
+            yield varying[index]

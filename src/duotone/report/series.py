@@ -1,0 +1,64 @@
+"""Curves made ready for drawing: cut where they stop being finite, smoothed, thinned, compared."""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from duotone.report.numbers import broken, finite
+
+Points = list[tuple[float, float]]
+MOST_POINTS = 300
+
+
+def window_of(count: int) -> int:
+    """The steps that the smoothing of a curve of `count` points averages: odd, about a twenty-fifth of it."""
+    return max(1, count // 25 // 2 * 2 + 1)
+
+
+def pieces(curve: Sequence[Sequence[float | None]]) -> list[Points]:
+    """The stretches of `curve` between values that are missing or not finite."""
+    points = [(step, value) for step, value in curve]
+    kept = groupby(points, key=lambda point: finite(point[0]) and finite(point[1]))
+    return [list(stretch) for drawable, stretch in kept if drawable]  # type: ignore[misc]
+
+
+def smooth(points: Points, window: int) -> Points:
+    """The centred mean of `window` points; near the start of as many as both sides have, near the end of all.
+
+    So a steep start is not flattened, and the last value is not a single step's.
+    """
+    half = window // 2
+    result = []
+    for index, (step, _) in enumerate(points):
+        reach = min(half, index)
+        values = [value for _, value in points[index - reach : index + reach + 1]]
+        result.append((step, sum(value / len(values) for value in values)))
+    return result
+
+
+def thin(points: Points, most: int = MOST_POINTS) -> Points:
+    """At most about `most` of `points`, evenly spaced, with the last one."""
+    stride = -(-len(points) // most)
+    return points if stride <= 1 else [*points[:-1:stride], points[-1]]
+
+
+def gaps(
+    curve: Sequence[Sequence[float | None]], reference: Sequence[Sequence[float | None]]
+) -> list[tuple[float | None, float | None]]:
+    """How far `curve` is above `reference`, in percent of it, where the reference has a number."""
+    base = {step: value for step, value in reference if finite(value) and value != 0}
+    return [
+        (step, value if value is None else 100.0 * (value - base[step]) / abs(base[step]))
+        for step, value in curve
+        if step in base
+    ]
+
+
+def first_broken(curve: Sequence[Sequence[float | None]]) -> float | None:
+    """The first step at which `curve` is NaN or infinite, or None."""
+    return next((step for step, value in curve if broken(value)), None)
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The value below which a share `q` of `values` lies; no interpolation."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]

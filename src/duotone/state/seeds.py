@@ -1,0 +1,48 @@
+"""Seeds of stochastic rounding: one int64 buffer per converted module, not part of its state_dict.
+
+The initial seed is a hash of torch's initial seed and the module's name, so that no random number is drawn and the
+order of conversion does not matter. A forward that needs seeds takes as many as it quantizes stochastically and advances
+the buffer; the taken value travels to backward.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+
+BUFFER = "duotone_seed"
+
+
+def initial_seed(name: str) -> Tensor:
+    """int64 (1,): the first seed of the module of that name."""
+    digest = hashlib.blake2b(f"{torch.initial_seed()}:{name}".encode(), digest_size=8).digest()
+    return torch.tensor([int.from_bytes(digest, "little", signed=True)], dtype=torch.int64)
+
+
+def take(buffer: Tensor, count: int) -> Tensor:
+    """The current seed; the buffer advances by `count`, in place."""
+    with torch.no_grad():
+        seed = buffer.clone()
+        buffer.add_(count)
+    return seed
+
+
+def rng_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all seed buffers by full name, for a checkpoint."""
+    return {name: buffer.detach().clone().cpu() for name, buffer in _buffers(model).items()}
+
+
+def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Write the seeds of `rng_state` back. Raises UserError, before anything changes, where the names differ."""
+    buffers = _buffers(model)
+    if set(buffers) != set(state):
+        odd = sorted(set(buffers) ^ set(state))[0]
+        raise UserError(f"seed {odd!r} is on one side only; convert the model as it was when rng_state was taken")
+    for name, buffer in buffers.items():
+        buffer.copy_(state[name])
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if name.split(".")[-1] == BUFFER}
