@@ -76,7 +76,9 @@ class HighPrecision:
         return "" if problem.extents == {FULL} else "an operand is quantized"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return F.linear(a.parts["codes"], b.parts["codes"], bias).to(out_dtype)
+        left, right = a.parts["codes"], b.parts["codes"]
+        y = torch.mm(left, right.t()) if bias is None else F.linear(left, right, bias)
+        return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
 class ExactBf16:

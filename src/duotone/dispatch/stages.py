@@ -16,9 +16,7 @@ COMPILE_FROM = 1 << 15
 
 def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return PLAIN
-    if x.numel() < COMPILE_FROM:
+    if x.numel() < COMPILE_FROM or x.device.type != "cpu" or torch.compiler.is_compiling():
         return PLAIN
     return CHUNKED if compiler_reason() else COMPILED
 

@@ -30,7 +30,7 @@ class CustomRecipe(Recipe):
     def __call__(self, role: QuantizerRole) -> Quantizer:
         made = self.qfactory(role)
         value = getattr(made, "value", made)
-        if not callable(getattr(value, "encode", None)):
+        if not all(hasattr(value, needed) for needed in ("rowwise", "columnwise", "encode")):
             got = "None" if made is None else type(made).__name__
             raise RecipeError(
                 f"qfactory returned {got} for {role}; return a Quantizer (IdentityQuantizer() is high precision)"

@@ -9,9 +9,9 @@ from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Factors, Format, Parts
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Plane:
-    """`parts` of a (rows, cols) matrix in `format`."""
+    """`parts` of a (rows, cols) matrix in `format`. Never changed after it is made (freezing costs host time)."""
 
     format: Format
     parts: Parts

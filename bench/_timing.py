@@ -1,0 +1,42 @@
+"""Side-by-side timing: candidates take turns in one process, and their ratio is taken turn by turn."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import torch
+
+
+def turns(candidates: dict[str, Callable[[], object]], rounds: int = 15, repeats: int = 1) -> dict[str, list[float]]:
+    """Seconds per call, one entry a round; every candidate runs twice before the first round."""
+    for run in candidates.values():
+        run()
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            seconds[name].append((time.perf_counter() - start) / repeats)
+    return seconds
+
+
+def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
+    """Median over rounds of the ratio of two candidates."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+
+def record(question: str, **values: object) -> None:
+    """Print one JSON line: the question, the machine, the numbers."""
+    machine = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    print(json.dumps({"question": question, "date": when, **machine, **values}), flush=True)

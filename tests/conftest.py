@@ -1,0 +1,26 @@
+"""Shared test data and switches."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(1234)
+
+
+@pytest.fixture
+def awkward() -> torch.Tensor:
+    """fp32 (96, 160) with zeros, denormals, infinities, NaN of both signs, huge and tiny rows."""
+    x = torch.randn(96, 160)
+    x[3] = 0
+    x[4, 8:40] = -0.0
+    x[5] *= 1e-40
+    x[6] *= 1e-37
+    x[7] *= 1e37
+    x[8] *= torch.logspace(-20, 20, 160)
+    x[9, 5] = float("nan")
+    x[9, 6] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign bit set
+    x[10, 7], x[11, 9] = float("inf"), -float("inf")
+    x[12, 64:96] = float("nan")
+    return x

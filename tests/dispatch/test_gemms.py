@@ -1,0 +1,121 @@
+"""Each GEMM rule against a float64 product of decoded operands, and the table that chooses among them."""
+
+import itertools
+
+import pytest
+import torch
+
+from duotone import formats
+from duotone.dispatch.gemms import RULES, GemmProblem, choose
+from duotone.dispatch.products import mm_fp32
+from duotone.tensor import Plane
+
+M, N, K = 48, 80, 160
+PAIRS = [
+    ("fp8_e4m3_tensor", "fp8_e4m3_tensor", "decode, fp32 product and epilogue"),
+    ("fp8_e5m2_tensor", "fp8_e4m3_tensor_pow2", "decode, fp32 product and epilogue"),
+    ("fp8_e4m3_row", "fp8_e4m3_row", "decode, fp32 product and epilogue"),
+    ("fp8_e4m3_row", "fp8_e4m3_tensor", "decode, fp32 product and epilogue"),
+    ("mxfp8_e4m3", "mxfp8_e5m2", "decode, bf16 product"),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128", "decode, bf16 product"),
+    ("fp8_e4m3_1x128_fp32", "fp8_e4m3_128x128_fp32", "decode, fp32 product per block"),
+    ("fp8_e4m3_128x128_fp32", "fp8_e4m3_1x128_fp32", "decode, fp32 product per block"),
+    ("fp8_e4m3_1x128_fp32", "fp8_e4m3_1x128_fp32", "decode, fp32 product per block"),
+    ("fp8_e4m3_1x128_fp32", "mxfp8_e4m3", "decode, fp32 product per block"),
+    ("fp8_e4m3_1x128_fp32", "nvfp4", "decode, fp32 product per block"),
+    ("nvfp4", "nvfp4_16x16", "decode, fp32 product and epilogue"),
+    ("nvfp4_rht", "nvfp4_rht", "decode, fp32 product and epilogue"),
+    ("nvfp4_row", "nvfp4", "decode, fp32 product and epilogue"),
+    ("nvfp4_row", "nvfp4_row", "decode, fp32 product and epilogue"),
+    ("nvfp4_4over6", "nvfp4_4over6_448", "decode, fp32 product and epilogue"),
+    ("nvfp4", "mxfp8_e4m3", "decode, fp32 product and epilogue"),
+    ("nvfp4", "fp8_e4m3_row", "decode, fp32 product and epilogue"),
+    ("mxfp4", "mxfp6_e2m3", "decode, bf16 product"),
+    ("nvfp4_rht", "mxfp8_e4m3", "decode and unrotate, fp32 product"),
+    ("mxfp8_e4m3", "identity", "decode, high-precision product"),
+    ("identity", "identity", "torch"),
+]
+
+
+def planes(a: str, b: str, cols: int = K) -> tuple[Plane, Plane]:
+    x, w = torch.randn(M, cols, dtype=torch.bfloat16), torch.randn(N, cols, dtype=torch.bfloat16)
+    seed = torch.tensor([3])
+    return Plane.encode(formats.get(a), x, seed=seed), Plane.encode(formats.get(b), w, seed=seed)
+
+
+def reference(a: Plane, b: Plane) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact product of the operands as float64, and the same with magnitudes, which bounds every partial sum."""
+
+    def full(p: Plane) -> torch.Tensor:
+        if p.format.outer_extent == "high precision":
+            return p.parts["codes"].double()
+        f = p.factors()
+        if f.outer is None:
+            return f.inner.double()
+        outer = f.outer.double().reshape(f.outer.shape[0], -1)
+        if p.format.outer_extent == "block":
+            block = p.format.outer_block
+            outer = outer.repeat_interleave(block.rows, 0)[: p.shape[0]].repeat_interleave(block.cols, 1)[:, : p.shape[1]]
+        return f.inner.double() * outer / f.divisor
+
+    left, right = full(a), full(b)
+    if a.format.transform != b.format.transform:
+        left, right = a.dequantize(torch.float32).double(), b.dequantize(torch.float32).double()
+    left, right = left[:, : right.shape[1]], right[:, : left.shape[1]]
+    return left @ right.t(), left.abs() @ right.abs().t()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("a", "b", "kernel"), PAIRS)
+def test_the_chosen_rule_computes_the_product_of_the_decoded_operands(a, b, kernel, out_dtype) -> None:
+    left, right = planes(a, b)
+    rule, reason = choose(GemmProblem(left.format, right.format, "cpu", out_dtype))
+    if out_dtype == torch.bfloat16:
+        assert rule.name == kernel
+    assert rule.native == (kernel == "torch")
+    assert bool(reason) != rule.native
+    for bias in (None, torch.randn(N, dtype=torch.bfloat16)):
+        exact, magnitude = reference(left, right)
+        exact = exact if bias is None else exact + bias.double()
+        y = rule.run(left, right, out_dtype, bias)
+        assert y.dtype == out_dtype
+        # fp32 sums: at most K roundings of partial sums, three of scales; then one rounding to the result's dtype.
+        high = "torch" in kernel or "high" in kernel  # such products round to their operands' dtype
+        rounded = 2.0**-8 if out_dtype == torch.bfloat16 or high else 2.0**-24
+        bound = (K + 4) * 2.0**-24 * (magnitude + 4) + rounded * exact.abs() + 1e-30
+        assert ((y.double() - exact).abs() <= bound).all()
+
+
+def test_every_pair_of_formats_has_a_rule() -> None:
+    for a, b in itertools.product(formats.names(), repeat=2):
+        for dtype in (torch.bfloat16, torch.float32):
+            rule, _ = choose(GemmProblem(formats.get(a), formats.get(b), "cpu", dtype))
+            assert rule in RULES
+
+
+@pytest.mark.parametrize(("a", "b"), [("nvfp4", "mxfp8_e4m3"), ("nvfp4_rht", "nvfp4_rht"), ("mxfp4", "mxfp4")])
+@pytest.mark.parametrize("cols", [1, 15, 33])
+def test_ragged_and_odd_contractions_multiply(a: str, b: str, cols: int) -> None:
+    left, right = planes(a, b, cols)
+    rule, _ = choose(GemmProblem(left.format, right.format, "cpu", torch.float32))
+    exact, magnitude = reference(left, right)
+    assert ((rule.run(left, right, torch.float32).double() - exact).abs() <= 64 * 2.0**-24 * magnitude + 1e-30).all()
+
+
+def test_mm_fp32_keeps_fp32_sums_and_restores_the_backend_setting() -> None:
+    a, b = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    y = mm_fp32(a, b)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    exact = a.double() @ b.double().t()
+    assert y.dtype == torch.float32
+    assert ((y - exact).abs() <= 512 * 2.0**-24 * (a.double().abs() @ b.double().abs().t())).all()
+    assert mm_fp32(a.to("meta"), b.to("meta")).shape == (64, 32)
+
+
+def test_nvfp4_alpha_is_applied_once_in_fp32() -> None:
+    a, b = planes("nvfp4", "nvfp4")
+    fa, fb = a.factors(), b.factors()
+    alpha = (fa.outer * fb.outer) * torch.tensor(1.0 / (2688.0 * 2688.0))
+    rule, _ = choose(GemmProblem(a.format, b.format, "cpu", torch.float32))
+    assert torch.equal(rule.run(a, b, torch.float32), mm_fp32(fa.inner, fb.inner) * alpha)

@@ -1,0 +1,113 @@
+"""Every backend of the cast stages gives the bits of plain torch, and compiling stays bounded."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from duotone import formats
+from duotone.dispatch import stages as dispatch
+from duotone.dispatch.chunked import CHUNKED
+from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.formats.stages import PLAIN, Stages
+
+NAMES = [
+    "fp8_e4m3_tensor",
+    "fp8_e5m2_row_pow2",
+    "fp8_e4m3_1x128_fp32",
+    "fp8_e5m2_128x128",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2_32x32",
+    "mxfp6_e3m2",
+    "mxfp4",
+    "nvfp4_rht_sr",
+    "nvfp4_16x16",
+    "nvfp4_row",
+    "nvfp4_4over6_mse",
+]
+
+needs_compiler = pytest.mark.skipif(
+    bool(compiler_reason()), reason=f"{compiler_reason()}; `apt-get install g++` provides it"
+)
+
+
+def bits(t: Tensor) -> Tensor:
+    """The tensor's bits, with all NaNs of a float made one."""
+    t = t.contiguous()
+    if t.is_floating_point():
+        t = torch.where(torch.isnan(t), torch.full_like(t, torch.nan), t).to(torch.float32)
+        return t.reshape(-1).view(torch.int32)
+    return t.reshape(-1)
+
+
+def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages) -> None:
+    expected = fmt.encode(x, seed=77, stages=PLAIN)
+    got = fmt.encode(x, seed=77, stages=backend)
+    for name, part in expected.items():
+        assert got[name].shape == part.shape
+        assert torch.equal(bits(got[name]), bits(part)), f"{fmt.name} {name}"
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(bits(fmt.decode(got, dtype, backend)), bits(fmt.decode(expected, dtype, PLAIN)))
+    assert torch.equal(bits(fmt.factors(got, backend).inner), bits(fmt.factors(expected, PLAIN).inner))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", formats.names())
+def test_chunked_stages_have_the_bits_of_plain_torch(name: str, dtype: torch.dtype, awkward: Tensor, monkeypatch) -> None:
+    monkeypatch.setattr("duotone.dispatch.chunked.CHUNK", 512)  # many pieces, also a short last one
+    x = awkward.to(dtype)
+    for view in (x, x.t(), x[1:, :150], x[::2, 3:40]):
+        assert_same_bits(formats.get(name), view, CHUNKED)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_stages_have_the_bits_of_plain_torch(name: str, awkward: Tensor) -> None:
+    x = awkward.to(torch.bfloat16)
+    for view in (x, x.t(), x[1:, :150]):
+        assert_same_bits(formats.get(name), view, COMPILED)
+
+
+@needs_compiler
+def test_compiled_stages_have_the_bits_of_plain_torch_on_fp32_input(awkward: Tensor) -> None:
+    for name in ("mxfp8_e4m3", "nvfp4_rht_sr"):
+        assert_same_bits(formats.get(name), awkward, COMPILED)
+
+
+@needs_compiler
+def test_new_sizes_compile_no_new_frames() -> None:
+    fmt = formats.get("mxfp8_e4m3")
+    counters = torch._dynamo.utils.counters["frames"]
+
+    def encode_both(rows: int, cols: int) -> None:
+        x = torch.randn(rows, cols, dtype=torch.bfloat16)
+        for view in (x, x.t()):
+            fmt.decode(fmt.encode(view, stages=COMPILED), torch.bfloat16, COMPILED)
+
+    encode_both(128, 256)
+    encode_both(192, 320)
+    before = dict(counters)
+    for rows in range(64, 1024, 96):
+        encode_both(rows, 2 * rows + 64)
+    assert dict(counters) == before
+
+
+def test_small_tensors_stay_eager_and_large_ones_follow_the_compiler(monkeypatch) -> None:
+    small, large = torch.empty(32, 32), torch.empty(256, 256)
+    monkeypatch.setattr(dispatch, "compiler_reason", lambda: "")
+    assert dispatch.stages_for(small) is PLAIN
+    assert dispatch.stages_for(large) is COMPILED
+    monkeypatch.setattr(dispatch, "compiler_reason", lambda: "no compiler")
+    assert dispatch.stages_for(large) is CHUNKED
+    assert dispatch.stages_for(torch.empty(256, 256, device="meta")) is PLAIN
+
+
+def test_a_compiler_that_builds_nothing_is_a_reason_not_an_error(monkeypatch) -> None:
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "false")
+    compiler_reason.cache_clear()
+    try:
+        assert "does not build" in compiler_reason()
+        monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", lambda: "no-such-compiler")
+        compiler_reason.cache_clear()
+        assert "not on the path" in compiler_reason()
+    finally:
+        compiler_reason.cache_clear()

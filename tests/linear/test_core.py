@@ -1,0 +1,174 @@
+"""The linear core under every recipe against products of its own decoded planes, and nn.Linear under Identity."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import duotone
+from duotone import observe, recipes
+from duotone.recipes import OUTPUT_HEAD
+from duotone.recipes.roles import QuantizerRole
+
+QUANTIZED = [name for name in recipes.names() if name != "bf16"]
+
+
+def layer(bias: bool = True, dtype: torch.dtype = torch.bfloat16, k: int = 96, n: int = 64) -> nn.Linear:
+    return nn.Linear(k, n, bias=bias, dtype=dtype)
+
+
+def run(module: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    module.zero_grad()
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return [y.detach(), x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(33, 96), (2, 5, 96), (0, 96), (1, 96)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_identity_is_bit_identical_to_nn_linear(dtype, shape, bias) -> None:
+    module = layer(bias, dtype)
+    x, dy = torch.randn(shape, dtype=dtype), torch.randn(*shape[:-1], 64, dtype=dtype)
+    expected = run(module, x, dy)
+    duotone.convert(module, recipes.load("bf16"))
+    for got, want in zip(run(module, x, dy), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None:
+    recipe = recipes.load(name)
+    module = layer(dtype=dtype)
+    x, dy = torch.randn(40, 96, dtype=dtype), torch.randn(40, 64, dtype=dtype)
+    weight = module.weight.detach()
+    duotone.convert(module, recipe)
+    seed = module.duotone_seed.clone()
+    y, dx, dw, db = run(module, x, dy)
+
+    def planes(kind: str, t: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, seed=seed + index)
+        return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
+
+    (xr, xc), (wr, wc), (gr, gc) = planes("input", x, 0), planes("weight", weight, 1), planes("grad_output", dy, 2)
+    # Decoded operands carry one fp32 rounding of a scale, rotations a few more, high-precision operands one of dtype.
+    epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
+    for got, a, b, extra in ((y, xr, wr.t(), module.bias), (dx, gr, wc.t(), None), (dw, gc, xc.t(), None)):
+        exact = a @ b + (0 if extra is None else extra.double())
+        assert (got.double() - exact).abs().max() <= epsilon * (a.abs() @ b.abs()).max()
+    assert torch.equal(db, dy.sum(0))
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_frozen_input_or_weight_changes_no_other_bit(name, needs) -> None:
+    x, dy = torch.randn(32, 96).bfloat16(), torch.randn(32, 64).bfloat16()
+    module = duotone.convert(layer(), recipes.load(name))
+    start = duotone.rng_state(module)
+    y, dx, dw, db = run(module, x, dy)
+    duotone.load_rng_state(module, start)
+    module.zero_grad()
+    module.weight.requires_grad_(needs[1])
+    leaf = x.clone().requires_grad_(needs[0])
+    again = module(leaf)
+    again.backward(dy)
+    assert torch.equal(again, y)
+    assert (leaf.grad is None) == (not needs[0]) and (module.weight.grad is None) == (not needs[1])
+    assert leaf.grad is None or torch.equal(leaf.grad, dx)
+    assert module.weight.grad is None or torch.equal(module.weight.grad, dw)
+    assert torch.equal(module.bias.grad, db)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current"])
+def test_backward_override_keeps_forward_bits_and_states_its_operands(name) -> None:
+    x, dy = torch.randn(32, 96).bfloat16(), torch.randn(32, 64).bfloat16()
+    module = layer()
+    weight = module.weight.detach()
+    plain = recipes.load(name)
+    base = run(duotone.convert(module, plain), x, dy)
+    for override in ("high_precision", "dequantized"):
+        recipe = type(plain)(backward_override=override)
+        y, dx, dw, db = run(duotone.convert(module, recipe), x, dy)
+        assert torch.equal(y, base[0])
+        if override == "high_precision":
+            operands = (x, weight)
+        else:
+            quantizers = [plain(QuantizerRole("linear", kind, "")) for kind in ("input", "weight")]
+            operands = [
+                q.encode(t).rowwise.dequantize(torch.bfloat16) for q, t in zip(quantizers, (x, weight), strict=True)
+            ]
+        assert torch.equal(dx, dy @ operands[1])
+        assert torch.equal(dw, dy.t() @ operands[0])
+        assert torch.equal(db, dy.sum(0))
+
+
+def saved_bytes(module: nn.Module, x: Tensor) -> int:
+    """Bytes of the storages that autograd keeps for backward, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = module(x)
+    del y
+    return sum(kept.values())
+
+
+def test_backward_keeps_one_plane_of_each_operand_and_no_high_precision_copy() -> None:
+    x = torch.randn(64, 128).bfloat16().requires_grad_()
+    module = duotone.convert(nn.Linear(128, 96, bias=False, dtype=torch.bfloat16), recipes.load("mxfp8"))
+    codes, scales = 64 * 128 + 128 * 96, 64 * 128 // 32 + 128 * 96 // 32
+    assert saved_bytes(module, x) == codes + scales
+
+
+def test_a_frozen_weight_saves_no_input_and_quantizes_no_columns_of_it() -> None:
+    store = observe.Tap()
+    module = duotone.convert(nn.Linear(128, 96, bias=False, dtype=torch.bfloat16), recipes.load("mxfp8"))
+    module.weight.requires_grad_(False)
+    with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8"), store)):
+        module(torch.randn(64, 128).bfloat16().requires_grad_()).sum().backward()
+    seen = {(row["role"], row["plane"]) for row in store.rows()}
+    assert seen == {("input", "rowwise"), ("weight", "rowwise"), ("weight", "columnwise"), ("grad_output", "rowwise")}
+
+
+def test_stochastic_rounding_repeats_from_its_seed_and_moves_on_without_it() -> None:
+    x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 64).bfloat16()
+    module = duotone.convert(layer(k=128), recipes.load("nvfp4"))
+    start = duotone.rng_state(module)
+    first, second = run(module, x, dy), run(module, x, dy)
+    assert not torch.equal(first[1], second[1])
+    duotone.load_rng_state(module, start)
+    assert all(torch.equal(a, b) for a, b in zip(run(module, x, dy), first, strict=True))
+
+
+def test_seeds_advance_once_per_stochastic_quantize_and_never_without_one() -> None:
+    x, dy = torch.randn(32, 96).bfloat16(), torch.randn(32, 64).bfloat16()
+    module = duotone.convert(layer(), recipes.load("nvfp4"))
+    before = module.duotone_seed.clone()
+    run(module, x, dy)
+    assert torch.equal(module.duotone_seed, before + 1)
+    duotone.convert(module, recipes.load("mxfp8"))
+    run(module, x, dy)
+    assert torch.equal(module.duotone_seed, before + 1)
+
+
+def test_rules_for_the_output_head_leave_it_in_high_precision() -> None:
+    model = nn.ModuleDict({"body": layer(), "lm_head": layer()})
+    duotone.convert(model, recipes.load("mxfp8"))
+    assert model["lm_head"].rules == OUTPUT_HEAD
+    x, dy = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
+    got = run(model["lm_head"], x, dy)
+    with duotone.autocast(recipe=recipes.load("nvfp4")):
+        inside = model["lm_head"](x)
+    duotone.revert(model)
+    assert all(torch.equal(a, b) for a, b in zip(got, run(model["lm_head"], x, dy), strict=True))
+    assert torch.equal(inside, got[0])

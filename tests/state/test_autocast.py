@@ -1,0 +1,72 @@
+"""autocast: the innermost region decides, and whatever happens inside, the outside comes back."""
+
+import pytest
+import torch
+from torch import nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.state.autocast import active_recipe
+
+FP8, MX, NV = (recipes.load(name) for name in ("fp8-current", "mxfp8", "nvfp4"))
+
+
+def test_the_innermost_region_decides_and_outside_its_own_recipe_applies() -> None:
+    m = duotone.convert(nn.Linear(64, 64, bias=False), MX)
+    x = torch.randn(8, 64)
+    alone = {recipe: duotone.convert(m, recipe)(x) for recipe in (FP8, MX, NV)}
+    duotone.convert(m, MX)
+    with duotone.autocast(recipe=NV):
+        with duotone.autocast(recipe=FP8):
+            assert torch.equal(m(x), alone[FP8])
+        assert torch.equal(m(x), alone[NV])
+    assert torch.equal(m(x), alone[MX])
+
+
+def test_none_is_fp8_current_scaling_and_disabled_is_high_precision() -> None:
+    m = duotone.convert(nn.Linear(64, 64), MX)
+    x = torch.randn(8, 64)
+    with duotone.autocast():
+        assert active_recipe() == FP8
+    with duotone.autocast(recipe=NV), duotone.autocast(enabled=False, recipe=NV):
+        inside = m(x)
+    assert torch.equal(inside, nn.functional.linear(x, m.weight, m.bias))
+
+
+def test_an_exception_restores_the_outer_region() -> None:
+    with duotone.autocast(recipe=NV):
+        with pytest.raises(ZeroDivisionError), duotone.autocast(recipe=MX):
+            raise ZeroDivisionError
+        assert active_recipe() is NV
+    assert active_recipe() is None
+
+
+def test_entering_an_instance_twice_is_an_error_and_reusing_it_is_not() -> None:
+    region = duotone.autocast(recipe=MX)
+    with region, pytest.raises(RuntimeError, match="entered already"):
+        region.__enter__()
+    with region:
+        assert active_recipe() is MX
+
+
+def test_backward_outside_the_region_follows_forward() -> None:
+    m = duotone.convert(nn.Linear(64, 64, bias=False), recipes.load("bf16"))
+    x, dy = torch.randn(8, 64), torch.randn(8, 64)
+    grads = []
+    for inside in (True, False):
+        m.zero_grad()
+        with duotone.autocast(recipe=MX):
+            y = m(x)
+            if inside:
+                y.backward(dy)
+        if not inside:
+            with duotone.autocast(recipe=FP8):
+                y.backward(dy)
+        grads.append(m.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def test_autocast_takes_recipes_only() -> None:
+    with pytest.raises(UserError, match="autocast takes a recipe; got str"):
+        duotone.autocast(recipe="mxfp8")

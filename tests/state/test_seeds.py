@@ -1,0 +1,44 @@
+"""Seeds of stochastic rounding: outside the state_dict, reproducible, independent of order."""
+
+import pytest
+import torch
+from torch import nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+
+
+def build() -> nn.Module:
+    torch.manual_seed(5)
+    return nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)})
+
+
+def test_seeds_are_buffers_but_not_in_the_state_dict() -> None:
+    m = duotone.convert(build(), recipes.load("nvfp4"))
+    assert set(duotone.rng_state(m)) == {"a.duotone_seed", "b.duotone_seed"}
+    assert not any("seed" in key for key in m.state_dict())
+    assert m.bfloat16()["a"].duotone_seed.dtype == torch.int64
+
+
+def test_seeds_follow_torchs_seed_and_the_name_and_draw_nothing() -> None:
+    first = build()
+    before = torch.get_rng_state()
+    duotone.convert(first, recipes.load("nvfp4"))
+    assert torch.equal(torch.get_rng_state(), before)
+    again = duotone.rng_state(duotone.convert(build(), recipes.load("nvfp4")))
+    state = duotone.rng_state(first)
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    assert not torch.equal(state["a.duotone_seed"], state["b.duotone_seed"])
+    torch.manual_seed(6)
+    other = nn.ModuleDict({"a": nn.Linear(32, 32)})
+    duotone.convert(other, recipes.load("nvfp4"))
+    assert not torch.equal(duotone.rng_state(other)["a.duotone_seed"], state["a.duotone_seed"])
+
+
+def test_loading_seeds_of_another_model_changes_nothing() -> None:
+    m = duotone.convert(build(), recipes.load("nvfp4"))
+    before = duotone.rng_state(m)
+    with pytest.raises(UserError, match="on one side only"):
+        duotone.load_rng_state(m, {"a.duotone_seed": torch.tensor([1])})
+    assert all(torch.equal(before[name], value) for name, value in duotone.rng_state(m).items())

@@ -1,0 +1,145 @@
+"""convert, revert and plan: in place, reversible, and honest about what stays in high precision."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import RecipeError, UserError
+from duotone.recipes import Rule
+
+
+class OwnForward(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Plain(nn.Linear):
+    """A subclass without a forward of its own."""
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict(
+        {
+            "embedding": nn.Embedding(8, 32),
+            "first": nn.Linear(32, 32),
+            "own": OwnForward(32, 32),
+            "plain": Plain(32, 32),
+            "attention": nn.MultiheadAttention(32, 2),
+            "lm_head": nn.Linear(32, 8),
+        }
+    )
+
+
+def test_convert_keeps_parameters_names_and_state_dict_keys() -> None:
+    m = model()
+    keys, parameters = list(m.state_dict()), dict(m.named_parameters())
+    assert duotone.convert(m, recipes.load("nvfp4")) is m
+    assert list(m.state_dict()) == keys
+    assert all(p is parameters[name] for name, p in m.named_parameters())
+    assert isinstance(m["first"], nn.Linear) and isinstance(m["plain"], Plain)
+    m.load_state_dict(model().state_dict())
+
+
+def test_revert_restores_classes_and_leaves_nothing_behind() -> None:
+    m = model()
+    kinds = [type(module) for module in m.modules()]
+    attributes = [set(vars(module)) for module in m.modules()]
+    buffers = [set(module._buffers) for module in m.modules()]
+    duotone.revert(duotone.convert(m, recipes.load("mxfp8")))
+    assert [type(module) for module in m.modules()] == kinds
+    assert [set(vars(module)) for module in m.modules()] == attributes
+    assert [set(module._buffers) for module in m.modules()] == buffers
+
+
+def test_plan_shows_each_gemm_and_why_the_rest_stays() -> None:
+    m = duotone.convert(model(), recipes.load("mxfp8"))
+    rows = {(row.module, row.gemm): row for row in duotone.plan(m)}
+    assert rows["embedding", "-"].reason == "an embedding is a look-up, not a GEMM"
+    assert rows["own", "-"].reason == "OwnForward has a forward of its own"
+    assert "without calling" in rows["attention.out_proj", "-"].reason
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert (rows["first", gemm].a, rows["plain", gemm].b) == ("mxfp8_e4m3", "mxfp8_e4m3")
+        assert not rows["first", gemm].native and "no native rule" in rows["first", gemm].reason
+        head = rows["lm_head", gemm]
+        assert (head.a, head.b, head.native, head.reason) == ("identity", "identity", True, "kept in high precision by a rule")
+
+
+def test_plan_follows_the_recipe_given_for_it() -> None:
+    m = duotone.convert(model(), recipes.load("mxfp8"))
+    rows = {(row.module, row.gemm): row for row in duotone.plan(m, recipes.load("nvfp4"))}
+    assert (rows["first", "wgrad"].a, rows["first", "wgrad"].b) == ("nvfp4_rht_sr", "nvfp4_rht")
+    assert rows["lm_head", "fprop"].a == "identity"
+
+
+def test_subclasses_with_a_forward_of_their_own_keep_it() -> None:
+    m = model()
+    x = torch.randn(4, 32)
+    before = m["own"](x)
+    duotone.convert(m, recipes.load("mxfp8"))
+    assert torch.equal(m["own"](x), before)
+
+
+def test_user_rules_go_before_the_recipe_and_before_autocast() -> None:
+    m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    duotone.convert(m, recipes.load("mxfp8"), rules=[Rule(module="1", format="fp8_e4m3_row")])
+    for enclosing in (None, recipes.load("nvfp4")):
+        formats = {(row.module, row.gemm): row.a for row in duotone.plan(m, enclosing)}
+        assert formats["1", "fprop"] == "fp8_e4m3_row"
+    assert formats["0", "fprop"] == "nvfp4"
+
+
+def test_strict_refuses_what_would_stay_in_high_precision_and_changes_nothing() -> None:
+    m = model()
+    with pytest.raises(RecipeError, match="strict: own stays in high precision: OwnForward"):
+        duotone.convert(m, recipes.MXFP8BlockScaling(strict=True))
+    assert type(m["first"]) is nn.Linear
+    one_sided = recipes.RuleRecipe(
+        rules=(Rule(tensor_type="input", format="mxfp8_e4m3"), Rule(format="identity")), strict=True
+    )
+    with pytest.raises(RecipeError, match="fprop of 0 pairs mxfp8_e4m3 with identity"):
+        duotone.convert(nn.Sequential(nn.Linear(32, 32)), one_sided)
+
+
+def test_wrong_arguments_are_one_line_errors() -> None:
+    for call in (lambda: duotone.convert(model(), "mxfp8"), lambda: duotone.convert(model(), recipes.load("mxfp8"), ["x"])):
+        with pytest.raises(UserError) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+    m = duotone.convert(nn.Linear(32, 32), recipes.load("mxfp8"))
+    for bad in (torch.randn(4, 16), torch.randn(4, 32).double(), torch.tensor(1.0)):
+        with pytest.raises(UserError, match=r"takes \(\.\.\., 32\)"):
+            m(bad)
+    assert m(torch.randn(4, 32)).shape == (4, 32)
+
+
+def test_converted_models_deepcopy_and_pickle() -> None:
+    m = duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.load("mxfp8"))
+    x = torch.randn(4, 32)
+    expected = m(x)
+    for twin in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(twin(x), expected)
+
+
+def test_converting_again_changes_the_recipe_and_keeps_the_seeds() -> None:
+    m = duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipes.load("nvfp4"))
+    seeds = duotone.rng_state(m)
+    duotone.convert(m, recipes.load("mxfp8"))
+    assert {row.a for row in duotone.plan(m)} == {"mxfp8_e4m3"}
+    assert all(torch.equal(seeds[name], value) for name, value in duotone.rng_state(m).items())
+
+
+def test_torch_autocast_casts_as_it_does_for_nn_linear() -> None:
+    m = nn.Linear(32, 32)
+    x = torch.randn(4, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = m(x)
+        duotone.convert(m, recipes.load("bf16"))
+        got = m(x)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
+    got.sum().backward()
+    assert m.weight.grad.dtype == torch.float32

@@ -1,0 +1,85 @@
+"""The shape of the source: what may import what, who may know a format, and what importing costs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import duotone
+
+ROOT = Path(duotone.__file__).parent
+ORDER = (
+    "errors formats kernels comm dispatch tensor recipes state linear ops modules attention distributed optim "
+    "convert observe export report lab cli __init__"
+).split()
+FILES = sorted(ROOT.rglob("*.py"))
+CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLevelScale", "FourOverSixScale"}
+
+
+def room(path: Path) -> str:
+    """The folder, or the module, of the package that a file belongs to."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module] if node.module != "duotone" else [f"duotone.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.startswith("duotone."):
+                rooms.add(name.split(".")[1])
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_only_upward(path: Path) -> None:
+    own = ORDER.index(room(path))
+    for imported in imports(path) & set(ORDER):
+        assert ORDER.index(imported) <= own, f"{path.relative_to(ROOT)} imports duotone.{imported} from above"
+
+
+def test_every_room_has_its_place_in_the_order() -> None:
+    assert {room(path) for path in FILES} <= set(ORDER)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) != "formats"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_nobody_outside_formats_asks_a_format_who_it_is(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
+        n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)
+    }
+    assert not named & CONCRETE_FORMATS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_environment_variable_is_read(path: Path) -> None:
+    assert not {"environ", "getenv"} & {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{path.name}:{node.name}"
+
+
+def test_importing_needs_no_compiler_no_triton_and_nothing_but_torch() -> None:
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import duotone
+elapsed = time.perf_counter() - start
+heavy = {"triton", "torch._inductor", "click", "rich", "jinja2", "safetensors", "duotone.lab", "duotone.cli", "duotone.report"}
+print(sorted(heavy & set(sys.modules)))
+assert not torch.cuda.is_initialized()
+assert elapsed < 1.0, elapsed
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
