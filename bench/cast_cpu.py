@@ -1,14 +1,14 @@
 """How many elements a second does a CPU encode, both planes of a bf16 4096x4096?
 
-    python bench/cast_cpu.py [FORMAT ...]
+python bench/cast_cpu.py [FORMAT ...]
 """
 
 import statistics
 import sys
 
 import torch
-from _timing import record, turns
 
+from _timing import record, turns
 from duotone import formats
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED, compiler_reason
@@ -33,7 +33,12 @@ def main() -> None:
         seconds = turns({b.name: lambda b=b, both=both: both(b) for b in backends}, rounds=9)
         for backend in backends:
             rate = SIZE * SIZE / statistics.median(seconds[backend.name])
-            record("both planes of a bf16 4096x4096 on CPU", format=name, backend=backend.name, giga_elements_per_s=round(rate / 1e9, 3))
+            record(
+                "both planes of a bf16 4096x4096 on CPU",
+                format=name,
+                backend=backend.name,
+                giga_elements_per_s=round(rate / 1e9, 3),
+            )
 
 
 if __name__ == "__main__":

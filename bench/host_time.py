@@ -7,9 +7,9 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from _timing import record, turns
 
 import duotone
+from _timing import record, turns
 
 
 def main() -> None:

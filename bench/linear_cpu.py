@@ -1,15 +1,15 @@
 """How much slower than bf16 nn.Linear is an emulated linear, forward and backward, on this CPU?
 
-    python bench/linear_cpu.py [RECIPE ...] [--eager]      --eager: casts as on a machine without a C++ compiler
+python bench/linear_cpu.py [RECIPE ...] [--eager]      --eager: casts as on a machine without a C++ compiler
 """
 
 import argparse
 import statistics
 
 import torch
-from _timing import ratio, record, turns
 
 import duotone
+from _timing import ratio, record, turns
 from duotone.dispatch import stages
 
 M, K, N = 2048, 512, 2048

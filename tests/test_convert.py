@@ -66,7 +66,12 @@ def test_plan_shows_each_gemm_and_why_the_rest_stays() -> None:
         assert (rows["first", gemm].a, rows["plain", gemm].b) == ("mxfp8_e4m3", "mxfp8_e4m3")
         assert not rows["first", gemm].native and "no native rule" in rows["first", gemm].reason
         head = rows["lm_head", gemm]
-        assert (head.a, head.b, head.native, head.reason) == ("identity", "identity", True, "kept in high precision by a rule")
+        assert (head.a, head.b, head.native, head.reason) == (
+            "identity",
+            "identity",
+            True,
+            "kept in high precision by a rule",
+        )
 
 
 def test_plan_follows_the_recipe_given_for_it() -> None:
@@ -106,7 +111,10 @@ def test_strict_refuses_what_would_stay_in_high_precision_and_changes_nothing() 
 
 
 def test_wrong_arguments_are_one_line_errors() -> None:
-    for call in (lambda: duotone.convert(model(), "mxfp8"), lambda: duotone.convert(model(), recipes.load("mxfp8"), ["x"])):
+    for call in (
+        lambda: duotone.convert(model(), "mxfp8"),
+        lambda: duotone.convert(model(), recipes.load("mxfp8"), ["x"]),
+    ):
         with pytest.raises(UserError) as raised:
             call()
         assert "\n" not in str(raised.value)

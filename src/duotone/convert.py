@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from duotone.errors import RecipeError, UserError
-from duotone.linear import build_plan
+from duotone.linear import Setting, build_plan
 from duotone.modules.linear import Linear, PlannedLinear
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
@@ -42,17 +42,16 @@ def convert(model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEA
     anything where the recipe cannot be used.
     """
     _validate(recipe, rules)
-    modules = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     rules = tuple(rules)
-    for name, module in modules:
-        if not _reason_left_alone(module):
-            device, dtype = module.weight.device.type, module.weight.dtype
-            _try_plan(recipe, rules, name, device, dtype)
-        elif recipe.strict:
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    converted = [(name, module) for name, module in linears if not _reason_left_alone(module)]
+    for name, module in linears:
+        if recipe.strict and _reason_left_alone(module):
             raise RecipeError(f"strict: {name} stays in high precision: {_reason_left_alone(module)}")
-    for name, module in modules:
-        if not _reason_left_alone(module):
-            _adopt(module, recipe, rules, name)
+    for name, module in converted:
+        build_plan(Setting(recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype))
+    for name, module in converted:
+        _adopt(module, recipe, rules, name)
     return model
 
 
@@ -83,7 +82,7 @@ def plan(
     for name, module in model.named_modules():
         if isinstance(module, PlannedLinear):
             rows.extend(_rows(name, module, recipe or module.recipe, device, dtype))
-        elif _is_linear(module):
+        elif isinstance(module, nn.Linear):
             rows.append(_left_alone(name, _reason_left_alone(module) or "not converted"))
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             rows.append(_left_alone(name, "an embedding is a look-up, not a GEMM"))
@@ -94,27 +93,15 @@ def _rows(
     name: str, module: PlannedLinear, recipe: Recipe, device: str | None, dtype: torch.dtype | None
 ) -> Iterator[PlanRow]:
     setting = module.setting(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
-    by_rule = any(rule.module is not None and rule.format == "identity" for rule in module.rules if _names(rule, name))
     for gemm in build_plan(setting).gemms:
-        reason = "kept in high precision by a rule" if by_rule else gemm.reason
-        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, gemm.rule.name, gemm.rule.native, reason)
-
-
-def _names(rule: Rule, name: str) -> bool:
-    from duotone.recipes.roles import QuantizerRole
-
-    return rule.tensor_type is None and rule.matches(QuantizerRole("linear", "", name))
+        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, gemm.rule.name, gemm.rule.native, gemm.reason)
 
 
 def _left_alone(name: str, reason: str) -> PlanRow:
     return PlanRow(name, "-", "identity", "identity", "torch", True, reason)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def _reason_left_alone(module: nn.Module) -> str:
+def _reason_left_alone(module: nn.Linear) -> str:
     """Why convert leaves a linear as it is, or "" where it converts."""
     kind = type(module)
     if isinstance(module, PlannedLinear) or kind is nn.Linear:
@@ -137,7 +124,7 @@ def _original_class(kind: type) -> type:
     return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))
 
 
-def _adopt(module: nn.Module, recipe: Recipe, rules: tuple[Rule, ...], name: str) -> None:
+def _adopt(module: nn.Linear, recipe: Recipe, rules: tuple[Rule, ...], name: str) -> None:
     if not isinstance(module, PlannedLinear):
         module.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
     assert isinstance(module, PlannedLinear)
@@ -150,9 +137,3 @@ def _validate(recipe: Recipe, rules: Sequence[Rule]) -> None:
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
         raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
-
-
-def _try_plan(recipe: Recipe, rules: tuple[Rule, ...], name: str, device: str, dtype: torch.dtype) -> None:
-    from duotone.linear import Setting
-
-    build_plan(Setting(recipe, rules, name, "linear", device, dtype))

@@ -55,7 +55,9 @@ def reference(a: Plane, b: Plane) -> tuple[torch.Tensor, torch.Tensor]:
         outer = f.outer.double().reshape(f.outer.shape[0], -1)
         if p.format.outer_extent == "block":
             block = p.format.outer_block
-            outer = outer.repeat_interleave(block.rows, 0)[: p.shape[0]].repeat_interleave(block.cols, 1)[:, : p.shape[1]]
+            outer = outer.repeat_interleave(block.rows, 0)[: p.shape[0]].repeat_interleave(block.cols, 1)[
+                :, : p.shape[1]
+            ]
         return f.inner.double() * outer / f.divisor
 
     left, right = full(a), full(b)

@@ -52,7 +52,9 @@ def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", formats.names())
-def test_chunked_stages_have_the_bits_of_plain_torch(name: str, dtype: torch.dtype, awkward: Tensor, monkeypatch) -> None:
+def test_chunked_stages_have_the_bits_of_plain_torch(
+    name: str, dtype: torch.dtype, awkward: Tensor, monkeypatch
+) -> None:
     monkeypatch.setattr("duotone.dispatch.chunked.CHUNK", 512)  # many pieces, also a short last one
     x = awkward.to(dtype)
     for view in (x, x.t(), x[1:, :150], x[::2, 3:40]):

@@ -54,7 +54,11 @@ def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None
         row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, seed=seed + index)
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
-    (xr, xc), (wr, wc), (gr, gc) = planes("input", x, 0), planes("weight", weight, 1), planes("grad_output", dy, 2)
+    (xr, xc), (wr, wc), (gr, gc) = (
+        planes("input", x, 0),
+        planes("weight", weight, 1),
+        planes("grad_output", dy, 2),
+    )
     # Decoded operands carry one fp32 rounding of a scale, rotations a few more, high-precision operands one of dtype.
     epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
     for got, a, b, extra in ((y, xr, wr.t(), module.bias), (dx, gr, wc.t(), None), (dw, gc, xc.t(), None)):
@@ -137,7 +141,12 @@ def test_a_frozen_weight_saves_no_input_and_quantizes_no_columns_of_it() -> None
     with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8"), store)):
         module(torch.randn(64, 128).bfloat16().requires_grad_()).sum().backward()
     seen = {(row["role"], row["plane"]) for row in store.rows()}
-    assert seen == {("input", "rowwise"), ("weight", "rowwise"), ("weight", "columnwise"), ("grad_output", "rowwise")}
+    assert seen == {
+        ("input", "rowwise"),
+        ("weight", "rowwise"),
+        ("weight", "columnwise"),
+        ("grad_output", "rowwise"),
+    }
 
 
 def test_stochastic_rounding_repeats_from_its_seed_and_moves_on_without_it() -> None:

@@ -36,6 +36,8 @@ def test_a_factory_may_return_values_or_handles() -> None:
 @pytest.mark.parametrize("returned", [None, "mxfp8", 3])
 def test_a_factory_that_returns_rubbish_is_named_with_its_slot_and_nothing_changes(returned) -> None:
     m = nn.ModuleDict({"proj": nn.Linear(32, 32)})
-    with pytest.raises(RecipeError, match=r"qfactory returned \w+ for module_type=linear\|tensor_type=input\|name=proj"):
+    with pytest.raises(
+        RecipeError, match=r"qfactory returned \w+ for module_type=linear\|tensor_type=input\|name=proj"
+    ):
         duotone.convert(m, CustomRecipe(qfactory=lambda role: returned))
     assert type(m["proj"]) is nn.Linear

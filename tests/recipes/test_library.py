@@ -89,9 +89,15 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("rule = 3", "no key 'rule'; allowed are name, strict, backward_override, rules"),
         ("[[rules]]\nformt = 'mxfp8_e4m3'", "rule 1 has no key 'formt'; allowed are module"),
         ("[[rules]]\nformat = 'mxfp9'", "format 'mxfp9' is unknown; did you mean"),
-        ("[[rules]]\nfprop = 'mxfp8_e4m3'", "names no format for input columnwise; add columnwise, wgrad or format"),
+        (
+            "[[rules]]\nfprop = 'mxfp8_e4m3'",
+            "names no format for input columnwise; add columnwise, wgrad or format",
+        ),
         ("[[rules]]\nformat = 3", "rule 1: format is 3; every field of a rule is a string"),
-        ("[[rules]]\ntensor_type = 'wieght'\nformat = 'mxfp4'", "tensor_type 'wieght' is unknown; allowed are 'input'"),
+        (
+            "[[rules]]\ntensor_type = 'wieght'\nformat = 'mxfp4'",
+            "tensor_type 'wieght' is unknown; allowed are 'input'",
+        ),
         ("recipe = 'mxfp8'\nmargin = 0", "recipe mxfp8 has no key 'margin'; allowed are"),
         ("recipe = 'mxfp9'", "recipe 'mxfp9' is unknown; allowed are bf16"),
         ("recipe = 'mxfp8'\nbackward_override = 'bf16'", "backward_override 'bf16' is unknown"),

@@ -33,7 +33,12 @@ def same(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 @pytest.mark.parametrize("shape", [(32, 64), (2, 16, 64), (64,), (0, 64)])
 def test_shape_dtype_and_usages_are_the_logical_ones(usage, shape) -> None:
     t = quantize(torch.randn(shape).bfloat16(), MX, usage)
-    assert (t.shape, t.dtype, t.size(-1), t.numel()) == (torch.Size(shape), torch.bfloat16, 64, torch.Size(shape).numel())
+    assert (t.shape, t.dtype, t.size(-1), t.numel()) == (
+        torch.Size(shape),
+        torch.bfloat16,
+        64,
+        torch.Size(shape).numel(),
+    )
     assert t.get_usages() == usage._asdict()
     assert t.dequantize().shape == t.shape and t.dequantize(torch.float32).dtype == torch.float32
     assert "mxfp8_e4m3" in repr(t)
@@ -123,7 +128,11 @@ def test_views_that_keep_the_last_dimension_stay_quantized() -> None:
 
 def test_other_operations_give_plain_tensors_of_the_dequantized_values() -> None:
     t, x = quantize(torch.randn(32, 64), MX), torch.randn(64, 8)
-    for got, want in ((t @ x, t.dequantize() @ x), (t + 1, t.dequantize() + 1), (t.sum(), t.dequantize().sum())):
+    for got, want in (
+        (t @ x, t.dequantize() @ x),
+        (t + 1, t.dequantize() + 1),
+        (t.sum(), t.dequantize().sum()),
+    ):
         assert type(got) is torch.Tensor and torch.equal(got, want)
     assert type(t.to(torch.bfloat16)) is torch.Tensor
     assert torch.equal(t.to(torch.bfloat16), t.dequantize().to(torch.bfloat16))
@@ -141,7 +150,11 @@ def test_a_tensor_needs_a_plane_and_a_row() -> None:
     [
         (IdentityQuantizer(), "identity", "identity"),
         (Float8CurrentScalingQuantizer("e5m2"), "fp8_e5m2_tensor", "fp8_e5m2_tensor"),
-        (Float8CurrentScalingQuantizer(force_pow_2_scales=True), "fp8_e4m3_tensor_pow2", "fp8_e4m3_tensor_pow2"),
+        (
+            Float8CurrentScalingQuantizer(force_pow_2_scales=True),
+            "fp8_e4m3_tensor_pow2",
+            "fp8_e4m3_tensor_pow2",
+        ),
         (Float8BlockQuantizer(block_scaling_dim=1), "fp8_e4m3_1x128", "fp8_e4m3_1x128"),
         (Float8BlockQuantizer(force_pow_2_scales=False), "fp8_e4m3_128x128_fp32", "fp8_e4m3_128x128_fp32"),
         (MXFP8Quantizer(with_2d_quantization=True), "mxfp8_e4m3_32x32", "mxfp8_e4m3_32x32"),

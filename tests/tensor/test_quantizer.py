@@ -71,7 +71,9 @@ def test_rowwise_dequantized_encodes_what_the_rowwise_plane_stands_for(row, col,
 
 def test_quantizers_are_values() -> None:
     q = Quantizer(get("mxfp8_e4m3"), get("nvfp4"))
-    assert q == Quantizer(get("mxfp8_e4m3"), get("nvfp4")) and hash(q) == hash(Quantizer(get("mxfp8_e4m3"), get("nvfp4")))
+    assert q == Quantizer(get("mxfp8_e4m3"), get("nvfp4")) and hash(q) == hash(
+        Quantizer(get("mxfp8_e4m3"), get("nvfp4"))
+    )
     assert q != Quantizer(get("mxfp8_e4m3"), get("nvfp4"), "rowwise_dequantized")
     assert q.with_usage(columnwise=False) == Quantizer(get("mxfp8_e4m3"), None)
     with pytest.raises(UserError, match="columnwise_source 'both' is unknown"):

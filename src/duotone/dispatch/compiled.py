@@ -20,7 +20,7 @@ from duotone.formats import hadamard, philox, stages
 from duotone.formats.elements import Element
 from duotone.formats.stages import Stages
 
-OPTIONS = {"emulate_precision_casts": True}
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 """Without it inductor drops bf16 round trips, and with them bits."""
 
 
@@ -41,7 +41,7 @@ def compiler_reason() -> str:
 def _build_failure(compiler: str) -> str:
     import subprocess
 
-    source = "#include <cmath>\n#include <omp.h>\nextern \"C\" int f() { return omp_get_max_threads(); }\n"
+    source = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return omp_get_max_threads(); }\n'
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe.cpp"
         path.write_text(source)

@@ -38,7 +38,11 @@ def _nvfp4() -> None:
                 name = stem + "_rht" * rotation + "_sr" * stochastic
                 register(ScaledFormat(name, E2M1, block, TwoLevelScale(), rotation, stochastic))
     register(ScaledFormat("nvfp4_row", E2M1, line, TwoLevelScale(per_row=True)))
-    for stem, block, per_row in (("nvfp4", line, False), ("nvfp4_16x16", square, False), ("nvfp4_row", line, True)):
+    for stem, block, per_row in (
+        ("nvfp4", line, False),
+        ("nvfp4_16x16", square, False),
+        ("nvfp4_row", line, True),
+    ):
         for block_max, mark in ((256.0, ""), (448.0, "_448")):
             for squared in (False, True):
                 name = f"{stem}_4over6{mark}" + "_mse" * squared

@@ -29,9 +29,12 @@ class Element:
     """(lower bound, step, code of the lower bound) of each run of evenly spaced magnitudes, smallest first."""
     reciprocal: float = field(init=False, repr=False, compare=False)
     """1/max rounded to fp32."""
+    sign_code: int = field(init=False, repr=False, compare=False)
+    """The sign bit. A field, not a property: compiled code may treat the widths as symbols and not shift by them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", self._bands())
+        object.__setattr__(self, "sign_code", 1 << (self.bits - 1))
         object.__setattr__(self, "reciprocal", struct.unpack("f", struct.pack("f", 1.0 / self.max))[0])
 
     @property
@@ -41,10 +44,6 @@ class Element:
     @property
     def codes_per_byte(self) -> int:
         return 2 if self.bits == 4 else 1
-
-    @property
-    def sign_code(self) -> int:
-        return 1 << (self.bits - 1)
 
     def _bands(self) -> tuple[tuple[float, float, int], ...]:
         rows = [(0.0, 2.0 ** (1 - self.bias - self.mantissa_bits), 0)]

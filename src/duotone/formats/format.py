@@ -1,5 +1,6 @@
 """A format: element codec x block geometry x scale rule x transforms, as one frozen value."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from duotone.formats.stages import PLAIN, Stages
 class Factors:
     """A decoded operand as a product: `inner`, exact in bf16, times `outer / divisor`, which follows the GEMM.
 
-    `inner` is (M, K); `outer` is None, or fp32: (1,) per tensor, (M,) per row, (grid) per block of `block`.
+    `inner` is (M, K); `outer` is None, or fp32: one per tensor, M per row, the grid of `outer_block` per block.
     """
 
     inner: Tensor
@@ -82,7 +83,7 @@ class Format(Protocol):
 
     def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors: ...
 
-    def derive(self, parts: Parts) -> Parts | None: ...
+    def derive(self, parts: Parts, cols: int | None = None) -> Parts | None: ...
 
     @property
     def is_derivable(self) -> bool: ...
@@ -119,7 +120,7 @@ class ScaledFormat:
 
     @property
     def spans_rows(self) -> bool:
-        return "amax" in self.parts(1, 1) or self.block.rows == 0
+        return any(spec.rows_per_entry is None for spec in self.parts(1, 1).values())
 
     @property
     def is_derivable(self) -> bool:
@@ -189,11 +190,14 @@ class ScaledFormat:
         inner = self._values(parts, torch.bfloat16, self.rule.inner, stages)
         return Factors(inner, self.rule.outer(parts), self.rule.divisor)
 
-    def derive(self, parts: Parts) -> Parts | None:
-        """The parts of the transpose, without loss, or None where its scales are others."""
+    def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
+        """The parts of the transpose, without loss, or None where its scales are others.
+
+        `cols` is the matrix's own number of columns where packed codes round it up to even.
+        """
         if not self.is_derivable:
             return None
-        codes = self._unpacked(parts["codes"], PLAIN)
+        codes = self._unpacked(parts["codes"], PLAIN)[:, :cols]
         shape = (codes.shape[0], codes.shape[1])
         return {"codes": self._packed(codes.t()), **self.rule.transpose(parts, self.block, shape)}
 
@@ -239,39 +243,50 @@ class ScaledFormat:
 
     def _bits_per_element(self) -> float:
         """Of a 4096 x 4096 matrix, everything counted."""
-        total = 0
-        for spec in self.parts(4096, 4096).values():
-            count = 1
-            for extent in spec.shape:
-                count *= extent
-            total += 8 * count * spec.dtype.itemsize
-        return total / 4096**2
+        specs = self.parts(4096, 4096).values()
+        return sum(8 * math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) / 4096**2
 
     def _check(
         self, x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None, plane: str
     ) -> None:
-        if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UserError(
-                f"{self.name} encodes a 2-D bf16, fp16 or fp32 tensor; got {x.dim()}-D {x.dtype}: flatten or cast it first"
-            )
-        if plane not in philox.PLANES:
-            raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
+        check_matrix(self.name, x, plane)
         if self.is_stochastic and seed is None:
             raise UserError(f"{self.name} rounds stochastically and needs a seed; pass seed=<64-bit integer>")
-        if scale is not None and not self.rule.accepts_scale:
-            raise UserError(f"{self.name} makes its own {self.rule.name} scales; omit scale=")
-        if amax is not None and not self._takes_amax():
-            raise UserError(f"{self.name} takes the amax of each block itself; omit amax=")
         if scale is not None and amax is not None:
             raise UserError("scale and amax were both given; pass the one that decides")
+        if scale is not None:
+            if not self.rule.accepts_scale:
+                raise UserError(f"{self.name} makes its own {self.rule.name} scales; omit scale=")
+            self._check_count("scale", scale, self.parts(*x.shape)["scale"].shape)
+        if amax is not None:
+            if not self._takes_amax():
+                raise UserError(f"{self.name} takes the amax of each block itself; omit amax=")
+            specs = self.parts(*x.shape)
+            self._check_count("amax", amax, specs.get("amax", specs["scale"]).shape)
+
+    def _check_count(self, what: str, given: Any, shape: tuple[int, ...]) -> None:
+        if not isinstance(given, Tensor) or given.numel() != math.prod(shape):
+            got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+            raise UserError(f"{self.name} takes {what} as a tensor of shape {shape} for this input; got {got}")
 
     def _takes_amax(self) -> bool:
         return "amax" in self.parts(1, 1) or self.block.name in ("tensor", "row")
 
 
+def check_matrix(name: str, x: Tensor, plane: str) -> None:
+    """Raise UserError unless `x` is a matrix that a format can encode for a plane of that name."""
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        hint = "flatten or cast it first"
+        raise UserError(f"{name} encodes a 2-D bf16, fp16 or fp32 tensor; got {x.dim()}-D {x.dtype}: {hint}")
+    if plane not in philox.PLANES:
+        raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
+
+
 def _as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor:
-    if isinstance(seed, Tensor):
-        return seed.to(device=device, dtype=torch.int64)
-    assert seed is not None
+    if isinstance(seed, Tensor) and seed.numel() == 1 and seed.dtype == torch.int64:
+        return seed.to(device=device)
+    if not isinstance(seed, int):
+        got = f"a {seed.dtype} tensor of {seed.numel()}" if isinstance(seed, Tensor) else type(seed).__name__
+        raise UserError(f"a seed is an integer or an int64 tensor with one element; got {got}")
     signed = (seed + 2**63) % 2**64 - 2**63  # the 64 bits of the seed as an int64
     return torch.tensor([signed], dtype=torch.int64, device=device)

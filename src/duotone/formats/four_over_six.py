@@ -25,7 +25,7 @@ class FourOverSixScale(TwoLevelScale):
         return f"e4m3 under an fp32 amax, 4-over-6 by {'MSE' if self.squared else 'MAE'}, block max {self.block_max:g}"
 
     def decide(self, x: Blocked, g: Tensor | None = None) -> Scaled:
-        g = self.amax(x) if g is None else g.to(torch.float32).reshape(-1)
+        g = self.amax(x) if g is None else g.to(torch.float32, copy=True).reshape(-1)
         outer = self.global_scale(g, x.element)[:, None]
         to_six = divide(x.amax, x.element.max) * outer
         four = self.store(to_six * 1.5, outer, g, x)

@@ -12,13 +12,16 @@ SIZE = 16
 SIGN_MASK = 0xD7E8
 
 
+ROWS = tuple(
+    tuple((-0.25 if (SIGN_MASK >> i) & 1 else 0.25) * (-1) ** (i & j).bit_count() for j in range(SIZE))
+    for i in range(SIZE)
+)
+"""R; every entry is +-0.25."""
+
+
 def rotation(device: torch.device | None = None) -> Tensor:
-    """R, fp32 (16, 16); every entry is +-0.25."""
-    rows = []
-    for i in range(SIZE):
-        sign = -0.25 if (SIGN_MASK >> i) & 1 else 0.25
-        rows.append([sign * (-1) ** bin(i & j).count("1") for j in range(SIZE)])
-    return torch.tensor(rows, dtype=torch.float32, device=device)
+    """R as fp32 (16, 16)."""
+    return torch.tensor(ROWS, dtype=torch.float32, device=device)
 
 
 def rotate(x: Tensor) -> Tensor:

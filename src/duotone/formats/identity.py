@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.formats.format import Factors
+from duotone.formats.format import Factors, check_matrix
 from duotone.formats.geometry import TENSOR, Block
 from duotone.formats.parts import Parts, PartSpec
 from duotone.formats.stages import PLAIN, Stages
@@ -42,7 +42,8 @@ class Identity:
         plane: str = "row",
         stages: Stages = PLAIN,
     ) -> Parts:
-        del scale, amax, seed, plane, stages
+        del scale, amax, seed, stages
+        check_matrix(self.name, x, plane)
         return {"codes": x}
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
@@ -62,7 +63,8 @@ class Identity:
         del stages
         return Factors(parts["codes"], None, 1.0)
 
-    def derive(self, parts: Parts) -> Parts:
+    def derive(self, parts: Parts, cols: int | None = None) -> Parts:
+        del cols
         return {"codes": parts["codes"].t()}
 
     def describe(self) -> dict[str, Any]:

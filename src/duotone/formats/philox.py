@@ -19,7 +19,10 @@ def philox_4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tenso
     a, b, c, d = counter
     low_key, high_key = key
     for _ in range(ROUNDS):
-        first, second = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # int64 wraps; the 64 bits are those of the product
+        first, second = (
+            a * MULTIPLIERS[0],
+            c * MULTIPLIERS[1],
+        )  # int64 wraps; the 64 bits are those of the product
         a, b, c, d = (
             ((second >> 32) & WORD) ^ b ^ low_key,
             second & WORD,

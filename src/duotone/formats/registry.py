@@ -18,12 +18,11 @@ def register(fmt: Format) -> Format:
 
 def get(name: str) -> Format:
     """The format of that name. Raises RecipeError where there is none."""
-    try:
+    if isinstance(name, str) and name in _FORMATS:
         return _FORMATS[name]
-    except KeyError:
-        near = ", ".join(difflib.get_close_matches(name, _FORMATS, n=3, cutoff=0.4))
-        hint = f"did you mean {near}? " if near else ""
-        raise RecipeError(f"format {name!r} is unknown; {hint}`duotone formats` lists all") from None
+    near = ", ".join(difflib.get_close_matches(str(name), _FORMATS, n=3, cutoff=0.4))
+    hint = f"did you mean {near}? " if near else ""
+    raise RecipeError(f"format {name!r} is unknown; {hint}`duotone formats` lists all")
 
 
 def names() -> list[str]:

@@ -76,14 +76,13 @@ class Fp32Scale:
         largest = FLT_MAX if self.overflow == "fp32" else torch.finfo(x.dtype).max
         scale = divide(x.element.max, x.amax)
         scale = torch.where(torch.isinf(scale), largest, scale)
-        if self.power_of_two:
-            scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
-        scale = torch.where((x.amax == 0) | ~torch.isfinite(x.amax), 1.0, scale)
-        return self.given(scale, x)
+        return self.given(torch.where((x.amax == 0) | ~torch.isfinite(x.amax), 1.0, scale), x)
 
     def given(self, scale: Tensor, x: Blocked) -> Scaled:
-        """The decision for an encode scale from outside (delayed scaling)."""
+        """The decision for an encode scale, which may come from outside (delayed scaling)."""
         scale = scale.to(torch.float32).reshape(x.amax.shape)
+        if self.power_of_two:
+            scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
         spec = self.specs(x.block, *x.shape)["scale"]
         return Scaled(scale, {"scale": divide(1.0, scale).reshape(spec.shape)})
 
@@ -181,7 +180,7 @@ class TwoLevelScale:
         return x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
 
     def decide(self, x: Blocked, g: Tensor | None = None) -> Scaled:
-        g = self.amax(x) if g is None else g.to(torch.float32).reshape(-1)
+        g = self.amax(x) if g is None else g.to(torch.float32, copy=True).reshape(-1)
         outer = self.global_scale(g, x.element)[:, None]
         return self.store(x.amax * (outer * x.element.reciprocal), outer, g, x)
 

@@ -1,6 +1,6 @@
-"""Checkpoints of a training run: one folder a step, with safetensors for tensors, JSON for the rest, and digests.
+"""Checkpoints of a training run: one folder a step, safetensors for tensors, JSON for the rest, and digests.
 
-A folder `step-00000100` holds `model.safetensors` (the parameters under the names of the state dict, a tied one once),
+A folder `step-00000100` holds `model.safetensors` (the parameters by state dict name, a tied one once),
 `training.safetensors` (masters, moments, rounding seeds, the state of torch's generator), `meta.json` and
 `SHA256SUMS`, which `sha256sum -c` checks.
 """
@@ -28,7 +28,7 @@ STEP_NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that the next step depends on. `meta` is JSON-ready; `aliases` names tied tensors by the stored one."""
+    """All that the next step depends on: `meta` is JSON-ready, `aliases` maps tied names to stored ones."""
 
     step: int
     model: dict[str, Tensor]
@@ -51,7 +51,7 @@ def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
-    """Publish `checkpoint` as a new folder below `folder`, then remove all but the newest `keep`; gives its path.
+    """Publish `checkpoint` below `folder`, then remove all but the newest `keep`; gives the new folder.
 
     UserError where the disk refuses it; the earlier checkpoints stay as they were.
     """
@@ -62,9 +62,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
         TRAINING: safetensors.torch.save(_portable(checkpoint.training)),
         META: json.dumps(meta, indent=1).encode(),
     }
-    digests = "".join(
-        f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()
-    )
+    digests = "".join(f"{_digest(content)}  {name}\n" for name, content in contents.items())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with files.publish_folder(target) as temporary:
@@ -74,19 +72,19 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
             shutil.rmtree(old)
     except OSError as error:
         raise UserError(
-            f"cannot save the checkpoint {target} ({error.strerror}): earlier checkpoints are kept, make room and resume"
+            f"cannot save the checkpoint {target} ({error.strerror}): "
+            "earlier ones are kept; make room and resume"
         ) from error
     return target
 
 
 def load(path: Path) -> Checkpoint:
-    """Read and verify the checkpoint in the folder `path`; UserError where it is incomplete, damaged or none."""
+    """Read and verify the checkpoint in the folder `path`; UserError where it is incomplete or damaged."""
     contents = {name: _read(path, name) for name in (DIGESTS, MODEL, TRAINING, META)}
-    expected = dict(
-        reversed(line.split("  ", 1)) for line in contents[DIGESTS].decode(errors="replace").splitlines()
-    )
+    lines = contents[DIGESTS].decode(errors="replace").splitlines()
+    expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in (MODEL, TRAINING, META):
-        if hashlib.sha256(contents[name]).hexdigest() != expected.get(name):
+        if _digest(contents[name]) != expected.get(name):
             raise _damaged(path, f"{name} does not match {DIGESTS}")
     try:
         meta = json.loads(contents[META])
@@ -144,6 +142,10 @@ def _damaged(path: Path, what: str) -> UserError:
     return UserError(
         f"the checkpoint {path} cannot be used ({what}): remove that folder to resume from an earlier one"
     )
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _words(found: tuple | None) -> str:

@@ -20,7 +20,7 @@ EVERY = 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Bytes to train on and bytes held out, each a 1-D uint8 tensor; together they are the whole text, once."""
+    """Bytes to train on and bytes held out, each a 1-D uint8 tensor; together they are the whole text."""
 
     sources: tuple[str, ...]
     train: Tensor
@@ -47,7 +47,7 @@ class Corpus:
 
 
 def windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 (len(starts), context): the bytes from each start, and the same moved by one."""
+    """Inputs and targets, int64 (len(starts), context): the bytes from each start, and those one later."""
     picked = text[starts[:, None] + torch.arange(context + 1)].long()
     return picked[:, :-1], picked[:, 1:]
 
@@ -63,15 +63,15 @@ def load(paths: Sequence[str], *, context: int) -> Corpus:
     least = 2 * (context + 1)
     if len(text) < least:
         raise UserError(
-            f"the data in {', '.join(sources)} is {len(text)} bytes, but one context to train on and one to hold out "
-            f"need {least}: give more text or a preset with a shorter context"
+            f"the data in {', '.join(sources)} is {len(text)} bytes, but a context to train on and one to "
+            f"hold out need {least}: give more text or a preset with a shorter context"
         )
     train, heldout = split(np.frombuffer(text, dtype=np.uint8), context)
     return Corpus(sources, train, heldout, hashlib.sha256(text).hexdigest(), skipped)
 
 
 def split(text: np.ndarray, context: int) -> tuple[Tensor, Tensor]:
-    """Cut `text` into contiguous pieces longer than one context; hold out one of every twenty, at least one."""
+    """Cut `text` into contiguous pieces longer than one context; hold out one of twenty, at least one."""
     piece = max(context + 1, min(PIECE, len(text) // EVERY))
     count = len(text) // piece
     pieces = np.split(text, [piece * index for index in range(1, count)])

@@ -40,7 +40,7 @@ def publish_file(path: Path, content: bytes) -> None:
 
 @contextmanager
 def publish_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill; on leaving the block it takes the name `folder`, on an error it goes away.
+    """Give a temporary folder to fill; after the block it takes the name `folder`, on an error it goes away.
 
     A folder that has the name already is moved aside just before and removed just after.
     """

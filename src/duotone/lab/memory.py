@@ -28,8 +28,8 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of living storages while it is active; `peak` is their high-water mark.
 
-    `held` are tensors that live before it starts. Memory that one operator takes and frees inside itself is not
-    seen: the number counts tensors, not the allocator's blocks.
+    `held` are tensors that live before it starts. Memory that one operator takes and frees inside itself is
+    not seen: the number counts tensors, not the allocator's blocks.
     """
 
     def __init__(self, held: Iterable[Tensor] = ()) -> None:
@@ -64,7 +64,7 @@ class LiveStorages(TorchDispatchMode):
 
 @contextmanager
 def saved_for_backward(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd saves inside the block, as bytes by storage, without those of `known`.
+    """Collect the storages that autograd saves inside the block, with their bytes, without those of `known`.
 
     What is saved lives until backward, so no two of its storages can share a key within one forward.
     """
@@ -81,7 +81,7 @@ def saved_for_backward(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
 
 @dataclass
 class StepMemory:
-    """Bytes of one step: the high-water mark, the parameters, and what forward saved for backward besides them."""
+    """Bytes of one step: the high-water mark, the parameters, and what else forward saved for backward."""
 
     peak_bytes: int = 0
     weight_bytes: int = 0
@@ -101,8 +101,8 @@ def measure_step(
 ) -> Iterator[StepMemory]:
     """Measure the training step inside the block.
 
-    On CUDA the peak is the allocator's. Elsewhere it is the high-water mark of live storages, which begins with
-    `parameters` and the other tensors `held` before the step (masters, moments, buffers).
+    On CUDA the peak is the allocator's. Elsewhere it is the high-water mark of live storages, which begins
+    with `parameters` and the other tensors `held` before the step (masters, moments, buffers).
     """
     memory = StepMemory(weight_bytes=total_bytes(parameters))
     if device.type == "cuda":

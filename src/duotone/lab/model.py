@@ -1,4 +1,4 @@
-"""A small byte-level GPT: RMSNorm, rotary attention, SwiGLU, and a head that is tied to the embedding or not."""
+"""A small byte-level GPT: RMSNorm, rotary attention, SwiGLU, and a head that may be tied to the embedding."""
 
 import torch
 import torch.nn.functional as F
@@ -11,14 +11,14 @@ ROTARY_BASE = 10000.0
 
 
 def rotary_tables(context: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, fp32 (context, width); the two halves of the last dimension repeat."""
+    """Cosines and sines of the rotary angles, fp32 (context, width); the second half of each row repeats."""
     rates = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), rates).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + width/2) of `x` (..., tokens, width) by its position's angle; same dtype as `x`."""
+    """Turn each pair (i, i + width/2) of `x` (..., tokens, width) by its position's angle; same dtype."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Next-byte model. forward(tokens, targets), both int64 (batch, tokens), gives the mean loss, fp32, in nats."""
+    """Next-byte model: forward(tokens, targets), int64 (batch, tokens), gives the mean loss (fp32, nats)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -6,13 +6,14 @@ from torch import Tensor, nn
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 GRADIENT_NORM = 1.0
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class MasterAdamW:
     """AdamW over fp32 masters: each step reads the model's gradients and copies the updated masters back.
 
-    `masters` maps the name of each parameter (a tied one once) to its fp32 value. Matrices decay, vectors do not;
-    the gradient is clipped to a total norm of one.
+    `masters` maps the name of each parameter (a tied one once) to its fp32 value. Matrices decay, vectors do
+    not; the gradient is clipped to a total norm of one.
     """
 
     def __init__(self, model: nn.Module, masters: dict[str, Tensor]) -> None:
@@ -42,18 +43,18 @@ class MasterAdamW:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, as `masters/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`; no copies."""
+        """Masters and moments, uncopied: `masters/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
         tensors = {f"masters/{name}": master.detach() for name, master in self.masters.items()}
         for name, master in self.masters.items():
             tensors |= {f"{key}/{name}": value for key, value in self.adamw.state.get(master, {}).items()}
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state` gave for the same model; the caller has checked the masters' names and shapes."""
+        """Take over what `state` gave for the same model; the caller has checked names and shapes."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"masters/{name}"])
-                moments = {key: tensors.get(f"{key}/{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+                moments = {key: tensors.get(f"{key}/{name}") for key in MOMENTS}
                 self.adamw.state[master] = {
                     key: value.detach().clone().to(master.device)
                     for key, value in moments.items()

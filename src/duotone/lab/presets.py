@@ -7,7 +7,7 @@ from duotone.errors import UserError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the byte-level GPT. `hidden` is the width of the SwiGLU, `context` the longest sequence in tokens."""
+    """Sizes of the byte-level GPT. `hidden` is the width of the SwiGLU, `context` the longest sequence."""
 
     layers: int
     dim: int
@@ -19,7 +19,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model with its batch (sequences a step), steps, peak learning rate, warm-up steps and held-out batches."""
+    """A model, its batch (sequences a step), steps, peak learning rate, warm-up and held-out batches."""
 
     name: str
     model: ModelConfig
@@ -39,8 +39,8 @@ PRESETS = {
     for preset in (
         Preset(
             name="demo",
-            model=ModelConfig(layers=4, dim=256, heads=4, hidden=704, context=256, tied=False),
-            batch=8,
+            model=ModelConfig(layers=2, dim=128, heads=2, hidden=384, context=128, tied=False),
+            batch=16,
             steps=100,
             learning_rate=1e-3,
             warmup=10,

@@ -40,7 +40,7 @@ def read(paths: Sequence[str]) -> tuple[list[bytes], int]:
 
 
 def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Regular files below `folder` in a fixed order, without hidden ones and without the folders `left_out`."""
+    """Regular files below `folder` in a fixed order, without hidden ones and the folders `left_out`."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         for name in sorted(names):
@@ -50,7 +50,7 @@ def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path
 
 
 def python_texts() -> list[bytes]:
-    """The topics of Python's documentation, then the standard library's source, at most DEFAULT_BYTES together."""
+    """The topics of Python's documentation, then the standard library's source, up to DEFAULT_BYTES."""
     texts = []
     if find_spec("pydoc_data"):
         from pydoc_data.topics import topics

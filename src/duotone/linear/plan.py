@@ -13,7 +13,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.source import SOURCES, Source
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import GEMMS, QuantizerRole
+from duotone.recipes.roles import PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole
 from duotone.recipes.rules import Rule, first_match
 from duotone.tensor.quantizer import Quantizer, Usage
 
@@ -67,49 +67,53 @@ class LinearPlan:
 
 def build_plan(setting: Setting) -> LinearPlan:
     """Resolve a setting. Raises RecipeError where the recipe is strict and a GEMM would fall back."""
-    input, weight, grad_output = (
-        _quantizer(setting, tensor_type) for tensor_type in ("input", "weight", "grad_output")
-    )
+    quantizers = {tensor_type: _quantizer(setting, tensor_type) for tensor_type in TENSOR_TYPES}
     source = SOURCES[setting.recipe.backward_override]
     if not source.needs_columnwise:
-        grad_output = Quantizer()
+        quantizers["grad_output"] = Quantizer()
+    grad_output = quantizers["grad_output"]
     operands = {
-        "fprop": (_plane(setting, input.rowwise), _plane(setting, weight.rowwise)),
-        "dgrad": (_plane(setting, grad_output.rowwise), source.format(weight)),
-        "wgrad": (_plane(setting, grad_output.columnwise), source.format(input)),
+        "fprop": (quantizers["input"].rowwise, quantizers["weight"].rowwise),
+        "dgrad": (grad_output.rowwise, source.format(quantizers["weight"])),
+        "wgrad": (grad_output.columnwise, source.format(quantizers["input"])),
     }
-    gemms = {gemm: _gemm(setting, gemm, *operands[gemm]) for gemm in GEMMS}
+    gemms = {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
     columnwise = source.needs_columnwise
     return LinearPlan(
-        input=input,
-        weight=weight,
+        input=quantizers["input"],
+        weight=quantizers["weight"],
         grad_output=grad_output,
         source=source,
         input_usage=Usage(True, columnwise and setting.weight_grad),
         weight_usage=Usage(True, columnwise and setting.input_grad),
         grad_usage=Usage(setting.input_grad, setting.weight_grad),
-        **gemms,
-        seeds=sum(quantizer.is_stochastic for quantizer in (input, weight, grad_output)),
+        fprop=gemms["fprop"],
+        dgrad=gemms["dgrad"],
+        wgrad=gemms["wgrad"],
+        seeds=sum(quantizer.is_stochastic for quantizer in quantizers.values()),
     )
 
 
+def _role(setting: Setting, tensor_type: str) -> QuantizerRole:
+    return QuantizerRole(setting.module_type, tensor_type, setting.name)
+
+
 def _quantizer(setting: Setting, tensor_type: str) -> Quantizer:
-    role = QuantizerRole(setting.module_type, tensor_type, setting.name)
+    role = _role(setting, tensor_type)
     return first_match(setting.rules, role) or setting.recipe(role)
 
 
-def _plane(setting: Setting, fmt: Format | None) -> Format:
-    if fmt is None:
-        raise RecipeError(f"the recipe gives {setting.name or 'a linear'} no rowwise plane; give it a format")
-    return fmt
-
-
-def _gemm(setting: Setting, gemm: str, a: Format, b: Format) -> GemmPlan:
+def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> GemmPlan:
+    name = setting.name or "a linear"
+    if a is None or b is None:
+        raise RecipeError(f"the recipe gives {gemm} of {name} only one operand; give the other a format")
     rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype))
-    one_sided = (a is IDENTITY) != (b is IDENTITY)
-    if setting.recipe.strict and one_sided and setting.recipe.backward_override is None:
+    full = (a is IDENTITY, b is IDENTITY)
+    if setting.recipe.strict and any(full) and not all(full):
         raise RecipeError(
-            f"strict: {gemm} of {setting.name or 'a linear'} pairs {a.name} with {b.name}, "
-            "so it would run in high precision; give both operands a format, or set strict to false"
+            f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
+            "give both operands a format, or set strict to false"
         )
+    if all(full) and all(first_match(setting.rules, _role(setting, kind)) for kind, _ in PLANES_OF_GEMM[gemm]):
+        reason = "kept in high precision by a rule"
     return GemmPlan(gemm, a, b, rule, reason)

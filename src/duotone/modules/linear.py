@@ -34,7 +34,9 @@ class PlannedLinear:
             seed = seeds.initial_seed(name).to(self.weight.device)
             self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
 
-    def setting(self, recipe: Recipe, device: str, dtype: torch.dtype, grads: tuple[bool, bool] = (True, True)) -> Setting:
+    def setting(
+        self, recipe: Recipe, device: str, dtype: torch.dtype, grads: tuple[bool, bool] = (True, True)
+    ) -> Setting:
         """What decides this module's plan under a recipe."""
         return Setting(recipe, self.rules, self.module_name, "linear", device, dtype, *grads)
 

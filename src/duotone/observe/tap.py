@@ -137,6 +137,4 @@ class TappedRecipe(Recipe):
 
 def tap(recipe: Recipe, store: Tap) -> TappedRecipe:
     """The recipe with the same bits that records into `store`."""
-    return TappedRecipe(
-        inner=recipe, store=store, strict=recipe.strict, backward_override=recipe.backward_override
-    )
+    return TappedRecipe(inner=recipe, store=store, strict=recipe.strict, backward_override=recipe.backward_override)

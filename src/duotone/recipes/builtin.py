@@ -95,7 +95,7 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 2-D scales for weights, a Hadamard transform for both operands of wgrad, stochastic rounding of gradients."""
+    """NVFP4: 2-D scales for weights, Hadamard transform for wgrad's operands, stochastic rounding of gradients."""
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False

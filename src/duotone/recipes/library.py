@@ -33,7 +33,9 @@ def load(name_or_path: str) -> Recipe:
         return from_dict(_parse(path), where=str(path), default_name=path.stem)
     near = difflib.get_close_matches(name_or_path, names(), n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise RecipeError(f"recipe {name_or_path!r} is unknown; {hint}allowed are {', '.join(names())}, or a .toml or .json file")
+    raise RecipeError(
+        f"recipe {name_or_path!r} is unknown; {hint}allowed are {', '.join(names())}, or a .toml or .json file"
+    )
 
 
 def from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") -> Recipe:

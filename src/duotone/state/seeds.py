@@ -1,8 +1,8 @@
 """Seeds of stochastic rounding: one int64 buffer per converted module, not part of its state_dict.
 
 The initial seed is a hash of torch's initial seed and the module's name, so that no random number is drawn and the
-order of conversion does not matter. A forward that needs seeds takes as many as it quantizes stochastically and advances
-the buffer; the taken value travels to backward.
+order of conversion does not matter. A forward takes one seed for each stochastic quantize of its plan and advances the
+buffer; the taken value travels to backward.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ class Plane:
 
     def transposed(self) -> "Plane | None":
         """The plane of the transpose without loss, or None where it has to be encoded."""
-        parts = self.format.derive(self.parts)
+        parts = self.format.derive(self.parts, self.shape[1])
         return None if parts is None else Plane(self.format, parts, (self.shape[1], self.shape[0]))
 
     def values(self, dtype: torch.dtype) -> Tensor:

@@ -108,7 +108,7 @@ class QuantizedTensor(torch.Tensor):
         """A tensor of the same nominal dtype and quantizer over other planes."""
         return QuantizedTensor(planes, self.quantizer, shape or self.shape, self.dtype)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,7 +122,9 @@ class QuantizedTensor(torch.Tensor):
         return _write_back(func, args, kwargs, plain_args, plain_kwargs, result)
 
 
-def quantize(x: Tensor, quantizer: Quantizer, usage: Usage | None = None, seed: Tensor | None = None) -> QuantizedTensor:
+def quantize(
+    x: Tensor, quantizer: Quantizer, usage: Usage | None = None, seed: Tensor | None = None
+) -> QuantizedTensor:
     """(*lead, K) -> a quantized tensor of the same nominal shape and dtype."""
     planes = quantizer.encode(x.detach().reshape(_matrix_shape(x.shape)), usage or Usage(), seed)
     return QuantizedTensor(planes, quantizer, x.shape, x.dtype)
@@ -141,7 +143,9 @@ def _derive(other: Plane | None, missing: str) -> Plane:
     derived = None if other is None else other.transposed()
     if derived is None:
         held = "nothing" if other is None else other.format.name
-        raise UsageError(f"the {missing} plane is absent and cannot be derived from {held}; quantize it with that usage")
+        raise UsageError(
+            f"the {missing} plane is absent and cannot be derived from {held}; quantize it with that usage"
+        )
     return derived
 
 
@@ -213,13 +217,19 @@ def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(_plain(source), non_blocking)
-    same = isinstance(source, QuantizedTensor) and source.shape == target.shape and all(
-        (mine is None) == (theirs is None) and (mine is None or mine.format == theirs.format)
-        for mine, theirs in zip(target.planes, source.planes, strict=True)
-    )
-    if not same:
+    if not isinstance(source, QuantizedTensor) or not _same_layout(target, source):
         return target.quantize_(source)
     for mine, theirs in zip(target.planes, source.planes, strict=True):
-        for name in mine.parts if mine is not None else ():
-            mine.parts[name].copy_(theirs.parts[name], non_blocking)
+        if mine is not None and theirs is not None:
+            for name, part in mine.parts.items():
+                part.copy_(theirs.parts[name], non_blocking)
     return target
+
+
+def _same_layout(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether the two hold the same planes in the same formats, so that bytes can be copied."""
+
+    def formats(t: QuantizedTensor) -> list[str | None]:
+        return [None if plane is None else plane.format.name for plane in t.planes]
+
+    return a.shape == b.shape and formats(a) == formats(b)

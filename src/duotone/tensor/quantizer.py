@@ -43,7 +43,9 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         if self.columnwise_source not in SOURCES:
-            raise UserError(f"columnwise_source {self.columnwise_source!r} is unknown; allowed are {', '.join(SOURCES)}")
+            raise UserError(
+                f"columnwise_source {self.columnwise_source!r} is unknown; allowed are {', '.join(SOURCES)}"
+            )
 
     @property
     def is_stochastic(self) -> bool:
@@ -52,7 +54,9 @@ class Quantizer:
     def with_usage(self, rowwise: bool = True, columnwise: bool = True) -> "Quantizer":
         """The quantizer that makes only these planes."""
         return replace(
-            self, rowwise=self.rowwise if rowwise else None, columnwise=self.columnwise if columnwise else None
+            self,
+            rowwise=self.rowwise if rowwise else None,
+            columnwise=self.columnwise if columnwise else None,
         )
 
     def encode(self, x: Tensor, usage: Usage = BOTH, seed: Tensor | None = None) -> Planes:

@@ -25,7 +25,9 @@ class QuantizerHandle:
     def get_usages(self) -> dict[str, bool]:
         return self._usage._asdict()
 
-    def quantize(self, tensor: Tensor, *, out: QuantizedTensor | None = None, seed: Tensor | None = None) -> QuantizedTensor:
+    def quantize(
+        self, tensor: Tensor, *, out: QuantizedTensor | None = None, seed: Tensor | None = None
+    ) -> QuantizedTensor:
         """(*lead, K) -> a quantized tensor; `out` is rewritten in place and returned."""
         return out.quantize_(tensor, seed) if out is not None else quantize(tensor, self.value, self._usage, seed)
 
@@ -70,7 +72,12 @@ class Float8BlockQuantizer(QuantizerHandle):
     """FP8 with a scale per 1x128 (`block_scaling_dim` 1) or 128x128 (2) block."""
 
     def __init__(
-        self, fp8_dtype: str = "e4m3", *, block_scaling_dim: int = 2, force_pow_2_scales: bool = True, **usage: bool
+        self,
+        fp8_dtype: str = "e4m3",
+        *,
+        block_scaling_dim: int = 2,
+        force_pow_2_scales: bool = True,
+        **usage: bool,
     ) -> None:
         if block_scaling_dim not in (1, 2):
             raise UserError(f"block_scaling_dim is 1 (1x128) or 2 (128x128); got {block_scaling_dim}")

@@ -1,0 +1,76 @@
+"""The same model, weights and batches once per recipe."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import duotone
+from duotone import PlanRow
+from duotone.errors import UserError
+from duotone.lab.data import Corpus
+from duotone.lab.document import PERTURBATION, Run, document
+from duotone.lab.loop import RunResult, train
+from duotone.lab.model import GPT
+from duotone.lab.presets import Preset
+from duotone.lab.progress import Progress
+from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.recipes import Recipe
+
+REFERENCE = "bf16"
+NOISE = "bf16 (noise)"
+DEFAULT_RECIPES = (REFERENCE, "fp8-current", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd")
+
+
+def planned(preset: Preset, recipe: Recipe, device: str) -> list[PlanRow]:
+    """What would run for the model of `preset`, whose weights are not made; raises like `convert`."""
+    with torch.device("meta"):
+        model = GPT(preset.model).to(torch.bfloat16)
+    return duotone.plan(duotone.convert(model, recipe), recipe, device=device)
+
+
+def compare(
+    config: TrainConfig,
+    recipes: Sequence[Recipe],
+    corpus: Corpus,
+    *,
+    command: str = "",
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Train bf16, bf16 from perturbed weights, and each other recipe; gives the document of all runs.
+
+    A recipe that fails while it runs, or runs out of memory, has that as its error; the others go on.
+    UserError, before the first step, where a recipe cannot be used or two have the same name.
+    """
+    runs = plan_runs(recipes)
+    for run in runs:
+        planned(config.preset, run.recipe, config.device)
+    stopped = False
+    for run in runs:
+        if stopped := stopped or should_stop():
+            continue
+        perturbation = PERTURBATION if run.is_noise else 0.0
+        try:
+            trainer = Trainer(config, run.recipe, corpus, perturbation=perturbation)
+            train(trainer, run.name, result=run.result, progress=progress, should_stop=should_stop)
+        except (UserError, torch.OutOfMemoryError) as error:
+            run.result.error = str(error).splitlines()[0]
+        stopped = run.result.stopped
+    return document(config, corpus, runs, command=command, partial=stopped)
+
+
+def plan_runs(recipes: Sequence[Recipe]) -> list[Run]:
+    """The runs of a comparison: the bf16 reference and its noise run first, whether asked for or not."""
+    names = [recipe.name for recipe in recipes]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(
+            f"the recipe {twice!r} is given twice: name each once, and give recipe files names of their own"
+        )
+    reference = duotone.recipes.load(REFERENCE)
+    others = [Run(recipe.name, recipe, RunResult()) for recipe in recipes if recipe.name != REFERENCE]
+    return [
+        Run(REFERENCE, reference, RunResult(), is_reference=True),
+        Run(NOISE, reference, RunResult(), is_noise=True),
+        *others,
+    ]

@@ -1,0 +1,128 @@
+"""The JSON-ready document of a comparison or a training run, which the report page reads."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import duotone
+from duotone.dispatch import compiled_casts
+from duotone.lab.data import Corpus
+from duotone.lab.loop import RunResult
+from duotone.lab.model import GPT
+from duotone.lab.presets import ModelConfig
+from duotone.lab.trainer import TrainConfig
+from duotone.recipes import Recipe
+
+PERTURBATION = 1e-6
+"""Relative noise on the initial weights of the noise run."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a document: a recipe by name, what it is there for, and what came of it."""
+
+    name: str
+    recipe: Recipe
+    result: RunResult
+    is_reference: bool = False
+    is_noise: bool = False
+
+
+def document(
+    config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool
+) -> dict[str, Any]:
+    """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None."""
+    reference = next((run.result for run in runs if run.is_reference), None)
+    entries = [_entry(run, reference, config) for run in runs]
+    noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
+    return {
+        "duotone": duotone.__version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "partial": partial,
+        "machine": machine(config.device),
+        "settings": {
+            "command": command,
+            "preset": config.preset.name,
+            "model": describe(config.preset.model),
+            "parameters": parameter_count(config.preset.model),
+            "data": ", ".join(corpus.sources),
+            "data_bytes": corpus.size,
+            "steps": config.steps,
+            "tokens_per_step": config.preset.tokens_per_step,
+            "context": config.preset.model.context,
+            "seed": config.seed,
+            "learning_rate": config.preset.learning_rate,
+            "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
+        },
+        "runs": entries,
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "torch": torch.__version__,
+        "device": device,
+        "processor": torch.cuda.get_device_name() if device == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "compiled_casts": compiled_casts(),
+    }
+
+
+def describe(model: ModelConfig) -> str:
+    """The model in one line."""
+    head = "tied head" if model.tied else "untied head"
+    return f"{model.layers} layers of {model.dim}, {model.heads} heads, SwiGLU {model.hidden}, {head}"
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the model, a tied one once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(model).parameters())
+
+
+def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> dict[str, Any]:
+    result, memory, step_ms = run.result, run.result.memory, run.result.step_ms
+    return {
+        "name": run.name,
+        "recipe": run.recipe.to_dict(),
+        "is_reference": run.is_reference,
+        "is_noise": run.is_noise,
+        "train_loss": result.train_loss,
+        "heldout_loss": result.heldout_loss,
+        "final_train_loss": result.final_train_loss,
+        "final_heldout_loss": result.final_heldout_loss,
+        "gap_percent": _gap_percent(result, reference, config.steps),
+        "step_ms": step_ms,
+        "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,
+        "peak_memory_bytes": memory and memory.peak_bytes,
+        "weight_bytes": memory and memory.weight_bytes,
+        "saved_activation_bytes": memory and memory.saved_activation_bytes,
+        "plan": result.plan,
+        "statistics": result.statistics,
+        "error": result.error,
+    }
+
+
+def _gap_percent(result: RunResult, reference: RunResult | None, steps: int) -> float | None:
+    """Held-out loss above the reference's, where both reached the last step."""
+    finals = [
+        found.heldout_loss[-1] if found and found.heldout_loss else [0, None] for found in (result, reference)
+    ]
+    (step, loss), (reference_step, reference_loss) = finals
+    if loss is None or reference_loss is None or not step == reference_step == steps:
+        return None
+    return 100.0 * (loss - reference_loss) / reference_loss
+
+
+def _processor() -> str:
+    """The name of the processor, as far as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

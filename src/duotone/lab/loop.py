@@ -1,0 +1,182 @@
+"""The training loop: steps, held-out losses, sampled statistics, a measured step, checkpoints, and stopping."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import duotone
+from duotone import observe
+from duotone.dispatch import compiled_casts
+from duotone.errors import UserError
+from duotone.lab import checkpoint
+from duotone.lab.memory import StepMemory, measure_step
+from duotone.lab.progress import Progress
+from duotone.lab.trainer import Trainer
+
+UNTIMED = 3
+"""The first steps of a run compile and warm caches; they do not count in the step time."""
+
+FINAL_STEPS = 10
+HELDOUT_POINTS = 4
+SAMPLES = 3
+
+
+@dataclass
+class RunResult:
+    """What one run gave. Steps count from one; losses are in nats, None where they were not finite."""
+
+    train_loss: list[list[Any]] = field(default_factory=list)
+    heldout_loss: list[list[Any]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    memory: StepMemory | None = None
+    plan: list[dict[str, Any]] = field(default_factory=list)
+    statistics: list[dict[str, Any]] = field(default_factory=list)
+    error: str | None = None
+    stopped: bool = False
+    abandoned: bool = False
+
+    @property
+    def final_train_loss(self) -> float | None:
+        """The mean training loss of the last ten steps."""
+        losses = [loss for _, loss in self.train_loss[-FINAL_STEPS:]]
+        return statistics.fmean(losses) if losses and None not in losses else None
+
+    @property
+    def final_heldout_loss(self) -> float | None:
+        return self.heldout_loss[-1][1] if self.heldout_loss else None
+
+    @property
+    def step_ms(self) -> float | None:
+        """The median over steps that were neither among the first nor observed."""
+        return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def history(self) -> dict[str, Any]:
+        return {"train_loss": self.train_loss, "heldout_loss": self.heldout_loss}
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where checkpoints go, and after how many steps each; the last step always leaves one."""
+
+    folder: Path
+    every: int
+
+
+def train(
+    trainer: Trainer,
+    name: str,
+    *,
+    result: RunResult | None = None,
+    saving: Saving | None = None,
+    progress: Progress | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Train to the last step of the config, or until `should_stop()`; save where `saving` says.
+
+    `result` may hold the history of the steps before. A loss that is not finite ends the run with `error`.
+    A checkpoint that cannot be written is a note, except the last one: a UserError.
+    """
+    result, progress = result or RunResult(), progress or Progress()
+    result.plan = [row.to_dict() for row in duotone.plan(trainer.model, trainer.recipe)]
+    progress.begin(
+        name,
+        steps=trainer.config.steps,
+        done=trainer.done,
+        tokens_per_step=trainer.config.preset.tokens_per_step,
+    )
+    try:
+        _steps(trainer, result, saving, progress, should_stop)
+    finally:
+        progress.end()
+    if result.stopped and not result.abandoned:
+        _heldout(trainer, result)
+    return result
+
+
+def _steps(
+    trainer: Trainer,
+    result: RunResult,
+    saving: Saving | None,
+    progress: Progress,
+    should_stop: Callable[[], bool],
+) -> None:
+    steps, first = trainer.config.steps, trainer.done
+    heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES)
+    measured = min(first + 2, steps)
+    store = observe.Tap()
+    tapped = observe.tap(trainer.recipe, store)
+    if first < steps:
+        progress.note(f"first step: {'compiling casts' if compiled_casts() else 'casts in plain torch'}")
+    while trainer.done < steps and result.error is None and not result.stopped:
+        number = trainer.done + 1
+        try:
+            with _timed(result, number > first + UNTIMED and number not in sampled and number != measured):
+                if number == measured:
+                    loss = _measured_step(trainer, result)
+                else:
+                    loss = trainer.step(tapped if number in sampled else None)
+        except Exception:
+            if not should_stop():
+                raise
+            # A C++ compiler dies of the same Ctrl-C: the step is given up, and nothing is saved of it.
+            result.stopped = result.abandoned = True
+            break
+        result.train_loss.append([number, _finite(loss)])
+        progress.step(number, loss)
+        if not math.isfinite(loss):
+            result.error = f"the loss is {loss} at step {number}"
+            break
+        if number in heldout:
+            _heldout(trainer, result)
+        result.stopped = number < steps and should_stop()
+        _save(trainer, result, saving, progress)
+    result.statistics = store.rows()
+
+
+def points(steps: int, count: int) -> set[int]:
+    """`count` step numbers spread over a run, the last step among them."""
+    return {max(1, round(steps * part / count)) for part in range(1, count + 1)}
+
+
+@contextmanager
+def _timed(result: RunResult, counts: bool) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    if counts:
+        result.step_seconds.append(time.perf_counter() - start)
+
+
+def _measured_step(trainer: Trainer, result: RunResult) -> float:
+    parameters = list(trainer.model.parameters())
+    held = trainer.held_tensors()
+    with measure_step(parameters, held, trainer.device) as memory:
+        loss = trainer.step(forward=memory.forward([*parameters, *held]))
+    result.memory = memory
+    return loss
+
+
+def _heldout(trainer: Trainer, result: RunResult) -> None:
+    result.heldout_loss.append([trainer.done, _finite(trainer.heldout_loss())])
+
+
+def _save(trainer: Trainer, result: RunResult, saving: Saving | None, progress: Progress) -> None:
+    """Save where this step asks for it; only a save that ends the run may fail it."""
+    last = result.stopped or trainer.done == trainer.config.steps
+    if saving is None or not (last or trainer.done % saving.every == 0):
+        return
+    try:
+        checkpoint.save(saving.folder, trainer.checkpoint(result.history))
+    except UserError as error:
+        if last:
+            raise
+        progress.note(str(error))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

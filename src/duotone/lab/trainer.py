@@ -1,0 +1,177 @@
+"""One model in training: its step, its held-out loss, and its whole state as a checkpoint."""
+
+import json
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import duotone
+from duotone.errors import UserError
+from duotone.lab import checkpoint, model
+from duotone.lab.checkpoint import Checkpoint
+from duotone.lab.data import Corpus
+from duotone.lab.optimizer import MasterAdamW
+from duotone.lab.presets import Preset
+from duotone.recipes import Recipe
+
+FLOOR = 0.1
+"""The learning rate ends at this share of its peak."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What is trained and for how long. `data` are paths, none for the text that Python ships."""
+
+    preset: Preset
+    steps: int
+    seed: int = 0
+    device: str = "cpu"
+    data: tuple[str, ...] = ()
+
+    def learning_rate(self, step: int) -> float:
+        """Of the step after `step` others: linear warm-up, then half a cosine to a tenth of the peak."""
+        warmup = min(self.preset.warmup, self.steps // 2)
+        if step < warmup:
+            return self.preset.learning_rate * (step + 1) / (warmup + 1)
+        along = (step - warmup) / max(1, self.steps - warmup)
+        return self.preset.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * along)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a checkpoint holds it."""
+        return {**asdict(self), "preset": asdict(self.preset), "data": list(self.data)}
+
+
+def require_device(name: str) -> None:
+    """UserError unless this machine can train on the device `name`, "cpu" or "cuda"."""
+    if name not in ("cpu", "cuda"):
+        raise UserError(f"unknown device {name!r}: choose cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "no CUDA device is available here: choose --device cpu, or install a CUDA build of torch"
+        )
+
+
+class Trainer:
+    """A bf16 model under `recipe` with fp32 masters. The same arguments give the same bits, step by step.
+
+    `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
+    """
+
+    def __init__(
+        self, config: TrainConfig, recipe: Recipe, corpus: Corpus, *, perturbation: float = 0.0
+    ) -> None:
+        require_device(config.device)
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.recipe = recipe
+        self.corpus = corpus
+        self.device = torch.device(config.device)
+        gpt = model.build(config.preset.model, config.seed, perturbation=perturbation).to(self.device)
+        masters = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
+        self.model = duotone.convert(model.to_dtype(gpt, torch.bfloat16), recipe)
+        self.optimizer = MasterAdamW(self.model, masters)
+        self.done = 0
+
+    def step(
+        self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None
+    ) -> float:
+        """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss."""
+        shape = {"count": self.config.preset.batch, "context": self.config.preset.model.context}
+        tokens, targets = self.corpus.batch(self.config.seed, self.done, **shape)
+        with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe):
+            loss = self.model(tokens.to(self.device), targets.to(self.device))
+        loss.backward()
+        self.optimizer.step(self.config.learning_rate(self.done))
+        self.done += 1
+        return loss.item()
+
+    @torch.no_grad()
+    def heldout_loss(self) -> float:
+        """Mean loss in nats over the preset's held-out batches, computed under the recipe."""
+        preset = self.config.preset
+        batches = self.corpus.heldout_batches(
+            preset.heldout_batches, count=preset.batch, context=preset.model.context
+        )
+        with duotone.autocast(recipe=self.recipe):
+            losses = [
+                self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches
+            ]
+        return torch.stack(losses).mean().item()
+
+    def held_tensors(self) -> list[Tensor]:
+        """Tensors besides the parameters that live between steps."""
+        return [*self.optimizer.state().values(), *self.model.buffers()]
+
+    def checkpoint(self, history: dict[str, Any]) -> Checkpoint:
+        """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
+        tensors, aliases = checkpoint.unique_state(self.model)
+        seeds = {f"seeds/{name}": seed for name, seed in duotone.rng_state(self.model).items()}
+        training = {**self.optimizer.state(), **seeds, "torch_rng": torch.get_rng_state()}
+        meta = {
+            "config": self.config.to_dict(),
+            "recipe": self.recipe.to_dict(),
+            "data_digest": self.corpus.digest,
+            "history": history,
+        }
+        return Checkpoint(self.done, tensors, aliases, training, meta)
+
+    def restore(self, saved: Checkpoint, path: Path) -> None:
+        """Take over the state of `saved`, which was read from `path`.
+
+        UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data.
+        """
+        checkpoint.require_same_model(saved, self.model, path)
+        self._require_same_run(saved, path)
+        with torch.no_grad():
+            state = self.model.state_dict()
+            for name, tensor in saved.model.items():
+                state[name].copy_(tensor)
+        self.optimizer.load_state(saved.training)
+        duotone.load_rng_state(self.model, _below("seeds/", saved.training))
+        torch.set_rng_state(saved.training["torch_rng"])
+        self.done = saved.step
+
+    def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
+        wanted = _as_json({"config": self.config.to_dict(), "recipe": self.recipe.to_dict()})
+        for what, value in wanted.items():
+            if saved.meta[what] != value:
+                raise UserError(
+                    f"the checkpoint {path} has another {what}: {_difference(saved.meta[what], value)}; "
+                    "resume with what it was made with, or train anew with another --out"
+                )
+        if saved.meta["data_digest"] != self.corpus.digest:
+            raise UserError(
+                f"the data has changed since the checkpoint {path} was made: restore it, or train anew"
+            )
+        names = {
+            *self.optimizer.state(),
+            *(f"seeds/{name}" for name in duotone.rng_state(self.model)),
+            "torch_rng",
+        }
+        if missing := sorted(names - saved.training.keys()):
+            raise UserError(
+                f"the checkpoint {path} lacks {missing[0]}: remove it to resume from an earlier one"
+            )
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _as_json(value: Any) -> Any:
+    """`value` as it reads back from a file."""
+    return json.loads(json.dumps(value))
+
+
+def _difference(stored: Any, wanted: Any) -> str:
+    """The first key that differs, in words."""
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        for key in sorted(wanted.keys() | stored.keys()):
+            if stored.get(key) != wanted.get(key):
+                return f"{key} {_difference(stored.get(key), wanted.get(key))}"
+    return f"{stored!r} there, {wanted!r} here"

@@ -1,0 +1,362 @@
+"""The page as text: the right number in the right place, whatever the result holds."""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from duotone.errors import UserError
+from duotone.report import render, write_report
+
+Result = dict[str, Any]
+HOSTILE = "<script>alert('x')</script>\"&"
+ODD = (None, math.nan, math.inf, -math.inf, 0.0, 3e38)
+VOID = {"meta", "link", "br", "col"}
+
+
+class Page(HTMLParser):
+    """The rows of all tables, every element's attributes, and a failure for tags that do not nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in {"td", "th"}:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def row(self, name: str) -> list[str]:
+        """The first row whose first cell starts with `name`, spaces made equal."""
+        clean = ([re.sub(r"\s+", " ", cell).strip() for cell in row] for row in self.rows)
+        return next(row for row in clean if row and row[0].startswith(name))
+
+    def charts(self) -> list[str]:
+        return [attributes["aria-label"] or "" for tag, attributes in self.elements if tag == "svg"]
+
+
+def run_named(result: Result, name: str) -> Result:
+    return next(run for run in result["runs"] if run["name"] == name)
+
+
+def test_the_numbers_of_a_recipe_stand_in_its_own_row(result: Result) -> None:
+    run = run_named(result, "nvfp4")
+    run |= {"final_train_loss": 2.71828, "final_heldout_loss": 3.14159, "gap_percent": 1.1249}
+    run |= {
+        "step_ms": 123.4,
+        "tokens_per_second": 16596.4,
+        "peak_memory_bytes": 3 * 2**30,
+        "weight_bytes": 1536,
+    }
+    run |= {"saved_activation_bytes": 10 * 2**20}
+    row = Page(render(result)).row("nvfp4")
+    assert row[1:] == [
+        *("2.7183", "3.1416", "+1.12 %", "123 ms", "16,596"),
+        *("3.0 GiB", "1.5 KiB", "10.0 MiB", "0 / 48 / 3"),
+    ]
+
+
+def test_the_verdict_ranks_the_recipes_and_names_the_noise_and_the_emulation(result: Result) -> None:
+    text = Page(render(result)).text
+    assert "mxfp8 cannot be told from bf16 here: within the noise. fp8_current ends 0.21 % above" in text
+    assert "hybrid 0.63 % and nvfp4 1.12 %." in text
+    assert "perturbed by 1e-6 ends 0.05 % away" in text
+    assert "says nothing about hardware that multiplies these formats natively" in text
+
+
+def test_each_chart_is_an_image_with_a_name(result: Result) -> None:
+    page = Page(render(result))
+    assert all(attributes.get("role") == "img" for tag, attributes in page.elements if tag == "svg")
+    for start in ("Loss over steps", "Gap to bf16", "Colour scale of the signal", "Step time", "Peak memory"):
+        assert sum(label.startswith(start) for label in page.charts()) == 1, start
+    maps = [label for label in page.charts() if label.startswith("Signal-to-noise in dB of")]
+    assert len(maps) == 4
+    assert "bf16: all planes are exact" in page.text.replace(" :", ":")
+
+
+def test_a_cell_of_the_heat_map_shows_its_value(result: Result) -> None:
+    entry = run_named(result, "hybrid")["statistics"][7]
+    entry |= {"snr_db": 27.3456, "underflow": 0.0123, "saturation": 0.5, "amax": 1234.5, "samples": 17}
+    page = render(result)
+    title = f"{entry['format']}, underflow 1.2 %, saturation 50.0 %, amax 1,234, samples 17"
+    assert re.search(rf"<title>{re.escape(title)}</title></rect><text [^>]*>27.3</text>", page)
+
+
+def test_a_recipe_keeps_its_colour_in_every_chart_and_table(result: Result) -> None:
+    page = render(result)
+    for name, colour in (
+        ("bf16", "reference"),
+        ("bf16 (noise)", "noise"),
+        ("fp8_current", "s0"),
+        ("hybrid", "s3"),
+    ):
+        title = re.escape(f"<title>{name}</title>")
+        assert set(re.findall(rf'class="line (\w+)"[^>]*>{title}', page)) == {colour}
+        assert set(re.findall(rf'class="fill (\w+)"[^>]*><title>{re.escape(name)}:', page)) == {colour}
+        assert set(re.findall(rf'class="dot (\w+)"></span>{re.escape(name)}[\n<]', page)) == {colour}
+
+
+def test_the_plan_gathers_equal_modules_and_marks_high_precision(result: Result) -> None:
+    text = render(result)
+    page = Page(text)
+    row = page.row("layers.{0–3}.attention.qkv")  # noqa: RUF001
+    assert row[1:4] == ["fprop", "identity", "identity"]
+    assert "51 GEMMs: 0 native, 48 emulated, 3 high precision" in page.text
+    assert "the output head stays in high precision by default" in page.text
+    highlighted = [
+        attributes for tag, attributes in page.elements if tag == "tr" and attributes.get("class") == "high"
+    ]
+    assert len(highlighted) == 2 * 6 + 4 * 3
+
+
+def test_the_recipe_is_shown_as_json(result: Result) -> None:
+    run_named(result, "mxfp8")["recipe"] = {
+        "name": "mxfp8",
+        "rules": [{"match": "*.mlp", "limit": 0.5}],
+        "a": None,
+    }
+    text = render(result)
+    blocks = re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)
+    recipe = json.loads(blocks[3].replace("&#34;", '"'))
+    assert recipe == run_named(result, "mxfp8")["recipe"]
+
+
+def test_hostile_names_are_shown_and_not_run(result: Result) -> None:
+    run = run_named(result, "nvfp4")
+    run |= {"name": HOSTILE, "recipe": {HOSTILE: HOSTILE}, "error": HOSTILE}
+    for entry in run["plan"] + run["statistics"]:
+        entry["module"] += HOSTILE
+    for row in run["plan"]:
+        row |= dict.fromkeys(("a", "b", "kernel", "reason", "gemm"), HOSTILE)
+    result["settings"] |= dict.fromkeys(("command", "model", "data"), HOSTILE)
+    result["machine"]["processor"] = HOSTILE
+    text = render(result)
+    page = Page(text)
+    assert not any(tag == "script" for tag, _ in page.elements)
+    assert HOSTILE in page.text
+    assert any(HOSTILE in label for label in page.charts())
+
+
+def test_a_file_name_that_is_not_utf8_does_not_stop_the_report(result: Result, tmp_path: Path) -> None:
+    result["runs"][2]["name"] = "bad\udcff"
+    write_report(result, tmp_path / "report.html")
+    assert "bad?" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_loads_nothing_and_runs_nothing(result: Result) -> None:
+    page = Page(render(result))
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "img", "iframe", "object", "embed", "video", "audio", "use", "image"}
+    for tag, attributes in page.elements:
+        assert not [name for name in attributes if name.startswith("on")], tag
+        for name in ("href", "src", "xlink:href", "srcset", "action"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:,")), (tag, name)
+    text = render(result)
+    assert "@import" not in text
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#loss-frame", "#gap-frame"}
+
+
+def test_a_partial_report_says_so_and_tells_what_did_not_end(result: Result, unstarted: Result) -> None:
+    result["partial"] = True
+    result["runs"][4]["train_loss"] = result["runs"][4]["train_loss"][:40]
+    result["runs"][5] = unstarted
+    text = Page(render(result)).text
+    assert "Partial report." in text
+    assert "nvfp4 stopped at step 40 of 120" in text
+    assert "late did not start" in text
+    assert Page(render(result)).row("late")[1:] == ["–"] * 9  # noqa: RUF001
+    verdict = text[text.index("4 recipes against") : text.index("Yardstick")]
+    assert "fp8_current" in verdict
+    assert "nvfp4" not in verdict
+
+
+def test_a_whole_report_has_no_banner(result: Result) -> None:
+    text = Page(render(result)).text
+    assert "Partial report" not in text
+    assert "Not every recipe" not in text
+
+
+def test_a_diverged_run_is_named_and_marked(result: Result) -> None:
+    run = run_named(result, "nvfp4")
+    run["train_loss"] = [[step, loss if step < 64 else math.nan] for step, loss in run["train_loss"]]
+    run |= {"final_train_loss": math.nan, "final_heldout_loss": math.inf, "gap_percent": math.nan}
+    text = render(result)
+    page = Page(text)
+    assert "nvfp4 diverged: its loss is not a finite number from step 64" in page.text
+    assert page.row("nvfp4")[1:4] == ["NaN", "∞", "NaN"]
+    assert text.count("<title>nvfp4: not a finite number from step 64</title>") == 2
+    assert any("nvfp4 diverged" in label for label in page.charts())
+
+
+def test_a_failed_run_shows_its_error(result: Result) -> None:
+    result["runs"][3]["error"] = "no memory left"
+    assert "mxfp8 failed: no memory left" in Page(render(result)).text
+
+
+FIELDS = (
+    *("final_train_loss", "final_heldout_loss", "gap_percent", "step_ms", "tokens_per_second"),
+    *("peak_memory_bytes", "weight_bytes", "saved_activation_bytes"),
+)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_no_number_of_a_result_can_break_the_page(odd: float | None, build: Callable[..., Result]) -> None:
+    def places(result: Result) -> list[tuple[Any, Any]]:
+        """Each container with the key of one number, in the reference and in a recipe."""
+        found: list[tuple[Any, Any]] = [(result["settings"]["noise"], "gap_percent")]
+        for run in (result["runs"][0], result["runs"][2]):
+            found += [(run, name) for name in FIELDS]
+            found += [
+                (point, 1)
+                for name in ("train_loss", "heldout_loss")
+                for point in run[name][:: len(run[name]) - 1]
+            ]
+            found += [(run["statistics"][0], name) for name in ("snr_db", "underflow", "saturation", "amax")]
+        return found
+
+    for index in range(len(places(build(steps=6, layers=1)))):
+        result = build(steps=6, layers=1)
+        container, key = places(result)[index]
+        container[key] = odd
+        check_drawing(render(result))
+    result = build(steps=6, layers=1)
+    for container, key in places(result):
+        container[key] = odd
+    check_drawing(render(result))
+
+
+def check_drawing(text: str) -> None:
+    """Nothing in a chart is placed at a coordinate that is not a number."""
+    names = {
+        "x",
+        "y",
+        "d",
+        "cx",
+        "cy",
+        "x1",
+        "x2",
+        "y1",
+        "y2",
+        "r",
+        "width",
+        "height",
+        "points",
+        "viewbox",
+        "transform",
+    }
+    for tag, attributes in Page(text).elements:
+        for name in names & attributes.keys():
+            assert not re.search("nan|inf|none", attributes[name] or "none", re.I), (tag, attributes)
+
+
+def test_a_result_without_runs_or_with_nothing_but_unstarted_runs_is_a_page(
+    result: Result, unstarted: Result
+) -> None:
+    result["runs"] = []
+    assert "There is no reference run" in Page(render(result)).text
+    result["runs"] = [unstarted | {"is_reference": True}, unstarted | {"name": "later"}]
+    text = Page(render(result)).text
+    assert "No run has taken a step" in text
+    assert "has no final held-out loss" in text
+
+
+def test_missing_settings_are_left_out(result: Result) -> None:
+    result["settings"], result["machine"] = {"command": None, "noise": None}, {}
+    text = Page(render(result)).text
+    assert "None" not in text
+    assert "Training" not in text
+
+
+def test_one_step_is_enough_for_a_page(build: Callable[..., Result]) -> None:
+    check_drawing(render(build(steps=1, layers=1)))
+
+
+def test_a_large_result_stays_below_one_megabyte_with_everything_in_it(build: Callable[..., Result]) -> None:
+    result = build(steps=5000, layers=15)
+    for run in result["runs"]:
+        for index, row in enumerate(run["plan"]):
+            row["reason"] = (
+                f"reason {index}: K = 96 is no multiple of the block of 128, so this GEMM is not quantized"
+            )
+        for entry in run["statistics"]:
+            entry["snr_db"] = entry["snr_db"] or 30.0
+    text = render(result)
+    assert len(text.encode()) < 1_000_000
+    assert "samples 3</title>" in text
+    assert "reason 182:" in text
+    assert "worst value of any" not in text
+
+
+def test_a_huge_result_is_merged_and_says_so(build: Callable[..., Result]) -> None:
+    result = build(steps=200, layers=60)
+    run = run_named(result, "mxfp8")
+    next(entry for entry in run["statistics"] if entry["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
+    text = render(result)
+    assert len(text.encode()) < 1_000_000
+    assert "with the worst value of any of them" in text
+    assert ">−3.2</text>" in text  # noqa: RUF001
+    assert "layers.*.mlp.down" in text
+
+
+def test_write_report_leaves_the_page_and_nothing_else(result: Result, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    write_report(result, path)
+    assert path.read_text(encoding="utf-8") == render(result)
+    assert os.listdir(tmp_path) == ["report.html"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_failed_write_keeps_the_old_report_and_tells_what_to_do(
+    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write the report .*No space left.*; give a file in"):
+        write_report(result, path)
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.html"]
+
+
+def test_a_missing_folder_is_one_clear_line(result: Result, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="existing, writable folder") as caught:
+        write_report(result, tmp_path / "absent" / "report.html")
+    assert "\n" not in str(caught.value)
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,47 @@
+"""The sentences of the verdict, which must not claim more than the numbers do."""
+
+from typing import Any
+
+from duotone.report import verdict
+
+Result = dict[str, Any]
+
+
+def test_better_than_the_reference_is_said_as_such(result: Result) -> None:
+    result["runs"][2]["gap_percent"] = -0.4
+    assert "fp8_current ends 0.40\N{NO-BREAK SPACE}% below the held-out loss of bf16." in verdict.verdict(
+        result
+    )
+
+
+def test_without_a_noise_run_nothing_is_called_noise(result: Result) -> None:
+    result["settings"]["noise"] = None
+    del result["runs"][1]
+    assert "noise" not in verdict.verdict(result)
+    assert verdict.yardstick(result).startswith("No noise run has ended")
+
+
+def test_the_noise_counts_without_its_sign(result: Result) -> None:
+    result["settings"]["noise"]["gap_percent"] = -0.05
+    assert verdict.noise_gap(result) == 0.05
+    assert "mxfp8 cannot be told from bf16" in verdict.verdict(result)
+
+
+def test_the_gap_of_the_noise_run_serves_where_the_settings_have_none(result: Result) -> None:
+    result["settings"]["noise"] = {}
+    result["runs"][1]["gap_percent"] = -0.07
+    assert verdict.noise_gap(result) == 0.07
+
+
+def test_no_word_about_emulation_where_nothing_is_emulated(result: Result) -> None:
+    for run in result["runs"]:
+        for row in run["plan"]:
+            row["native"] = True
+    assert verdict.speed_caveat(result) is None
+
+
+def test_a_finished_run_has_no_trouble_even_when_steps_count_from_zero(result: Result) -> None:
+    result["partial"] = True
+    for run in result["runs"]:
+        run["train_loss"] = [[step - 1, loss] for step, loss in run["train_loss"]]
+    assert verdict.troubles(result) == []
