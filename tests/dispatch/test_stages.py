@@ -76,7 +76,7 @@ def test_compiled_stages_have_the_bits_of_plain_torch_on_fp32_input(awkward: Ten
 
 
 @needs_compiler
-def test_new_sizes_compile_no_new_frames() -> None:
+def test_new_sizes_equal_sizes_and_gradients_compile_no_new_frames() -> None:
     fmt = formats.get("mxfp8_e4m3")
     counters = torch._dynamo.utils.counters["frames"]
 
@@ -85,11 +85,14 @@ def test_new_sizes_compile_no_new_frames() -> None:
         for view in (x, x.t()):
             fmt.decode(fmt.encode(view, stages=COMPILED), torch.bfloat16, COMPILED)
 
-    encode_both(128, 256)
     encode_both(192, 320)
     before = dict(counters)
-    for rows in range(64, 1024, 96):
-        encode_both(rows, 2 * rows + 64)
+    for rows, cols in ((512, 512), (1024, 1024), (32 * 32, 64), (64, 1024), (96, 4096), (608, 1280)):
+        encode_both(rows, cols)
+    weight = torch.nn.Parameter(torch.randn(256, 256, dtype=torch.bfloat16))
+    with torch.no_grad():
+        fmt.encode(weight, stages=COMPILED)
+    fmt.encode(weight, stages=COMPILED)
     assert dict(counters) == before
 
 

@@ -181,3 +181,17 @@ def test_rules_for_the_output_head_leave_it_in_high_precision() -> None:
     duotone.revert(model)
     assert all(torch.equal(a, b) for a, b in zip(got, run(model["lm_head"], x, dy), strict=True))
     assert torch.equal(inside, got[0])
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_without_gradients_forward_has_the_same_bits_and_keeps_nothing(name) -> None:
+    module = duotone.convert(layer(), recipes.load(name))
+    x = torch.randn(32, 96).bfloat16().requires_grad_()
+    expected = module(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(module(x), expected)
+        with mode(), torch.autograd.graph.saved_tensors_hooks(pytest.fail, lambda t: t):
+            module(x)
+    module.weight.requires_grad_(False)
+    assert torch.equal(module(x.detach()), expected)

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 
 from duotone.formats import hadamard, philox, stages
@@ -65,7 +66,15 @@ def _compile(function: Callable[..., Any], key: str) -> Callable[..., Any]:
     """`function` compiled under a name that says what it is for; dynamic in the sizes of its tensors."""
     name = f"duotone_{function.__name__}_{key}"
     logging.getLogger(__name__).debug("compiling %s", name)
-    return torch.compile(own_code(function, name), dynamic=True, options=OPTIONS)
+    compiled = torch.compile(own_code(function, name), dynamic=True, options=OPTIONS)
+
+    def run(*arguments: Any) -> Any:
+        # Each of these would make variants: gradients required or not, and sizes that happen to be equal.
+        plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        with torch.no_grad(), shapes_config.patch(use_duck_shape=False):
+            return compiled(*plain)
+
+    return run
 
 
 def _in_memory_order(blocks: Tensor) -> bool:

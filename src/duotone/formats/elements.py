@@ -78,7 +78,8 @@ class Element:
         magnitude = values.abs()
         step_inverse, offset = self._select(magnitude)
         code = torch.round(magnitude * step_inverse) + offset
-        code = torch.where(torch.signbit(values), code + self.sign_code, code)
+        negative = torch.copysign(torch.ones_like(values), values) < 0  # signbit, which no backend vectorizes
+        code = torch.where(negative, code + self.sign_code, code)
         return torch.where(is_number, code, float(self.nan_code)).to(torch.uint8)
 
     def widen(self, stored: Tensor) -> Tensor:
@@ -103,8 +104,7 @@ class Element:
         shifted = magnitude + dither * self._step(magnitude)  # the product is exact: the step is a power of two
         step = self._step(shifted)
         rounded = (torch.floor(shifted / step) * step).clamp(max=self.max)
-        rounded = torch.where(torch.signbit(values), -rounded, rounded)
-        return torch.where(values != values, self.max, rounded)
+        return torch.where(values == values, torch.copysign(rounded, values), self.max)
 
     def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""

@@ -72,8 +72,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
             shutil.rmtree(old)
     except OSError as error:
         raise UserError(
-            f"cannot save the checkpoint {target} ({error.strerror}): "
-            "earlier ones are kept; make room and resume"
+            f"cannot save the checkpoint {target} ({error.strerror}): earlier ones are kept; make room and resume"
         ) from error
     return target
 
@@ -139,9 +138,7 @@ def _read(path: Path, name: str) -> bytes:
 
 
 def _damaged(path: Path, what: str) -> UserError:
-    return UserError(
-        f"the checkpoint {path} cannot be used ({what}): remove that folder to resume from an earlier one"
-    )
+    return UserError(f"the checkpoint {path} cannot be used ({what}): remove that folder to resume from an earlier one")
 
 
 def _digest(content: bytes) -> str:

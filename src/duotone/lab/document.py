@@ -111,9 +111,7 @@ def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> dict[s
 
 def _gap_percent(result: RunResult, reference: RunResult | None, steps: int) -> float | None:
     """Held-out loss above the reference's, where both reached the last step."""
-    finals = [
-        found.heldout_loss[-1] if found and found.heldout_loss else [0, None] for found in (result, reference)
-    ]
+    finals = [found.heldout_loss[-1] if found and found.heldout_loss else [0, None] for found in (result, reference)]
     (step, loss), (reference_step, reference_loss) = finals
     if loss is None or reference_loss is None or not step == reference_step == steps:
         return None

@@ -56,6 +56,8 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         sync_folder(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if aside.exists() and not folder.exists():
+            os.rename(aside, folder)
         raise
     if aside.exists():
         shutil.rmtree(aside)
@@ -67,13 +69,9 @@ def require_writable(folder: Path) -> None:
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise UserError(
-            f"cannot write to {folder}: {existing} is not a folder; give --out a folder that you may write"
-        )
+        raise UserError(f"cannot write to {folder}: {existing} is not a folder; choose a folder that you may write")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"cannot write to {folder}: {existing} is read-only; give --out a folder that you may write"
-        )
+        raise UserError(f"cannot write to {folder}: {existing} is read-only; choose a folder that you may write")
 
 
 def make_folder(folder: Path) -> Path:
@@ -82,7 +80,5 @@ def make_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot create {folder} ({error.strerror}): give --out a folder that you may write"
-        ) from error
+        raise UserError(f"cannot create {folder} ({error.strerror}): choose a folder that you may write") from error
     return folder

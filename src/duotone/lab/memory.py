@@ -96,9 +96,7 @@ class StepMemory:
 
 
 @contextmanager
-def measure_step(
-    parameters: Sequence[Tensor], held: Iterable[Tensor], device: torch.device
-) -> Iterator[StepMemory]:
+def measure_step(parameters: Sequence[Tensor], held: Iterable[Tensor], device: torch.device) -> Iterator[StepMemory]:
     """Measure the training step inside the block.
 
     On CUDA the peak is the allocator's. Elsewhere it is the high-water mark of live storages, which begins

@@ -23,9 +23,7 @@ class MasterAdamW:
             {"params": [m for m in self.masters.values() if m.dim() >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [m for m in self.masters.values() if m.dim() < 2], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=BETAS, fused=True
-        )
+        self.adamw = torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
     def step(self, learning_rate: float) -> None:
         """One update from the gradients that the model's parameters hold; they are released."""
@@ -42,6 +40,10 @@ class MasterAdamW:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
 
+    def state_names(self) -> set[str]:
+        """The names in `state` once a step has been taken."""
+        return {f"{key}/{name}" for key in ("masters", *MOMENTS) for name in self.masters}
+
     def state(self) -> dict[str, Tensor]:
         """Masters and moments, uncopied: `masters/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
         tensors = {f"masters/{name}": master.detach() for name, master in self.masters.items()}
@@ -56,7 +58,5 @@ class MasterAdamW:
                 master.copy_(tensors[f"masters/{name}"])
                 moments = {key: tensors.get(f"{key}/{name}") for key in MOMENTS}
                 self.adamw.state[master] = {
-                    key: value.detach().clone().to(master.device)
-                    for key, value in moments.items()
-                    if value is not None
+                    key: value.detach().clone().to(master.device) for key, value in moments.items() if value is not None
                 }

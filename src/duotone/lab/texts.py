@@ -29,9 +29,7 @@ def read(paths: Sequence[str]) -> tuple[list[bytes], int]:
             found = [_bytes(file) for file in files(Path(given))]
             kept = [text for text in found if text and b"\0" not in text]
             if not kept:
-                raise UserError(
-                    f"the folder {given} holds no text file: give text files, folders of them or globs"
-                )
+                raise UserError(f"the folder {given} holds no text file: give text files, folders of them or globs")
             texts += kept
             skipped += len(found) - len(kept)
         else:
@@ -91,9 +89,7 @@ def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise UserError(
-            f"cannot read the data file {path} ({error.strerror}): give a readable text file"
-        ) from error
+        raise UserError(f"cannot read the data file {path} ({error.strerror}): give a readable text file") from error
 
 
 def _is_utf8(text: bytes) -> bool:

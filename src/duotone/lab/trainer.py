@@ -51,9 +51,7 @@ def require_device(name: str) -> None:
     if name not in ("cpu", "cuda"):
         raise UserError(f"unknown device {name!r}: choose cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "no CUDA device is available here: choose --device cpu, or install a CUDA build of torch"
-        )
+        raise UserError("no CUDA device is available here: choose --device cpu, or install a CUDA build of torch")
 
 
 class Trainer:
@@ -62,9 +60,7 @@ class Trainer:
     `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
     """
 
-    def __init__(
-        self, config: TrainConfig, recipe: Recipe, corpus: Corpus, *, perturbation: float = 0.0
-    ) -> None:
+    def __init__(self, config: TrainConfig, recipe: Recipe, corpus: Corpus, *, perturbation: float = 0.0) -> None:
         require_device(config.device)
         torch.manual_seed(config.seed)
         self.config = config
@@ -77,9 +73,7 @@ class Trainer:
         self.optimizer = MasterAdamW(self.model, masters)
         self.done = 0
 
-    def step(
-        self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None
-    ) -> float:
+    def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
         """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss."""
         shape = {"count": self.config.preset.batch, "context": self.config.preset.model.context}
         tokens, targets = self.corpus.batch(self.config.seed, self.done, **shape)
@@ -94,13 +88,9 @@ class Trainer:
     def heldout_loss(self) -> float:
         """Mean loss in nats over the preset's held-out batches, computed under the recipe."""
         preset = self.config.preset
-        batches = self.corpus.heldout_batches(
-            preset.heldout_batches, count=preset.batch, context=preset.model.context
-        )
+        batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
         with duotone.autocast(recipe=self.recipe):
-            losses = [
-                self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches
-            ]
+            losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
         return torch.stack(losses).mean().item()
 
     def held_tensors(self) -> list[Tensor]:
@@ -145,18 +135,11 @@ class Trainer:
                     "resume with what it was made with, or train anew with another --out"
                 )
         if saved.meta["data_digest"] != self.corpus.digest:
-            raise UserError(
-                f"the data has changed since the checkpoint {path} was made: restore it, or train anew"
-            )
-        names = {
-            *self.optimizer.state(),
-            *(f"seeds/{name}" for name in duotone.rng_state(self.model)),
-            "torch_rng",
-        }
+            raise UserError(f"the data has changed since the checkpoint {path} was made: restore it, or train anew")
+        seeds = {f"seeds/{name}" for name in duotone.rng_state(self.model)}
+        names = {*self.optimizer.state_names(), *seeds, "torch_rng"}
         if missing := sorted(names - saved.training.keys()):
-            raise UserError(
-                f"the checkpoint {path} lacks {missing[0]}: remove it to resume from an earlier one"
-            )
+            raise UserError(f"the checkpoint {path} lacks {missing[0]}: remove it to resume from an earlier one")
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +154,7 @@ def _as_json(value: Any) -> Any:
 def _difference(stored: Any, wanted: Any) -> str:
     """The first key that differs, in words."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
-        for key in sorted(wanted.keys() | stored.keys()):
+        for key in (*stored, *wanted):
             if stored.get(key) != wanted.get(key):
                 return f"{key} {_difference(stored.get(key), wanted.get(key))}"
     return f"{stored!r} there, {wanted!r} here"

@@ -27,9 +27,8 @@ class LinearFunction(torch.autograd.Function):
         w_planes = plan.weight.encode(weight, plan.weight_usage, _stream(seed, 1))
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
         y = plan.fprop.rule.run(x_planes.rowwise, w_planes.rowwise, x.dtype, bias)
-        needs_x, needs_w = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        kept_x = plan.source.keep(x, x_planes) if needs_w else None
-        kept_w = plan.source.keep(weight, w_planes) if needs_x else None
+        kept_x = plan.source.keep(x, x_planes) if plan.weight_grad else None
+        kept_w = plan.source.keep(weight, w_planes) if plan.input_grad else None
         ctx.plan = plan
         ctx.kept, tensors = _pack(kept_x, kept_w)
         ctx.save_for_backward(*tensors, seed)

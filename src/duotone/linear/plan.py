@@ -45,7 +45,10 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What forward and backward follow. Usages and sources say which planes are made, kept, and read back."""
+    """What forward and backward follow. Usages and sources say which planes are made, kept, and read back.
+
+    `input_grad` and `weight_grad` are the gradients that backward owes; without them nothing is kept for it.
+    """
 
     input: Quantizer
     weight: Quantizer
@@ -57,6 +60,8 @@ class LinearPlan:
     fprop: GemmPlan
     dgrad: GemmPlan
     wgrad: GemmPlan
+    input_grad: bool
+    weight_grad: bool
     seeds: int
     """Stochastic quantizes of one forward and backward: how far the module's seed advances."""
 
@@ -90,6 +95,8 @@ def build_plan(setting: Setting) -> LinearPlan:
         fprop=gemms["fprop"],
         dgrad=gemms["dgrad"],
         wgrad=gemms["wgrad"],
+        input_grad=setting.input_grad,
+        weight_grad=setting.weight_grad,
         seeds=sum(quantizer.is_stochastic for quantizer in quantizers.values()),
     )
 
