@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from duotone import formats
 from duotone.dispatch import stages as dispatch
@@ -104,6 +105,29 @@ def test_small_tensors_stay_eager_and_large_ones_follow_the_compiler(monkeypatch
     monkeypatch.setattr(dispatch, "compiler_reason", lambda: "no compiler")
     assert dispatch.stages_for(large) is CHUNKED
     assert dispatch.stages_for(torch.empty(256, 256, device="meta")) is PLAIN
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the operators that run while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators += 1
+        return func(*args, **(kwargs or {}))
+
+
+@needs_compiler
+def test_under_a_dispatch_mode_stages_are_eager_because_dynamo_would_give_compiled_ones_up_for_good() -> None:
+    x = torch.randn(256, 512, dtype=torch.bfloat16)
+    fmt = formats.get("mxfp8_e4m3")
+    with Recorder() as recorder:
+        assert dispatch.stages_for(x) is CHUNKED
+        fmt.encode(x, stages=dispatch.stages_for(x))
+    assert recorder.operators > 10
+    assert dispatch.stages_for(x) is COMPILED
 
 
 def test_a_compiler_that_builds_nothing_is_a_reason_not_an_error(monkeypatch) -> None:

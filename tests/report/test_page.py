@@ -133,9 +133,7 @@ def test_the_plan_gathers_equal_modules_and_marks_high_precision(result: Result)
     assert row[1:4] == ["fprop", "identity", "identity"]
     assert "51 GEMMs: 0 native, 48 emulated, 3 high precision" in page.text
     assert "the output head stays in high precision by default" in page.text
-    highlighted = [
-        attributes for tag, attributes in page.elements if tag == "tr" and attributes.get("class") == "high"
-    ]
+    highlighted = [attributes for tag, attributes in page.elements if tag == "tr" and attributes.get("class") == "high"]
     assert len(highlighted) == 2 * 6 + 4 * 3
 
 
@@ -237,9 +235,7 @@ def test_no_number_of_a_result_can_break_the_page(odd: float | None, build: Call
         for run in (result["runs"][0], result["runs"][2]):
             found += [(run, name) for name in FIELDS]
             found += [
-                (point, 1)
-                for name in ("train_loss", "heldout_loss")
-                for point in run[name][:: len(run[name]) - 1]
+                (point, 1) for name in ("train_loss", "heldout_loss") for point in run[name][:: len(run[name]) - 1]
             ]
             found += [(run["statistics"][0], name) for name in ("snr_db", "underflow", "saturation", "amax")]
         return found
@@ -279,9 +275,7 @@ def check_drawing(text: str) -> None:
             assert not re.search("nan|inf|none", attributes[name] or "none", re.I), (tag, attributes)
 
 
-def test_a_result_without_runs_or_with_nothing_but_unstarted_runs_is_a_page(
-    result: Result, unstarted: Result
-) -> None:
+def test_a_result_without_runs_or_with_nothing_but_unstarted_runs_is_a_page(result: Result, unstarted: Result) -> None:
     result["runs"] = []
     assert "There is no reference run" in Page(render(result)).text
     result["runs"] = [unstarted | {"is_reference": True}, unstarted | {"name": "later"}]
@@ -305,9 +299,7 @@ def test_a_large_result_stays_below_one_megabyte_with_everything_in_it(build: Ca
     result = build(steps=5000, layers=15)
     for run in result["runs"]:
         for index, row in enumerate(run["plan"]):
-            row["reason"] = (
-                f"reason {index}: K = 96 is no multiple of the block of 128, so this GEMM is not quantized"
-            )
+            row["reason"] = f"reason {index}: K = 96 is no multiple of the block of 128, so this GEMM is not quantized"
         for entry in run["statistics"]:
             entry["snr_db"] = entry["snr_db"] or 30.0
     text = render(result)

@@ -9,9 +9,7 @@ Result = dict[str, Any]
 
 def test_better_than_the_reference_is_said_as_such(result: Result) -> None:
     result["runs"][2]["gap_percent"] = -0.4
-    assert "fp8_current ends 0.40\N{NO-BREAK SPACE}% below the held-out loss of bf16." in verdict.verdict(
-        result
-    )
+    assert "fp8_current ends 0.40\N{NO-BREAK SPACE}% below the held-out loss of bf16." in verdict.verdict(result)
 
 
 def test_without_a_noise_run_nothing_is_called_noise(result: Result) -> None:

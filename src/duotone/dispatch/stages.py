@@ -18,7 +18,9 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if x.numel() < COMPILE_FROM or x.device.type != "cpu" or torch.compiler.is_compiling():
         return PLAIN
-    return CHUNKED if compiler_reason() else COMPILED
+    # Under a dispatch mode Dynamo gives a function up for good, without a word.
+    observed = torch._C._len_torch_dispatch_stack() > 0
+    return CHUNKED if observed or compiler_reason() else COMPILED
 
 
 def compiled_casts() -> bool:

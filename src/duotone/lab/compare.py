@@ -19,7 +19,6 @@ from duotone.recipes import Recipe
 
 REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
-DEFAULT_RECIPES = (REFERENCE, "fp8-current", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd")
 
 
 def planned(preset: Preset, recipe: Recipe, device: str) -> list[PlanRow]:
@@ -40,12 +39,10 @@ def compare(
 ) -> dict[str, Any]:
     """Train bf16, bf16 from perturbed weights, and each other recipe; gives the document of all runs.
 
-    A recipe that fails while it runs, or runs out of memory, has that as its error; the others go on.
-    UserError, before the first step, where a recipe cannot be used or two have the same name.
+    A recipe that fails while it runs, or runs out of memory, has that as its error; the others go on. Raises like
+    `plan_runs` before the first step.
     """
-    runs = plan_runs(recipes)
-    for run in runs:
-        planned(config.preset, run.recipe, config.device)
+    runs = plan_runs(config, recipes)
     stopped = False
     for run in runs:
         if stopped := stopped or should_stop():
@@ -60,13 +57,18 @@ def compare(
     return document(config, corpus, runs, command=command, partial=stopped)
 
 
-def plan_runs(recipes: Sequence[Recipe]) -> list[Run]:
-    """The runs of a comparison: the bf16 reference and its noise run first, whether asked for or not."""
+def plan_runs(config: TrainConfig, recipes: Sequence[Recipe]) -> list[Run]:
+    """The runs of a comparison: the bf16 reference and its noise run first, whether asked for or not.
+
+    UserError where a recipe cannot be used for this model and device, or two have the same name.
+    """
     names = [recipe.name for recipe in recipes]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(
             f"the recipe {twice!r} is given twice: name each once, and give recipe files names of their own"
         )
+    for recipe in recipes:
+        planned(config.preset, recipe, config.device)
     reference = duotone.recipes.load(REFERENCE)
     others = [Run(recipe.name, recipe, RunResult()) for recipe in recipes if recipe.name != REFERENCE]
     return [

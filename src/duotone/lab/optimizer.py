@@ -56,7 +56,5 @@ class MasterAdamW:
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"masters/{name}"])
-                moments = {key: tensors.get(f"{key}/{name}") for key in MOMENTS}
-                self.adamw.state[master] = {
-                    key: value.detach().clone().to(master.device) for key, value in moments.items() if value is not None
-                }
+                moments = {key: tensors[f"{key}/{name}"] for key in MOMENTS}
+                self.adamw.state[master] = {key: value.clone().to(master.device) for key, value in moments.items()}

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from duotone.errors import UserError
 
+DEFAULT_RECIPES = ("bf16", "fp8-current", "mxfp8", "nvfp4", "mxfp8-fwd-nvfp4-bwd")
+"""What a comparison compares unless told otherwise."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:

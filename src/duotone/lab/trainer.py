@@ -86,11 +86,14 @@ class Trainer:
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
-        """Mean loss in nats over the preset's held-out batches, computed under the recipe."""
+        """Mean loss in nats over the preset's held-out batches, under the recipe; the training goes on unmoved."""
         preset = self.config.preset
-        batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
+        shape = {"count": preset.batch, "context": preset.model.context}
+        batches = self.corpus.heldout_batches(preset.heldout_batches, **shape)
+        seeds = duotone.rng_state(self.model)
         with duotone.autocast(recipe=self.recipe):
             losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
+        duotone.load_rng_state(self.model, seeds)
         return torch.stack(losses).mean().item()
 
     def held_tensors(self) -> list[Tensor]:

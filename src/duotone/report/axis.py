@@ -17,9 +17,7 @@ class Axis:
     step: float
 
     @classmethod
-    def over(
-        cls, low: float, high: float, pixels: tuple[float, float], ticks: int = 5, whole: bool = False
-    ) -> "Axis":
+    def over(cls, low: float, high: float, pixels: tuple[float, float], ticks: int = 5, whole: bool = False) -> "Axis":
         """An axis that contains `low` to `high` and has about `ticks` ticks, at whole numbers if `whole`."""
         if high <= low:
             margin = abs(low) / 2 or 0.5

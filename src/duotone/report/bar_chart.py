@@ -37,9 +37,7 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Markup:
         parts.append(tag("path", class_="grid", d=strokes))
         anchor = "start" if value == 0 else "middle"
         parts.append(tag("text", text, class_="tick", x=at, y=bottom + 15, text_anchor=anchor))
-    parts.append(
-        tag("text", f"{title} ({unit})", class_="title", x=WIDTH / 2, y=bottom + 32, text_anchor="middle")
-    )
+    parts.append(tag("text", f"{title} ({unit})", class_="title", x=WIDTH / 2, y=bottom + 32, text_anchor="middle"))
     for index, bar in enumerate(bars):
         top = PITCH * index
         parts.append(tag("text", shorten(bar.name, 24), class_="name", x=1, y=top + 15))
@@ -47,8 +45,6 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar]) -> Markup:
         if finite(bar.value):
             width = axis.position(bar.value) - axis.start
             hover = tag("title", f"{bar.name}: {bar.text}")
-            parts.append(
-                tag("rect", hover, class_=f"fill {bar.style.colour}", x=1, y=top + 21, width=width, height=11)
-            )
+            parts.append(tag("rect", hover, class_=f"fill {bar.style.colour}", x=1, y=top + 21, width=width, height=11))
     label = f"{title} by recipe: " + ", ".join(f"{bar.name} {bar.text}" for bar in bars)
     return picture(label, WIDTH, bottom + FOOT, *parts, class_="bars")

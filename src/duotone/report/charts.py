@@ -68,9 +68,7 @@ def gap_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -
         else:
             end = _end(percent(run["gap_percent"], sign=True), run)
             curves.append(_curve(run["name"], style, train, heldout, end, window))
-    if not _values(
-        [curve for curve, run in zip(curves, result["runs"], strict=True) if run is not reference]
-    ):
+    if not _values([curve for curve, run in zip(curves, result["runs"], strict=True) if run is not reference]):
         return None
     frame = Frame(
         label=f"Gap to {reference['name']} over steps. Last held-out gap: {_ends(curves)}",
@@ -87,9 +85,7 @@ def gap_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -
 def bar_charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Markup]:
     """Step time and the three kinds of memory."""
     pairs = list(zip(runs, styles, strict=True))
-    time = [
-        Bar(run["name"], style, run["step_ms"], f"{significant(run['step_ms'])} ms") for run, style in pairs
-    ]
+    time = [Bar(run["name"], style, run["step_ms"], f"{significant(run['step_ms'])} ms") for run, style in pairs]
     charts = [bar_chart("Step time", "ms", time)]
     for title, field in MEMORY:
         unit = size_unit([run[field] for run in runs if finite(run[field])])
@@ -135,9 +131,7 @@ def share_maps(runs: Sequence[Run]) -> list[tuple[str, Markup, Markup]]:
             continue
         scale = WarningScale(0.0, round_out(0.0, max(values) or 1.0)[1])
         label = f"Share of {field} in percent, mean over modules, by recipe, role and plane"
-        bar = colour_bar(
-            scale, f"{field} (% of elements)", f"Colour scale of {field}, 0 to {scale.high:g} percent"
-        )
+        bar = colour_bar(scale, f"{field} (% of elements)", f"Colour scale of {field}, 0 to {scale.high:g} percent")
         result.append((field, heat_map(grid, scale, label), bar))
     return result
 
@@ -188,9 +182,7 @@ def _gap_limits(curves: Sequence[Curve], noise: float) -> tuple[float, float]:
     per_curve = [_values([curve]) for curve in curves]
     # Of a curve that diverges, the half before it goes far astray counts.
     shares = [0.98 if curve.broken_at is None else 0.5 for curve in curves]
-    spans = [
-        quantile(list(map(abs, values)), q) for values, q in zip(per_curve, shares, strict=True) if values
-    ]
+    spans = [quantile(list(map(abs, values)), q) for values, q in zip(per_curve, shares, strict=True) if values]
     most = min(max(spans), max(10.0, 4 * quantile(spans, 0.5)))
     shown = [noise, -noise, *_values(curves)]
     held = [min(max(value, -most), most) for value in shown]

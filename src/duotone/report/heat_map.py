@@ -40,9 +40,7 @@ class Grid:
 def heat_map(grid: Grid, scale: Scale, label: str, hover: bool = True) -> Markup:
     """The grid as SVG, with row names on the left and headings on top."""
     left = 12 + round(CHARACTER * min(LONGEST_LABEL, max(map(len, grid.rows), default=0)))
-    rows = [
-        _row(grid, row, left, HEAD + index * CELL_HEIGHT, scale, hover) for index, row in enumerate(grid.rows)
-    ]
+    rows = [_row(grid, row, left, HEAD + index * CELL_HEIGHT, scale, hover) for index, row in enumerate(grid.rows)]
     width = left + CELL_WIDTH * len(grid.columns) + 2
     height = HEAD + CELL_HEIGHT * len(grid.rows) + 2
     return picture(label, width, height, *_heading(grid.columns, left), *rows, class_="heat")

@@ -42,9 +42,7 @@ def groups(plan: Sequence[PlanRow]) -> list[PlanGroup]:
         by_module[row["module"]].append(row)
     alike: dict[tuple, list[str]] = defaultdict(list)
     for module, rows in by_module.items():
-        key = tuple(
-            tuple(str(row[name]) for name in ("gemm", "a", "b", "kernel", "native", "reason")) for row in rows
-        )
+        key = tuple(tuple(str(row[name]) for name in ("gemm", "a", "b", "kernel", "native", "reason")) for row in rows)
         alike[key].append(module)
     return [
         PlanGroup(compact(modules), len(modules), [(row, kind(row)) for row in by_module[modules[0]]])

@@ -53,9 +53,7 @@ def signal_grid(statistics: Sequence[Statistic]) -> Grid:
         value = None if text == "exact" else signal
         lost, held = share(entry["underflow"]), share(entry["saturation"])
         largest, samples = significant(entry["amax"]), entry["samples"]
-        title = (
-            f"{entry['format']}, underflow {lost} %, saturation {held} %, amax {largest}, samples {samples}"
-        )
+        title = f"{entry['format']}, underflow {lost} %, saturation {held} %, amax {largest}, samples {samples}"
         cells[entry["module"], _column(entry)] = Cell(value, text, title)
     return Grid(_modules(statistics), _columns(statistics), cells)
 
@@ -104,9 +102,7 @@ def formats(statistics: Sequence[Statistic]) -> list[tuple[str, str]]:
         return [(name, "in all planes") for name in used]
     texts = []
     for name, roles in used.items():
-        places = (
-            f"{role} {planes[0] if len(planes) == 1 else '(both planes)'}" for role, planes in roles.items()
-        )
+        places = (f"{role} {planes[0] if len(planes) == 1 else '(both planes)'}" for role, planes in roles.items())
         texts.append((name, ", ".join(places)))
     return texts
 

@@ -1,0 +1,1 @@
+"""The command line: thin commands over the library. Torch is imported by a command, not by `--help`."""

@@ -1,0 +1,55 @@
+"""`duotone compare`: the same model once per recipe, and a report."""
+
+from pathlib import Path
+
+import click
+
+from duotone.cli import options
+from duotone.cli.interrupt import EXIT_CODE, Interrupt
+from duotone.lab.presets import DEFAULT_RECIPES
+
+
+@click.command(cls=options.ListCommand)
+@click.option(
+    "--recipes",
+    cls=options.ListOption,
+    metavar="NAME|FILE...",
+    help=f"Recipes or recipe files; {' '.join(DEFAULT_RECIPES)} unless given.",
+)
+@options.training
+@click.pass_context
+def compare(
+    context: click.Context,
+    recipes: tuple[str, ...],
+    out: str | None,
+    strict: bool,
+    **given: object,
+) -> None:
+    """Train the same small language model once per recipe and report what happened.
+
+    A bf16 run and a second one from weights perturbed by 1e-6 come first: gaps are read against them. Ctrl-C
+    writes a partial report. The exit code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C.
+    """
+    from duotone.cli import progress, summary
+    from duotone.cli.inputs import config_from, load_recipe
+    from duotone.lab import compare as comparison
+    from duotone.lab import data, files
+
+    config = config_from(given)
+    chosen = [load_recipe(name, strict) for name in recipes or DEFAULT_RECIPES]
+    comparison.plan_runs(config, chosen)
+    folder = Path(out or "runs/compare")
+    files.require_writable(folder)
+    corpus = data.load(config.data, context=config.preset.model.context)
+    files.make_folder(folder)
+    with Interrupt() as interrupt:
+        with progress.choose() as display:
+            result = comparison.compare(
+                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt
+            )
+        summary.print_summary(result)
+        summary.write_result(result, folder)
+    if result["partial"]:
+        context.exit(EXIT_CODE)
+    if any(run["error"] for run in result["runs"]):
+        context.exit(1)

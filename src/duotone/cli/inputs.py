@@ -1,0 +1,32 @@
+"""From what was typed to what the laboratory takes; every failure is a UserError."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from duotone import recipes
+from duotone.lab import presets
+from duotone.lab.trainer import TrainConfig, require_device
+from duotone.recipes import Recipe
+
+
+def config_from(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The config of the options `given`; where one is None it is that of `stored`, else its default."""
+    chosen = {**(stored or {}), **{key: value for key, value in given.items() if value not in (None, ())}}
+    name = chosen.get("preset", "demo")
+    preset = presets.get(name if isinstance(name, str) else name["name"])
+    device = chosen.get("device", "cpu")
+    require_device(device)
+    return TrainConfig(
+        preset=preset,
+        steps=chosen.get("steps", preset.steps),
+        seed=chosen.get("seed", 0),
+        device=device,
+        data=tuple(chosen.get("data", ())),
+    )
+
+
+def load_recipe(name: str, strict: bool) -> Recipe:
+    """The recipe of that name or file; with `strict` a fallback to high precision is an error."""
+    recipe = recipes.load(name)
+    return dataclasses.replace(recipe, strict=True) if strict else recipe

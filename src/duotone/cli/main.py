@@ -1,0 +1,55 @@
+"""The `duotone` command. Bad input is one line on stderr and exit code 2."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+
+import click
+
+from duotone import __version__
+from duotone.cli.compare import compare
+from duotone.cli.interrupt import EXIT_CODE
+from duotone.cli.listings import formats, recipes
+from duotone.cli.plan import plan
+from duotone.cli.train import train
+from duotone.errors import UserError
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="duotone %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Low-precision training in which each direction of each tensor has a format of its own."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for command in (compare, train, plan, formats, recipes):
+    cli.add_command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line `arguments`, without the name of the program; gives the exit code."""
+    try:
+        line = shlex.join(["duotone", *arguments])
+        return cli.main(list(arguments), prog_name="duotone", standalone_mode=False, obj=line) or 0
+    except UserError as error:
+        return _refuse(str(error))
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "duotone"
+        return _refuse(f"{error.format_message()} See {path} --help.")
+    except (click.Abort, KeyboardInterrupt):
+        return EXIT_CODE
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def _refuse(message: str) -> int:
+    click.echo(f"duotone: {' '.join(message.split())}", err=True)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

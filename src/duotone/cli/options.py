@@ -1,0 +1,82 @@
+"""Options that several commands share, and lists written the way one types them: `--recipes bf16 mxfp8 nvfp4`."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import click
+
+from duotone.lab.presets import PRESETS
+
+Command = Callable[..., Any]
+
+
+class ListOption(click.Option):
+    """An option of several values: repeated, separated by commas, or by spaces in a `ListCommand`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, multiple=True, callback=_split_commas, **kwargs)
+
+
+class ListCommand(click.Command):
+    """A command without arguments, whose list options take every value up to the next option."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        names = {name for option in self.params if isinstance(option, ListOption) for name in option.opts}
+        return super().parse_args(ctx, spread(args, names))
+
+
+def spread(args: Sequence[str], names: Iterable[str]) -> list[str]:
+    """`args` with the name of a list option repeated before each of its values."""
+    result: list[str] = []
+    current = None
+    for argument in args:
+        name, _, value = argument.partition("=")
+        if argument.startswith("-") and argument != "-":
+            current = name if name in names else None
+            result.append(argument)
+            fresh = current is not None and not value
+        elif current is None or fresh:
+            result.append(argument)
+            fresh = False
+        else:
+            result += [current, argument]
+    return result
+
+
+def _split_commas(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    parts = (part for value in values for part in ([value] if os.path.exists(value) else value.split(",")))
+    found = tuple(part.strip() for part in parts if part.strip())
+    if values and not found:
+        raise click.BadParameter("give at least one value", param=parameter)
+    return found
+
+
+def preset(command: Command) -> Command:
+    return click.option("--preset", metavar="NAME", help=f"Sizes of model and batch: {', '.join(PRESETS)}.")(command)
+
+
+def device(command: Command) -> Command:
+    return click.option("--device", metavar="cpu|cuda", help="Where to train; cpu unless given.")(command)
+
+
+def strict(command: Command) -> Command:
+    text = "Fail before the first step where a product would stay in high precision unasked."
+    return click.option("--strict", is_flag=True, help=text)(command)
+
+
+def training(command: Command) -> Command:
+    """What every command that trains takes."""
+    for add in (
+        click.option("--out", metavar="DIR", help="Folder for the results."),
+        strict,
+        preset,
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
+        device,
+        click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),
+        click.option(
+            "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
+        ),
+    ):
+        command = add(command)
+    return command

@@ -1,0 +1,157 @@
+"""How a run shows that it lives: a moving display on a terminal, a line every two seconds elsewhere; on stderr."""
+
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+
+import click
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
+
+from duotone.lab.progress import Progress
+
+INTERVAL = 2.0
+
+
+class Meter:
+    """Speed and remaining time of one run. The first step does not count: it compiles."""
+
+    def __init__(self, name: str, steps: int, done: int, tokens_per_step: int) -> None:
+        self.name, self.steps, self.done, self.tokens_per_step = name, steps, done, tokens_per_step
+        self.loss: float | None = None
+        self.status = ""
+        self.started = time.monotonic()
+        self._timed_from: tuple[int, float] | None = None
+
+    def step(self, number: int, loss: float) -> None:
+        self.done, self.loss = number, loss
+        self._timed_from = self._timed_from or (number, time.monotonic())
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        if self._timed_from is None or self.done == self._timed_from[0]:
+            return None
+        return (time.monotonic() - self._timed_from[1]) / (self.done - self._timed_from[0])
+
+    @property
+    def speed(self) -> str:
+        pace = self.seconds_per_step
+        return f"{self.tokens_per_step / pace:,.0f} tokens/s" if pace else ""
+
+    @property
+    def remaining(self) -> str:
+        pace = self.seconds_per_step
+        return f"ETA {clock(pace * (self.steps - self.done))}" if pace else ""
+
+    def line(self) -> str:
+        """The run in one line: what it does before the first step ends, how far and fast it is after."""
+        if self.loss is None:
+            return f"{self.name}: {self.status or 'starting'} ({clock(time.monotonic() - self.started)})"
+        parts = (f"{self.name}: step {self.done}/{self.steps}", f"loss {self.loss:.4f}", self.speed, self.remaining)
+        return ", ".join(filter(None, parts))
+
+
+class PlainProgress(Progress, AbstractContextManager):
+    """Lines on stderr: the start and the end of each run, every note, and one line each `interval` seconds."""
+
+    def __init__(self, interval: float = INTERVAL) -> None:
+        self.interval = interval
+        self._meter: Meter | None = None
+        self._closing = threading.Event()
+        self._beat = threading.Thread(target=self._repeat, daemon=True)
+
+    def __enter__(self) -> "PlainProgress":
+        self._beat.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.set()
+        self._beat.join()
+
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int) -> None:
+        self._meter = Meter(name, steps, done, tokens_per_step)
+        self._print(f"{name}: {steps} steps of {tokens_per_step:,} tokens" + f", from step {done}" * bool(done))
+
+    def note(self, text: str) -> None:
+        if self._meter is not None:
+            self._meter.status = text
+            self._print(f"{self._meter.name}: {text}")
+
+    def step(self, number: int, loss: float) -> None:
+        assert self._meter is not None
+        self._meter.step(number, loss)
+
+    def end(self) -> None:
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            self._print(meter.line())
+
+    def _repeat(self) -> None:
+        while not self._closing.wait(self.interval):
+            meter = self._meter
+            if meter is not None:
+                self._print(meter.line())
+
+    def _print(self, line: str) -> None:
+        click.echo(line, err=True)
+
+
+class LiveProgress(Progress, AbstractContextManager):
+    """A display of all runs that redraws itself; notes scroll by above it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._display = rich.progress.Progress(
+            SpinnerColumn(finished_text=" "),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}", markup=False),
+            console=console or Console(stderr=True),
+        )
+        self._meter: Meter | None = None
+        self._task = rich.progress.TaskID(0)
+
+    def __enter__(self) -> "LiveProgress":
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int) -> None:
+        self._meter = Meter(name, steps, done, tokens_per_step)
+        self._task = self._display.add_task(name, total=steps, completed=done, facts="starting")
+
+    def note(self, text: str) -> None:
+        if self._meter is not None and self._meter.loss is None:
+            self._display.update(self._task, facts=text)
+        else:
+            self._display.console.print(text, markup=False, highlight=False)
+
+    def step(self, number: int, loss: float) -> None:
+        assert self._meter is not None
+        self._meter.step(number, loss)
+        facts = (f"loss {loss:.4f}", self._meter.speed, self._meter.remaining)
+        self._display.update(self._task, completed=number, facts="  ".join(filter(None, facts)))
+
+    def end(self) -> None:
+        self._display.stop_task(self._task)
+
+
+def choose() -> PlainProgress | LiveProgress:
+    """The display that suits stderr."""
+    return LiveProgress() if sys.stderr.isatty() else PlainProgress()
+
+
+def clock(seconds: float) -> str:
+    """m:ss, or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,86 @@
+"""`duotone train`: one recipe, with checkpoints that a later call continues bit for bit."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from duotone.cli import options
+from duotone.cli.interrupt import EXIT_CODE, Interrupt
+from duotone.errors import UserError
+
+if TYPE_CHECKING:
+    from duotone.lab.checkpoint import Checkpoint
+    from duotone.lab.trainer import Trainer
+
+CHECKPOINTS = "checkpoints"
+DEFAULT_RECIPE = "mxfp8"
+
+
+@click.command(cls=options.ListCommand)
+@click.option("--recipe", metavar="NAME|FILE", help=f"Recipe or recipe file; {DEFAULT_RECIPE} unless given.")
+@click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out from its newest checkpoint.")
+@options.training
+@click.pass_context
+def train(context: click.Context, save_every: int, resume: bool, out: str | None, **given: Any) -> None:
+    """Train a small language model under one recipe, with checkpoints.
+
+    --resume continues bit for bit with the settings of the checkpoint. Ctrl-C saves a checkpoint and writes a
+    partial report. The exit code is 1 where the run failed, 2 for bad input, 130 after Ctrl-C.
+    """
+    from duotone.cli import progress, summary
+    from duotone.lab import document, files, loop
+
+    folder = Path(out or "runs/train")
+    trainer, saved = _resumed(folder, given) if resume else (_fresh(folder, given), None)
+    if trainer.done == trainer.config.steps:
+        click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")
+        return
+    files.make_folder(folder)
+    result = loop.RunResult(**(saved.meta["history"] if saved else {}))
+    with Interrupt() as interrupt:
+        with progress.choose() as display:
+            saving = loop.Saving(folder / CHECKPOINTS, save_every)
+            name = trainer.recipe.name
+            loop.train(trainer, name, result=result, saving=saving, progress=display, should_stop=interrupt)
+        runs = [document.Run(name, trainer.recipe, result)]
+        written = document.document(trainer.config, trainer.corpus, runs, command=context.obj, partial=result.stopped)
+        summary.print_summary(written)
+        summary.write_result(written, folder)
+    if result.stopped:
+        context.exit(EXIT_CODE)
+    if result.error:
+        context.exit(1)
+
+
+def _fresh(folder: Path, given: dict[str, Any]) -> "Trainer":
+    """A trainer at its first step; UserError where `folder` holds a run already."""
+    from duotone.cli.inputs import config_from, load_recipe
+    from duotone.lab import checkpoint, data, files
+    from duotone.lab.trainer import Trainer
+
+    recipe = load_recipe(given.pop("recipe") or DEFAULT_RECIPE, given.pop("strict"))
+    config = config_from(given)
+    files.require_writable(folder)
+    if checkpoint.steps(folder / CHECKPOINTS):
+        raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
+    return Trainer(config, recipe, data.load(config.data, context=config.preset.model.context))
+
+
+def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoint"]:
+    """A trainer where the newest checkpoint of `folder` left it, and that checkpoint."""
+    from duotone import recipes
+    from duotone.cli.inputs import config_from, load_recipe
+    from duotone.lab import checkpoint, data, files
+    from duotone.lab.trainer import Trainer
+
+    files.require_writable(folder)
+    path = checkpoint.latest(folder / CHECKPOINTS)
+    saved = checkpoint.load(path)
+    name, strict = given.pop("recipe"), given.pop("strict")
+    recipe = load_recipe(name, strict) if name else recipes.from_dict(saved.meta["recipe"], where=str(path))
+    config = config_from(given, saved.meta["config"])
+    trainer = Trainer(config, recipe, data.load(config.data, context=config.preset.model.context))
+    trainer.restore(saved, path)
+    return trainer, saved

@@ -1,0 +1,136 @@
+import json
+import os
+import signal
+
+import pytest
+
+from duotone.lab import data, files
+from duotone.lab.trainer import Trainer
+
+TINY = ["compare", "--preset", "tiny", "--steps", "6"]
+
+
+def test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table(duotone, text_file, tmp_path):
+    out = tmp_path / "runs" / "a"
+    arguments = [*TINY, "--data", text_file, "--recipes", "mxfp8", "bf16", "--seed", "3", "--out", out]
+    code, text, progress = duotone(*arguments)
+    assert code == 0 and sorted(os.listdir(out)) == ["report.html", "result.json"]
+    result = json.loads((out / "result.json").read_text())
+    assert [run["name"] for run in result["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
+    settings = result["settings"]
+    assert (settings["seed"], settings["steps"], settings["data"]) == (3, 6, str(text_file))
+    assert settings["command"].startswith("duotone compare --preset tiny --steps 6 --data ")
+    assert "<svg" in (out / "report.html").read_text()
+    lines = text.splitlines()
+    assert lines[0].split()[:4] == ["recipe", "train", "loss", "held-out"]
+    assert f"{result['runs'][2]['final_heldout_loss']:.4f}" in lines[3] and "0 of 24" in lines[3]
+    assert lines[4].startswith("Two bf16 runs") and lines[5] == f"Report: {out / 'report.html'}"
+    assert "mxfp8: 6 steps of 128 tokens" in progress and "mxfp8: step 6/6, loss" in progress
+
+
+def test_the_same_seed_gives_the_same_losses(duotone, text_file, tmp_path):
+    losses = []
+    for name in ("a", "b"):
+        duotone(*TINY, "--data", text_file, "--recipes", "nvfp4", "--out", tmp_path / name)
+        result = json.loads((tmp_path / name / "result.json").read_text())
+        losses.append([(run["train_loss"], run["heldout_loss"]) for run in result["runs"]])
+    assert losses[0] == losses[1]
+
+
+def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tmp_path, monkeypatch):
+    step = Trainer.step
+
+    def interrupted(self, *args, **kwargs):
+        loss = step(self, *args, **kwargs)
+        if self.done == 2 and self.recipe.name == "mxfp8":
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a")
+    assert code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert "stopped at step 2" in text and "not started" in text and "Partial report: " in text
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 2, 0]
+    assert (tmp_path / "a" / "report.html").stat().st_size > 10_000
+
+
+def test_a_diverged_run_is_told_and_gives_exit_code_1(duotone, text_file, tmp_path, monkeypatch):
+    step = Trainer.step
+
+    def diverging(self, *args, **kwargs):
+        loss = step(self, *args, **kwargs)
+        return float("nan") if self.recipe.name == "mxfp8" and self.done == 3 else loss
+
+    monkeypatch.setattr(Trainer, "step", diverging)
+    code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")
+    assert code == 1 and "the loss is nan at step 3" in text
+    assert json.loads((tmp_path / "a" / "result.json").read_text())["runs"][2]["final_train_loss"] is None
+
+
+@pytest.fixture
+def bad(tmp_path, text_file):
+    """Files that a command must refuse, by name."""
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "short.txt").write_text("short")
+    (tmp_path / "binary.bin").write_bytes(b"\x7fELF\0\0" * 100)
+    (tmp_path / "key.toml").write_text('[[rules]]\nformat = "mxfp8_e4m3"\ncolour = "red"\n')
+    (tmp_path / "format.toml").write_text('[[rules]]\nformat = "mxfp9"\n')
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipes", "mxfp9"], "'mxfp9' is unknown"),
+        (["--recipes", "mxfp8", "mxfp8"], "'mxfp8' is given twice"),
+        (["--recipes", "{bad}/key.toml"], "no key 'colour'"),
+        (["--recipes", "{bad}/format.toml"], "mxfp9"),
+        (["--recipes", "{bad}/absent.toml"], "cannot be read"),
+        (["--preset", "huge"], "unknown preset 'huge'"),
+        (["--device", "cuda"], "no CUDA device is available here"),
+        (["--data", "{bad}/empty.txt"], "empty.txt is empty"),
+        (["--data", "{bad}/short.txt"], "short.txt is 5 bytes"),
+        (["--data", "{bad}/binary.bin"], "binary.bin is binary"),
+        (["--data", "{bad}/absent.txt"], "no data file matches"),
+        (["--out", "{bad}/empty.txt/runs"], "empty.txt is not a folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(refused, bad, monkeypatch, arguments, message):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    before = sorted(bad.rglob("*"))
+    defaults = {"--data": bad / "words.txt", "--out": bad / "runs" / "new"}
+    given = [argument.format(bad=bad) for argument in arguments]
+    missing = [part for name, value in defaults.items() if name not in given for part in (name, value)]
+    assert message in refused(*TINY, *missing, *given)
+    assert sorted(bad.rglob("*")) == before
+
+
+def test_the_arguments_are_checked_before_the_first_step(refused, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was taken"))
+    path = tmp_path / "one-sided.toml"
+    path.write_text('[[rules]]\ntensor_type = "input"\nformat = "mxfp8_e4m3"\n')
+    line = refused(*TINY, "--data", text_file, "--recipes", path, "--strict", "--out", tmp_path / "a")
+    assert "strict" in line and not (tmp_path / "a").exists()
+
+
+def test_a_result_that_cannot_be_written_keeps_the_earlier_one(duotone, text_file, tmp_path, monkeypatch):
+    arguments = [*TINY, "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a"]
+    duotone(*arguments)
+    before = (tmp_path / "a" / "result.json").read_bytes()
+    monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    code, text, err = duotone(*arguments)
+    assert code == 2 and "bf16 (noise)" in text
+    assert "result.json (No space left on device): make room" in err.splitlines()[-1]
+    assert (tmp_path / "a" / "result.json").read_bytes() == before
+
+
+def test_without_data_the_text_is_pythons_own(duotone, tmp_path, monkeypatch):
+    seen = []
+    real = data.load
+    monkeypatch.setattr(data, "load", lambda paths, *, context: seen.append(paths) or real(paths, context=context))
+    code, _, _ = duotone(*TINY[:3], "--steps", "1", "--recipes", "bf16", "--out", tmp_path / "a")
+    assert code == 0 and seen == [()]
+    settings = json.loads((tmp_path / "a" / "result.json").read_text())["settings"]
+    assert settings["data"] == "the Python documentation and standard library" and settings["data_bytes"] > 1_000_000

@@ -1,0 +1,65 @@
+import subprocess
+import sys
+
+import pytest
+
+import duotone as library
+from duotone.cli import main
+
+
+def test_the_version_and_the_help(duotone):
+    assert duotone("--version") == (0, f"duotone {library.__version__}\n", "")
+    code, out, err = duotone()
+    assert (code, err) == (0, "")
+    assert all(name in out for name in ("compare", "train", "plan", "formats", "recipes"))
+    assert duotone("--help")[1] == out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["comparee"], "No such command"),
+        (["compare", "--stepz", "3"], "No such option"),
+        (["compare", "--steps", "none"], "'none' is not a valid integer"),
+        (["compare", "--steps", "0"], "0 is not in the range"),
+        (["compare", "--seed", "-1"], "-1 is not in the range"),
+        (["compare", "more"], "unexpected extra argument"),
+        (["train", "--recipe"], "requires an argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_names_the_help(refused, arguments, message):
+    line = refused(*arguments)
+    assert message in line and line.endswith(" --help.\n")
+
+
+def test_a_message_of_several_lines_becomes_one(refused, monkeypatch):
+    def fail(*_, **__):
+        raise library.UserError("first\nsecond")
+
+    monkeypatch.setattr(main.cli, "main", fail)
+    assert refused() == "duotone: first second\n"
+
+
+def test_ctrl_c_outside_a_run_ends_with_130(duotone, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main.cli, "main", interrupt)
+    assert duotone() == (130, "", "")
+
+
+def test_the_installed_command_needs_no_display_code_to_help():
+    code = """
+import sys
+from duotone.cli.main import run
+assert run(["compare", "--help"]) == 0
+print(sorted({"rich", "jinja2", "safetensors", "numpy.random", "duotone.report", "torch._inductor"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} -c 'from duotone.cli.main import main; main()' formats | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("name") and "Traceback" not in done.stderr

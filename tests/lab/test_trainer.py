@@ -1,0 +1,130 @@
+import dataclasses
+
+import pytest
+import torch
+
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.lab import checkpoint, data
+from duotone.lab.trainer import TrainConfig, Trainer
+
+HYBRID = "mxfp8-fwd-nvfp4-bwd"
+
+
+def state_of(trainer):
+    return {**checkpoint.unique_state(trainer.model)[0], **trainer.checkpoint({}).training}
+
+
+def assert_same_bits(left, right):
+    assert left.keys() == right.keys()
+    different = [name for name in left if not torch.equal(left[name], right[name])]
+    assert not different
+
+
+def test_the_same_arguments_give_the_same_bits(config, corpus):
+    runs = []
+    for _ in range(2):
+        trainer = Trainer(config, recipes.load("nvfp4"), corpus)
+        runs.append(([trainer.step() for _ in range(3)], trainer.heldout_loss(), state_of(trainer)))
+    assert runs[0][:2] == runs[1][:2]
+    assert_same_bits(runs[0][2], runs[1][2])
+
+
+def test_every_recipe_starts_from_the_same_weights_and_batches(config, corpus):
+    trainers = [Trainer(config, recipes.load(name), corpus) for name in ("bf16", "mxfp8")]
+    states = [checkpoint.unique_state(trainer.model)[0] for trainer in trainers]
+    assert_same_bits(*states)
+    assert abs(trainers[0].step() - trainers[1].step()) < 0.02
+
+
+def test_the_loss_falls(config, corpus):
+    trainer = Trainer(dataclasses.replace(config, steps=30), recipes.load("mxfp8"), corpus)
+    before = trainer.heldout_loss()
+    losses = [trainer.step() for _ in range(30)]
+    assert losses[0] > 5.3 and losses[-1] < 4.6
+    assert trainer.heldout_loss() < before - 0.8
+
+
+@pytest.mark.parametrize("fixture", ["config", "untied"])
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", HYBRID])
+def test_a_restored_trainer_continues_bit_for_bit(request, tmp_path, corpus, recipe, fixture):
+    config = request.getfixturevalue(fixture)
+    straight = Trainer(config, recipes.load(recipe), corpus)
+    losses = [straight.step() for _ in range(6)]
+
+    first = Trainer(config, recipes.load(recipe), corpus)
+    for _ in range(3):
+        first.step()
+    path = checkpoint.save(tmp_path, first.checkpoint({}))
+    torch.manual_seed(99)
+    second = Trainer(config, recipes.load(recipe), corpus)
+    second.step()
+    second.restore(checkpoint.load(path), path)
+    assert second.done == 3
+    assert [second.step() for _ in range(3)] == losses[3:]
+    assert second.heldout_loss() == straight.heldout_loss()
+    assert_same_bits(state_of(second), state_of(straight))
+
+
+def changed_text(corpus, config, tmp_path):
+    path = tmp_path / "other.txt"
+    path.write_text("other text " * 2000)
+    return config, "mxfp8", data.load([str(path)], context=32)
+
+
+OTHERS = {
+    "seed 1 there, 2 here": lambda corpus, config, _: (dataclasses.replace(config, seed=2), "mxfp8", corpus),
+    "steps 6 there, 8 here": lambda corpus, config, _: (dataclasses.replace(config, steps=8), "mxfp8", corpus),
+    "another recipe: recipe 'mxfp8' there, 'nvfp4' here": lambda corpus, config, _: (config, "nvfp4", corpus),
+    "the data has changed": changed_text,
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_a_checkpoint_of_another_run_is_refused_and_changes_nothing(tmp_path, config, corpus, words):
+    saved = Trainer(config, recipes.load("mxfp8"), corpus)
+    saved.step()
+    path = checkpoint.save(tmp_path, saved.checkpoint({}))
+    other_config, recipe, text = OTHERS[words](corpus, config, tmp_path)
+    other = Trainer(other_config, recipes.load(recipe), text)
+    before = {name: tensor.clone() for name, tensor in state_of(other).items()}
+    with pytest.raises(UserError, match=words) as raised:
+        other.restore(checkpoint.load(path), path)
+    assert "\n" not in str(raised.value)
+    assert_same_bits(before, state_of(other))
+    assert other.done == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path, config, untied, corpus):
+    saved = Trainer(config, recipes.load("bf16"), corpus)
+    path = checkpoint.save(tmp_path, saved.checkpoint({}))
+    other = Trainer(untied, recipes.load("bf16"), corpus)
+    before = {name: tensor.clone() for name, tensor in state_of(other).items()}
+    with pytest.raises(UserError, match=r"of another model: lm_head.weight is absent there"):
+        other.restore(checkpoint.load(path), path)
+    assert_same_bits(before, state_of(other))
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path, config, corpus):
+    trainer = Trainer(config, recipes.load("bf16"), corpus)
+    trainer.step()
+    saved = trainer.checkpoint({})
+    training = {name: tensor for name, tensor in saved.training.items() if name != "exp_avg/norm.weight"}
+    with pytest.raises(UserError, match=r"lacks exp_avg/norm.weight"):
+        Trainer(config, recipes.load("bf16"), corpus).restore(dataclasses.replace(saved, training=training), tmp_path)
+
+
+def test_the_learning_rate_warms_up_and_decays_to_a_tenth(config):
+    config = TrainConfig(dataclasses.replace(config.preset, warmup=4, learning_rate=1.0), steps=24)
+    rates = [config.learning_rate(step) for step in range(24)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[4] == 1.0
+    assert rates[14] == pytest.approx(0.55)
+    assert sorted(rates[4:], reverse=True) == rates[4:] and 0.1 < rates[-1] < 0.11
+
+
+def test_cuda_without_a_device_is_refused(config, corpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no CUDA device is available here: choose --device cpu"):
+        Trainer(dataclasses.replace(config, device="cuda"), recipes.load("bf16"), corpus)
+    with pytest.raises(UserError, match="unknown device 'tpu': choose cpu or cuda"):
+        Trainer(dataclasses.replace(config, device="tpu"), recipes.load("bf16"), corpus)
