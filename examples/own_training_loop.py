@@ -14,7 +14,7 @@ duotone.convert(model, duotone.recipes.load("mxfp8-fwd-nvfp4-bwd"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 data = torch.randn(512, 64, dtype=torch.bfloat16)
 
-for step in range(50):
+for _ in range(50):
     loss = nn.functional.mse_loss(model(data).float(), data.float())
     loss.backward()
     optimizer.step()

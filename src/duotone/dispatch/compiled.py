@@ -71,7 +71,7 @@ def _compile(function: Callable[..., Any], key: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
         # Each of these would make variants: gradients required or not, and sizes that happen to be equal.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
-        with torch.no_grad(), shapes_config.patch(use_duck_shape=False):
+        with torch.no_grad(), shapes_config.patch(use_duck_shape=False):  # type: ignore
             return compiled(*plain)
 
     return run

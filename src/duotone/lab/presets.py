@@ -42,7 +42,7 @@ PRESETS = {
     for preset in (
         Preset(
             name="demo",
-            model=ModelConfig(layers=2, dim=128, heads=2, hidden=384, context=128, tied=False),
+            model=ModelConfig(layers=2, dim=128, heads=2, hidden=256, context=128, tied=False),
             batch=16,
             steps=100,
             learning_rate=1e-3,
