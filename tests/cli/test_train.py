@@ -80,6 +80,7 @@ def contents(folder):
     [
         (["--seed", "3"], "another config: seed 2 there, 3 here"),
         (["--steps", "9"], "another config: steps 6 there, 9 here"),
+        (["--strict"], "another recipe: strict False there, True here"),
         (["--recipe", "mxfp8"], "another recipe: recipe 'nvfp4' there, 'mxfp8' here"),
         (["--preset", "demo"], "is of another model"),
     ],

@@ -71,7 +71,13 @@ def test_progress_hears_of_every_step_and_the_compile(config, corpus):
     train(make(config, corpus), "mxfp8", progress=heard)
     assert heard.events[0] == ("begin", "mxfp8", 6, 0, 128) and heard.events[-1] == ("end",)
     assert heard.steps == [1, 2, 3, 4, 5, 6]
-    assert heard.notes[0].startswith("first step: ")
+    assert heard.notes[0] in ("first step: compiling casts", "first step: casts in plain torch")
+
+
+def test_a_run_without_casts_does_not_speak_of_them(config, corpus):
+    heard = Recorder()
+    train(make(config, corpus, "bf16"), "bf16", progress=heard)
+    assert heard.notes == ["first step"]
 
 
 def test_a_stop_saves_and_the_resumed_run_ends_as_an_uninterrupted_one(tmp_path, config, corpus):

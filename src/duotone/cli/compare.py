@@ -30,13 +30,14 @@ def compare(
     A bf16 run and a second one from weights perturbed by 1e-6 come first: gaps are read against them. Ctrl-C
     writes a partial report. The exit code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C.
     """
+    from duotone import recipes as library
     from duotone.cli import progress, summary
-    from duotone.cli.inputs import config_from, load_recipe
+    from duotone.cli.inputs import config_from, make_strict
     from duotone.lab import compare as comparison
     from duotone.lab import data, files
 
     config = config_from(given)
-    chosen = [load_recipe(name, strict) for name in recipes or DEFAULT_RECIPES]
+    chosen = [make_strict(library.load(name), strict) for name in recipes or DEFAULT_RECIPES]
     comparison.plan_runs(config, chosen)
     folder = Path(out or "runs/compare")
     files.require_writable(folder)

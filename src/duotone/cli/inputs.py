@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from duotone import recipes
 from duotone.lab import presets
 from duotone.lab.trainer import TrainConfig, require_device
 from duotone.recipes import Recipe
@@ -26,7 +25,6 @@ def config_from(given: Mapping[str, Any], stored: Mapping[str, Any] | None = Non
     )
 
 
-def load_recipe(name: str, strict: bool) -> Recipe:
-    """The recipe of that name or file; with `strict` a fallback to high precision is an error."""
-    recipe = recipes.load(name)
+def make_strict(recipe: Recipe, strict: bool) -> Recipe:
+    """The recipe, for which with `strict` a fallback to high precision is an error."""
     return dataclasses.replace(recipe, strict=True) if strict else recipe

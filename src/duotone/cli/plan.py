@@ -15,12 +15,13 @@ def plan(preset: str | None, recipe: str, device: str | None, strict: bool) -> N
 
     `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first.
     """
-    from duotone.cli.inputs import config_from, load_recipe
+    from duotone import recipes
+    from duotone.cli.inputs import config_from, make_strict
     from duotone.cli.table import print_table
     from duotone.lab.compare import planned
 
     config = config_from({"preset": preset, "device": device})
-    chosen = load_recipe(recipe, strict)
+    chosen = make_strict(recipes.load(recipe), strict)
     rows = [row.to_dict() for row in planned(config.preset, chosen, config.device)]
     print_table(
         ("module", "gemm", "a", "b", "kernel", "runs", "reason"),

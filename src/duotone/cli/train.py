@@ -26,8 +26,9 @@ DEFAULT_RECIPE = "mxfp8"
 def train(context: click.Context, save_every: int, resume: bool, out: str | None, **given: Any) -> None:
     """Train a small language model under one recipe, with checkpoints.
 
-    --resume continues bit for bit with the settings of the checkpoint. Ctrl-C saves a checkpoint and writes a
-    partial report. The exit code is 1 where the run failed, 2 for bad input, 130 after Ctrl-C.
+    --resume continues with the settings of the checkpoint, bit for bit (on CUDA as far as torch's attention is
+    deterministic). Ctrl-C saves a checkpoint and writes a partial report. The exit code is 1 where the run failed,
+    2 for bad input, 130 after Ctrl-C.
     """
     from duotone.cli import progress, summary
     from duotone.lab import document, files, loop
@@ -56,11 +57,12 @@ def train(context: click.Context, save_every: int, resume: bool, out: str | None
 
 def _fresh(folder: Path, given: dict[str, Any]) -> "Trainer":
     """A trainer at its first step; UserError where `folder` holds a run already."""
-    from duotone.cli.inputs import config_from, load_recipe
+    from duotone import recipes
+    from duotone.cli.inputs import config_from, make_strict
     from duotone.lab import checkpoint, data, files
     from duotone.lab.trainer import Trainer
 
-    recipe = load_recipe(given.pop("recipe") or DEFAULT_RECIPE, given.pop("strict"))
+    recipe = make_strict(recipes.load(given.pop("recipe") or DEFAULT_RECIPE), given.pop("strict"))
     config = config_from(given)
     files.require_writable(folder)
     if checkpoint.steps(folder / CHECKPOINTS):
@@ -71,7 +73,7 @@ def _fresh(folder: Path, given: dict[str, Any]) -> "Trainer":
 def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoint"]:
     """A trainer where the newest checkpoint of `folder` left it, and that checkpoint."""
     from duotone import recipes
-    from duotone.cli.inputs import config_from, load_recipe
+    from duotone.cli.inputs import config_from, make_strict
     from duotone.lab import checkpoint, data, files
     from duotone.lab.trainer import Trainer
 
@@ -79,7 +81,8 @@ def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoin
     path = checkpoint.latest(folder / CHECKPOINTS)
     saved = checkpoint.load(path)
     name, strict = given.pop("recipe"), given.pop("strict")
-    recipe = load_recipe(name, strict) if name else recipes.from_dict(saved.meta["recipe"], where=str(path))
+    stored = recipes.from_dict(saved.meta["recipe"], where=str(path))
+    recipe = make_strict(recipes.load(name) if name else stored, strict)
     config = config_from(given, saved.meta["config"])
     trainer = Trainer(config, recipe, data.load(config.data, context=config.preset.model.context))
     trainer.restore(saved, path)

@@ -121,9 +121,9 @@ class CompiledStages(Stages):
         return run(blocks.contiguous(), multiplier.contiguous(), bits.contiguous(), element)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-        if factor.dim() == 4 and not _in_memory_order(codes):
+        if not _in_memory_order(codes):
             return _turn(self.values(_turn(codes), _turn(factor), element, dtype))
-        run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}_{factor.dim()}")
+        run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}")
         return run(codes.contiguous(), factor.contiguous(), element, dtype)
 
     def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:

@@ -228,7 +228,7 @@ class ScaledFormat:
         block = self.rule.stored_block(self.block)
         factor = factor_of(parts, self.block, shape)
         if factor is None:
-            factor = torch.ones((), dtype=torch.float32, device=codes.device)
+            factor = torch.ones((1, 1, 1, 1), dtype=torch.float32, device=codes.device)
         stored = block.view(codes).view(self.element.stored_dtype)
         return block.unview(stages.values(stored, factor, self.element, dtype), *shape)
 

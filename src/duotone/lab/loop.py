@@ -112,7 +112,7 @@ def _steps(
     store = observe.Tap()
     tapped = observe.tap(trainer.recipe, store)
     if first < steps:
-        progress.note(f"first step: {'compiling casts' if compiled_casts() else 'casts in plain torch'}")
+        progress.note(_first_step(result))
     while trainer.done < steps and result.error is None and not result.stopped:
         number = trainer.done + 1
         try:
@@ -137,6 +137,13 @@ def _steps(
         result.stopped = number < steps and should_stop()
         _save(trainer, result, saving, progress)
     result.statistics = store.rows()
+
+
+def _first_step(result: RunResult) -> str:
+    """Why the first step may take long."""
+    if all(row["a"] == row["b"] == "identity" for row in result.plan):
+        return "first step"
+    return f"first step: {'compiling casts' if compiled_casts() else 'casts in plain torch'}"
 
 
 def points(steps: int, count: int) -> set[int]:

@@ -72,6 +72,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Next-byte model: forward(tokens, targets), int64 (batch, tokens), gives the mean loss (fp32, nats)."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.dim)

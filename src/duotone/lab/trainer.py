@@ -55,8 +55,10 @@ def require_device(name: str) -> None:
 
 
 class Trainer:
-    """A bf16 model under `recipe` with fp32 masters. The same arguments give the same bits, step by step.
+    """A bf16 model under `recipe` with fp32 masters.
 
+    On a CPU the same arguments give the same bits, step by step. On CUDA torch's attention adds gradients in no
+    fixed order when the context is long, so runs of such a preset agree closely, not to the bit.
     `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
     """
 
