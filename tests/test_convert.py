@@ -151,3 +151,43 @@ def test_torch_autocast_casts_as_it_does_for_nn_linear() -> None:
     assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
     got.sum().backward()
     assert m.weight.grad.dtype == torch.float32
+
+
+def test_second_derivatives_are_refused_instead_of_losing_terms() -> None:
+    m = duotone.convert(nn.Linear(32, 32), recipes.load("mxfp8"))
+    x = torch.randn(4, 32).requires_grad_()
+    (grad,) = torch.autograd.grad(m(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_float64_is_refused_at_convert_unless_nothing_is_quantized() -> None:
+    m = nn.Linear(32, 32).double()
+    with pytest.raises(RecipeError, match=r"is in torch.float64; formats encode"):
+        duotone.convert(m, recipes.load("mxfp8"))
+    assert type(m) is nn.Linear
+    assert duotone.convert(m, recipes.load("bf16"))(torch.randn(4, 32).double()).dtype == torch.float64
+
+
+def test_converted_subclasses_pickle() -> None:
+    m = duotone.convert(nn.Sequential(Plain(32, 32)), recipes.load("mxfp8"))
+    x = torch.randn(4, 32)
+    again = pickle.loads(pickle.dumps(m))
+    assert torch.equal(again(x), m(x)) and isinstance(again[0], Plain)
+    assert type(duotone.revert(again)[0]) is Plain
+
+
+def test_converting_in_inference_mode_leaves_a_model_that_trains() -> None:
+    m = nn.Linear(32, 32)
+    with torch.inference_mode():
+        duotone.convert(m, recipes.load("nvfp4"))
+    m(torch.randn(4, 32)).sum().backward()
+    assert m.weight.grad is not None
+
+
+def test_strict_rules_that_match_nothing_are_an_error() -> None:
+    rules = (Rule(module="layer.0.*", format="mxfp8_e4m3"),)
+    with pytest.raises(RecipeError, match="strict: no rule of recipe rules matches"):
+        duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipes.RuleRecipe(rules=rules, strict=True))
+    m = duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipes.RuleRecipe(rules=rules))
+    assert {row.reason for row in duotone.plan(m)} == {"the recipe keeps both operands in high precision"}

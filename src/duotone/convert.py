@@ -117,7 +117,13 @@ def _reason_left_alone(module: nn.Linear) -> str:
 def _converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
     if kind is nn.Linear:
         return Linear
-    return type(f"Planned{kind.__name__}", (PlannedLinear, kind), {"__module__": kind.__module__})
+    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__dict__)}
+    return type(f"Planned{kind.__name__}", (PlannedLinear, kind), members)
+
+
+def _rebuild(kind: type[nn.Linear]) -> nn.Module:
+    """An empty module of the class that a subclass of nn.Linear converts to, for pickle to fill."""
+    return _converted_class(kind).__new__(_converted_class(kind))
 
 
 def _original_class(kind: type) -> type:

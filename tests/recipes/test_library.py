@@ -102,6 +102,8 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("recipe = 'mxfp9'", "recipe 'mxfp9' is unknown; allowed are bf16"),
         ("recipe = 'mxfp8'\nbackward_override = 'bf16'", "backward_override 'bf16' is unknown"),
         ("strict = 'yes'\n[[rules]]\nformat = 'mxfp4'", "strict is 'yes'; allowed are true and false"),
+        ("recipe = 'nvfp4'\ndisable_rht = 'no'", "disable_rht is 'no'; allowed are true and false"),
+        ("name = 3\n[[rules]]\nformat = 'mxfp4'", "name is 3; it must be a string"),
         ("name = ", "is not valid TOML"),
     ],
 )

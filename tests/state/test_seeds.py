@@ -41,4 +41,7 @@ def test_loading_seeds_of_another_model_changes_nothing() -> None:
     before = duotone.rng_state(m)
     with pytest.raises(UserError, match="on one side only"):
         duotone.load_rng_state(m, {"a.duotone_seed": torch.tensor([1])})
+    for wrong in (torch.tensor([1.5]), torch.tensor([1, 2]), None):
+        with pytest.raises(UserError, match="must be an int64 tensor of one element"):
+            duotone.load_rng_state(m, {**before, "b.duotone_seed": wrong})
     assert all(torch.equal(before[name], value) for name, value in duotone.rng_state(m).items())

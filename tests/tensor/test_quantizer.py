@@ -76,6 +76,8 @@ def test_quantizers_are_values() -> None:
     )
     assert q != Quantizer(get("mxfp8_e4m3"), get("nvfp4"), "rowwise_dequantized")
     assert q.with_usage(columnwise=False) == Quantizer(get("mxfp8_e4m3"), None)
+    with pytest.raises(UserError, match="takes formats; got 'mxfp8_e4m3'"):
+        Quantizer("mxfp8_e4m3")
     with pytest.raises(UserError, match="columnwise_source 'both' is unknown"):
         Quantizer(columnwise_source="both")
 

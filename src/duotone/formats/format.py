@@ -250,6 +250,8 @@ class ScaledFormat:
         self, x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None, plane: str
     ) -> None:
         check_matrix(self.name, x, plane)
+        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UserError(f"{self.name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
         if self.is_stochastic and seed is None:
             raise UserError(f"{self.name} rounds stochastically and needs a seed; pass seed=<64-bit integer>")
         if scale is not None and amax is not None:
@@ -274,10 +276,9 @@ class ScaledFormat:
 
 
 def check_matrix(name: str, x: Tensor, plane: str) -> None:
-    """Raise UserError unless `x` is a matrix that a format can encode for a plane of that name."""
-    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        hint = "flatten or cast it first"
-        raise UserError(f"{name} encodes a 2-D bf16, fp16 or fp32 tensor; got {x.dim()}-D {x.dtype}: {hint}")
+    """Raise UserError unless `x` is a matrix and `plane` the name of a plane."""
+    if x.dim() != 2:
+        raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
     if plane not in philox.PLANES:
         raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from duotone.linear.plan import LinearPlan
 from duotone.tensor.plane import Plane
@@ -35,6 +36,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dy = gradients[0]
         plan: LinearPlan = ctx.plan

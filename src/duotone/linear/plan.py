@@ -121,6 +121,10 @@ def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> Ge
             f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
             "give both operands a format, or set strict to false"
         )
+    if not all(full) and setting.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise RecipeError(f"{name} is in {setting.dtype}; formats encode bf16, fp16 and fp32: cast the model first")
+    if all(full):
+        reason = "the recipe keeps both operands in high precision"
     if all(full) and all(first_match(setting.rules, _role(setting, kind)) for kind, _ in PLANES_OF_GEMM[gemm]):
         reason = "kept in high precision by a rule"
     return GemmPlan(gemm, a, b, rule, reason)

@@ -31,7 +31,8 @@ class PlannedLinear:
         self.recipe, self.rules, self.module_name = recipe, rules, name
         self._plans, self._last = {}, None
         if seeds.BUFFER not in self._buffers:  # type: ignore[attr-defined]
-            seed = seeds.initial_seed(name).to(self.weight.device)
+            with torch.inference_mode(False):  # an inference tensor could not advance in training
+                seed = seeds.initial_seed(name).to(self.weight.device)
             self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
 
     def setting(

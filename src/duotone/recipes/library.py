@@ -70,9 +70,10 @@ def _rules(data: dict[str, Any], default_name: str) -> RuleRecipe:
             raise RecipeError(f"rule {i}: {wrong[0]} is {row[wrong[0]]!r}; every field of a rule is a string")
         rules.append(Rule(**row))
     head = {key: data[key] for key in ("strict", "backward_override") if key in data}
-    if not isinstance(head.get("strict", False), bool):
-        raise RecipeError(f"strict is {head['strict']!r}; allowed are true and false")
-    return RuleRecipe(rules=tuple(rules), title=str(data.get("name", default_name)), **head)
+    title = data.get("name", default_name)
+    if not isinstance(title, str):
+        raise RecipeError(f"name is {title!r}; it must be a string")
+    return RuleRecipe(rules=tuple(rules), title=title, **head)
 
 
 def _only(given: dict[str, Any], allowed: tuple[str, ...], what: str) -> None:

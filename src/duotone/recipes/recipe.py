@@ -29,6 +29,9 @@ class Recipe:
         if self.backward_override not in OVERRIDES:
             allowed = "None, 'high_precision', 'dequantized'"
             raise RecipeError(f"backward_override {self.backward_override!r} is unknown; allowed are {allowed}")
+        for field in fields(self):
+            if field.type is bool and not isinstance(getattr(self, field.name), bool):
+                raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
 
     @property
     def name(self) -> str:

@@ -82,7 +82,11 @@ class RuleRecipe(Recipe):
         return self.title
 
     def __call__(self, role: QuantizerRole) -> Quantizer:
-        return first_match(self.rules, role) or Quantizer()
+        found = first_match(self.rules, role)
+        if found is None and self.strict:
+            remedy = "correct a rule, or end with one that has format = 'identity'"
+            raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
+        return found or Quantizer()
 
     def to_dict(self) -> dict[str, Any]:
         head = {"name": self.title, "strict": self.strict, "backward_override": self.backward_override}

@@ -40,6 +40,10 @@ def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     if set(buffers) != set(state):
         odd = sorted(set(buffers) ^ set(state))[0]
         raise UserError(f"seed {odd!r} is on one side only; convert the model as it was when rng_state was taken")
+    for name in buffers:
+        given = state[name]
+        if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != (1,):
+            raise UserError(f"seed {name!r} must be an int64 tensor of one element, as rng_state gives it")
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
 

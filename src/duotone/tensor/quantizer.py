@@ -42,6 +42,9 @@ class Quantizer:
     columnwise_source: str = "original"
 
     def __post_init__(self) -> None:
+        for fmt in (self.rowwise, self.columnwise):
+            if fmt is not None and not hasattr(fmt, "outer_extent"):
+                raise UserError(f"a quantizer takes formats; got {fmt!r}: use duotone.formats.get(name)")
         if self.columnwise_source not in SOURCES:
             raise UserError(
                 f"columnwise_source {self.columnwise_source!r} is unknown; allowed are {', '.join(SOURCES)}"
