@@ -83,7 +83,7 @@ def build_plan(setting: Setting) -> LinearPlan:
         "wgrad": (grad_output.columnwise, source.format(quantizers["input"])),
     }
     gemms = {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
-    columnwise = source.needs_columnwise
+    columnwise, backward = source.needs_columnwise, setting.input_grad or setting.weight_grad
     return LinearPlan(
         input=quantizers["input"],
         weight=quantizers["weight"],
@@ -97,7 +97,7 @@ def build_plan(setting: Setting) -> LinearPlan:
         wgrad=gemms["wgrad"],
         input_grad=setting.input_grad,
         weight_grad=setting.weight_grad,
-        seeds=sum(quantizer.is_stochastic for quantizer in quantizers.values()),
+        seeds=sum(made.is_stochastic for kind, made in quantizers.items() if backward or kind != "grad_output"),
     )
 
 
