@@ -30,8 +30,8 @@ def main() -> None:
             if fmt.derive(row) is None:
                 fmt.encode(x.t(), seed=seed, plane="col", stages=stages)
 
-        seconds = turns({b.name: lambda b=b, both=both: both(b) for b in backends}, rounds=9)
-        for backend in backends:
+        for backend in backends:  # one after the other: each finds the allocator as it left it
+            seconds = turns({backend.name: lambda b=backend, both=both: both(b)}, rounds=15)
             rate = SIZE * SIZE / statistics.median(seconds[backend.name])
             record(
                 "both planes of a bf16 4096x4096 on CPU",
