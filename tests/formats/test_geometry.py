@@ -41,18 +41,6 @@ def test_view_holds_every_element_in_its_block_and_zeros_elsewhere(
     assert torch.equal(block.unview(blocks, rows, cols), x)
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
-@given(st.sampled_from(BLOCKS), SIZES, SIZES)
-def test_expand_gives_each_element_the_value_of_its_block(block: Block, rows: int, cols: int) -> None:
-    down, across = block.grid(rows, cols)
-    scale = torch.arange(float(down * across)).view(down, across)
-    got = block.expand(scale, rows, cols)
-    want = [
-        [scale[i // (block.rows or rows), j // (block.cols or cols)].item() for j in range(cols)] for i in range(rows)
-    ]
-    assert got.shape == (rows, cols) and got.tolist() == want
-
-
 def test_view_of_whole_blocks_copies_nothing() -> None:
     x = torch.randn(32, 64)
     for block in (TENSOR, ROW, Block(1, 16), Block(16, 16)):

@@ -46,15 +46,6 @@ class Block:
         down, height, across, width = blocks.shape
         return blocks.reshape(down * height, across * width)[:rows, :cols]
 
-    def expand(self, scale: Tensor, rows: int, cols: int) -> Tensor:
-        """A value per block (grid) -> a value per element (M, K)."""
-        scale = scale.view(self.grid(rows, cols))
-        if self.rows > 1:
-            scale = scale.repeat_interleave(self.rows, 0)[:rows]
-        if self.cols > 1:
-            scale = scale.repeat_interleave(self.cols, 1)[:, :cols]
-        return scale.expand(rows, cols)
-
 
 TENSOR = Block(0, 0)
 ROW = Block(1, 0)
