@@ -24,7 +24,8 @@ def test_what_stays_in_high_precision_says_why(duotone):
     assert "high precision" in rows["lm_head", "dgrad"] and "rule" in rows["lm_head", "dgrad"]
 
 
-ONE_SIDED = '[[rules]]\ntensor_type = "input"\nformat = "mxfp8_e4m3"\n'
+INPUT_ONLY = '[[rules]]\ntensor_type = "input"\nformat = "mxfp8_e4m3"\n'
+ONE_SIDED = INPUT_ONLY + '[[rules]]\nformat = "identity"\n'
 
 
 def test_strict_makes_an_unasked_fallback_an_error(duotone, refused, tmp_path):
@@ -34,6 +35,14 @@ def test_strict_makes_an_unasked_fallback_an_error(duotone, refused, tmp_path):
     assert "strict: fprop of layers.0.attention.qkv" in refused(
         "plan", "--preset", "tiny", "--recipe", path, "--strict"
     )
+
+
+def test_strict_refuses_a_tensor_that_no_rule_matches(duotone, refused, tmp_path):
+    path = tmp_path / "unmatched.toml"
+    path.write_text(INPUT_ONLY)
+    assert duotone("plan", "--preset", "tiny", "--recipe", path)[0] == 0
+    message = refused("plan", "--preset", "tiny", "--recipe", path, "--strict")
+    assert "no rule of recipe unmatched matches" in message and "tensor_type=weight" in message
 
 
 @pytest.mark.parametrize(
