@@ -14,6 +14,7 @@ def _fp8(element: Element) -> None:
     for block in (TENSOR, ROW):
         register(ScaledFormat(f"{stem}_{block.name}", element, block, Fp32Scale()))
         register(ScaledFormat(f"{stem}_{block.name}_pow2", element, block, Fp32Scale(power_of_two=True)))
+    register(ScaledFormat(f"{stem}_delayed", element, TENSOR, Fp32Scale(), is_delayed=True))
     for block in (Block(1, 128), Block(128, 128)):
         rule = Fp32Scale(power_of_two=True, overflow="input")
         register(ScaledFormat(f"{stem}_{block.name}", element, block, rule))

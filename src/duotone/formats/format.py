@@ -11,7 +11,7 @@ from duotone.errors import UserError
 from duotone.formats import hadamard, philox
 from duotone.formats.elements import Element
 from duotone.formats.geometry import Block
-from duotone.formats.parts import Parts, PartSpec
+from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.scales import Blocked, Scaled
 from duotone.formats.stages import PLAIN, Stages
 
@@ -43,6 +43,16 @@ class Format(Protocol):
     def is_stochastic(self) -> bool: ...
 
     @property
+    def is_delayed(self) -> bool:
+        """Whether the scale comes from outside, out of a history of amaxes, instead of from the matrix."""
+        ...
+
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """Rows and columns at whose multiples a matrix may be cut without cutting a block."""
+        ...
+
+    @property
     def transform(self) -> str:
         """Name of the transform along the contraction ("" for none); the operands of a GEMM must agree in it."""
         ...
@@ -70,6 +80,7 @@ class Format(Protocol):
         amax: Tensor | None = None,
         seed: Tensor | int | None = None,
         plane: str = "row",
+        shard: Shard | None = None,
         stages: Stages = PLAIN,
     ) -> Parts: ...
 
@@ -101,6 +112,7 @@ class ScaledFormat:
     rule: Any
     hadamard: bool = False
     is_stochastic: bool = False
+    is_delayed: bool = False
     outer_extent: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +135,10 @@ class ScaledFormat:
         return any(spec.rows_per_entry is None for spec in self.parts(1, 1).values())
 
     @property
+    def alignment(self) -> tuple[int, int]:
+        return self.block.rows or 1, math.lcm(self.block.cols or 1, self.element.codes_per_byte)
+
+    @property
     def is_derivable(self) -> bool:
         return self.block.transposes and not self.hadamard
 
@@ -130,7 +146,7 @@ class ScaledFormat:
         """Name -> buffer of the encoding of a (rows, cols) matrix."""
         cols = self._stored_cols(cols)
         per_byte = self.element.codes_per_byte
-        codes = PartSpec((rows, -(-cols // per_byte)), torch.uint8, 1)
+        codes = PartSpec((rows, -(-cols // per_byte)), torch.uint8, 1, per_byte)
         return {"codes": codes, **self.rule.specs(self.block, rows, cols)}
 
     def encode(
@@ -141,20 +157,22 @@ class ScaledFormat:
         amax: Tensor | None = None,
         seed: Tensor | int | None = None,
         plane: str = "row",
+        shard: Shard | None = None,
         stages: Stages = PLAIN,
     ) -> Parts:
         """(M, K) bf16, fp16 or fp32 -> parts.
 
         `scale` is an encode scale from outside (fp32 scales only), `amax` a global amax from outside (formats whose
         scale spans the tensor or its rows), `seed` an int64 for stochastic rounding, `plane` "row" or "col" its stream.
+        With `shard`, amaxes that span the sharded dimension are those of all shards.
         """
         self._check(x, scale, amax, seed, plane)
         if self.hadamard:
             x = stages.rotate(x)
         rows, cols = x.shape
         blocks = self.block.view(x)
-        block_amax = stages.amax(blocks) if scale is None else blocks.new_empty(self.block.grid(rows, cols))
-        given = Blocked(blocks, block_amax, self.element, self.block, (rows, cols), x.dtype, stages)
+        block_amax = stages.amax(blocks) if scale is None and not self.is_delayed else blocks.new_empty(self.block.grid(rows, cols))
+        given = Blocked(blocks, block_amax, self.element, self.block, (rows, cols), x.dtype, stages, shard)
         scaled = self._scale(given, scale, amax)
         multiplier = scaled.multiplier[:, None, :, None]
         if self.is_stochastic:
@@ -206,7 +224,7 @@ class ScaledFormat:
             "name": self.name,
             "element": self.element.name,
             "block": self.block.name,
-            "scale": self.rule.name,
+            "scale": f"{self.rule.name}, from a history" if self.is_delayed else self.rule.name,
             "transform": self.transform,
             "rounding": "stochastic" if self.is_stochastic else "nearest",
             "columnwise": "transposed" if self.is_derivable else "encoded",
@@ -216,11 +234,13 @@ class ScaledFormat:
     def _scale(self, given: Blocked, scale: Tensor | None, amax: Tensor | None) -> Scaled:
         if scale is not None:
             return self.rule.given(scale, given)
+        if self.is_delayed:
+            return self.rule.given(torch.ones_like(given.amax), given)
         if amax is None:
             return self.rule.decide(given)
         if "amax" in self.parts(1, 1):
             return self.rule.decide(given, amax)
-        return self.rule.decide(given._replace(amax=amax.to(torch.float32).reshape(given.amax.shape)))
+        return self.rule.decide(given._replace(shard=None, amax=amax.to(torch.float32).reshape(given.amax.shape)))
 
     def _values(self, parts: Parts, dtype: torch.dtype, factor_of: Any, stages: Stages) -> Tensor:
         codes = self._unpacked(parts["codes"], stages)

@@ -21,6 +21,11 @@ class Block:
         return {(0, 0): "tensor", (1, 0): "row"}.get((self.rows, self.cols), f"{self.rows}x{self.cols}")
 
     @property
+    def spans(self) -> tuple[bool, bool]:
+        """Whether one block covers all rows, and all columns."""
+        return self.rows == 0, self.cols == 0
+
+    @property
     def transposes(self) -> bool:
         """Whether the blocks of the transpose are the transposed blocks."""
         return self.rows == self.cols

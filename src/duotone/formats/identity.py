@@ -8,7 +8,7 @@ from torch import Tensor
 
 from duotone.formats.format import Factors, check_matrix
 from duotone.formats.geometry import TENSOR, Block
-from duotone.formats.parts import Parts, PartSpec
+from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.stages import PLAIN, Stages
 
 
@@ -19,6 +19,8 @@ class Identity:
     name: str = "identity"
     precision = 32
     is_stochastic = False
+    is_delayed = False
+    alignment = (1, 1)
     transform = ""
     outer_extent = "high precision"
     spans_rows = False
@@ -29,8 +31,8 @@ class Identity:
         return TENSOR
 
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]:
-        """One buffer in the caller's dtype; the spec names bf16, the dtype of training."""
-        return {"codes": PartSpec((rows, cols), torch.bfloat16, 1)}
+        """One buffer, in the dtype of the matrix."""
+        return {"codes": PartSpec((rows, cols), None, 1, 1)}
 
     def encode(
         self,
@@ -40,9 +42,10 @@ class Identity:
         amax: Tensor | None = None,
         seed: Tensor | int | None = None,
         plane: str = "row",
+        shard: Shard | None = None,
         stages: Stages = PLAIN,
     ) -> Parts:
-        del scale, amax, seed, stages
+        del scale, amax, seed, shard, stages
         check_matrix(self.name, x, plane)
         return {"codes": x}
 

@@ -1,6 +1,7 @@
 """The buffers of an encoded plane, by name, and how each one shards."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,11 +11,28 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One buffer: its shape, its dtype, and how many logical rows each entry of its first dimension covers.
+    """One buffer: its shape, its dtype, and how many logical rows and columns each of its entries covers.
 
-    `rows_per_entry` is None where the buffer describes the whole matrix and every shard needs a copy.
+    `rows_per_entry` is for the first dimension and `cols_per_entry` for the second. None: the buffer describes the
+    whole extent, and every shard needs the same copy. `dtype` None is the dtype of the matrix itself.
     """
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     rows_per_entry: int | None
+    cols_per_entry: int | None = None
+
+    @property
+    def entries(self) -> tuple[int | None, int | None]:
+        return self.rows_per_entry, self.cols_per_entry
+
+
+class Shard(Protocol):
+    """A matrix that is one of several shards along `dim` (0 rows, 1 columns), whose amaxes have to agree."""
+
+    @property
+    def dim(self) -> int: ...
+
+    def max(self, amax: Tensor) -> Tensor:
+        """The elementwise maximum over all shards."""
+        ...

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from duotone.formats.elements import E4M3, Element
 from duotone.formats.geometry import Block
-from duotone.formats.parts import Parts, PartSpec
+from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.stages import Stages, power_of_two
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -33,6 +33,11 @@ class Blocked(NamedTuple):
     shape: tuple[int, int]
     dtype: torch.dtype
     stages: Stages
+    shard: Shard | None = None
+
+    def agreed(self, amax: Tensor, spans: tuple[bool, bool]) -> Tensor:
+        """`amax`, or its maximum over the shards where it spans the sharded dimension."""
+        return amax if self.shard is None or not spans[self.shard.dim] else self.shard.max(amax)
 
 
 class Scaled(NamedTuple):
@@ -70,13 +75,14 @@ class Fp32Scale:
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         down, across = block.grid(rows, cols)
         shape = (1,) if block.name == "tensor" else (down, across)
-        return {"scale": PartSpec(shape, torch.float32, rows_per_entry=block.rows or None)}
+        return {"scale": PartSpec(shape, torch.float32, block.rows or None, block.cols or None)}
 
     def decide(self, x: Blocked) -> Scaled:
         largest = FLT_MAX if self.overflow == "fp32" else torch.finfo(x.dtype).max
-        scale = divide(x.element.max, x.amax)
+        amax = x.agreed(x.amax, x.block.spans)
+        scale = divide(x.element.max, amax)
         scale = torch.where(torch.isinf(scale), largest, scale)
-        return self.given(torch.where((x.amax == 0) | ~torch.isfinite(x.amax), 1.0, scale), x)
+        return self.given(torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale), x)
 
     def given(self, scale: Tensor, x: Blocked) -> Scaled:
         """The decision for an encode scale, which may come from outside (delayed scaling)."""
@@ -124,7 +130,7 @@ class E8M0Scale:
     divisor = 1.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
-        return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, rows_per_entry=block.rows)}
+        return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, block.rows, block.cols)}
 
     def decide(self, x: Blocked) -> Scaled:
         code, multiplier = x.stages.exponent_scale(x.amax, x.element.reciprocal)
@@ -171,13 +177,15 @@ class TwoLevelScale:
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         across = block.grid(rows, cols)[1]
         amax = PartSpec((rows,), torch.float32, 1) if self.per_row else PartSpec((1,), torch.float32, None)
-        return {"scale": PartSpec((rows, across), torch.uint8, 1), "amax": amax}
+        return {"scale": PartSpec((rows, across), torch.uint8, 1, block.cols), "amax": amax}
 
     def amax(self, x: Blocked) -> Tensor:
-        """g from the amax of the blocks: fp32 (1,) or (M,)."""
+        """g from the amax of the blocks, of all shards: fp32 (1,) or (M,)."""
         if x.amax.numel() == 0:
-            return x.amax.new_zeros(self.specs(x.block, *x.shape)["amax"].shape)
-        return x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
+            own = x.amax.new_zeros(self.specs(x.block, *x.shape)["amax"].shape)
+        else:
+            own = x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
+        return x.agreed(own, (not self.per_row, True))
 
     def decide(self, x: Blocked, g: Tensor | None = None) -> Scaled:
         g = self.amax(x) if g is None else g.to(torch.float32, copy=True).reshape(-1)

@@ -19,6 +19,23 @@ class QuantizerRole:
         return "|".join(f"{key}={value}" for key, value in fields if value) or "QuantizerRole()"
 
 
+@dataclass(frozen=True)
+class Site:
+    """Where the module of a role stands: what rules may ask besides the role itself.
+
+    `layer` is its index in the outermost numbered stack of modules that holds it, `layers` the length of that stack;
+    `shape` is its weight's, (out, in). None is not known, or not in a stack. `named` says whether the role's name is
+    the module's full name in its model.
+    """
+
+    layer: int | None = None
+    layers: int | None = None
+    shape: tuple[int, ...] | None = None
+    named: bool = True
+
+
+ANYWHERE = Site()
+
 TENSOR_TYPES = ("input", "weight", "grad_output")
 GEMMS = ("fprop", "dgrad", "wgrad")
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
+from duotone.tensor.history import History
 from duotone.tensor.plane import Plane
 
 SOURCES = ("original", "rowwise_dequantized")
@@ -34,12 +35,14 @@ class Quantizer:
     """`rowwise` encodes x, `columnwise` its transpose; None means that the direction is never made.
 
     `columnwise_source` is what the columnwise plane encodes: the original, or the dequantized rowwise plane, so that
-    backward differentiates the function that forward computed.
+    backward differentiates the function that forward computed. `history` holds the parameters of those directions
+    whose format is delayed.
     """
 
     rowwise: Format | None = IDENTITY
     columnwise: Format | None = IDENTITY
     columnwise_source: str = "original"
+    history: History | None = None
 
     def __post_init__(self) -> None:
         for fmt in (self.rowwise, self.columnwise):

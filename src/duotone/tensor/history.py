@@ -1,0 +1,36 @@
+"""The parameters of delayed scaling, as a value: how a scale follows from the amaxes of earlier steps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from duotone.errors import UserError
+
+ALGORITHMS = ("max", "most_recent")
+
+
+@dataclass(frozen=True)
+class History:
+    """scale = MAX 2^-margin / amax, with amax the largest ("max") or newest ("most_recent") of the history.
+
+    `amax_history_len` counts the slot that fills at present. Callables replace the rules: `amax_compute_algo(history)`
+    takes the history (L, n), newest last, to amax (n,); `scaling_factor_compute_algo(amax, scale, fp8_max, history)`
+    gives the new scale (n,). `reduce_amax` takes the maximum over the amax reduction group of the autocast.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
+    reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.margin, int) or isinstance(self.margin, bool):
+            raise UserError(f"margin is {self.margin!r}; it must be an integer number of powers of two")
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise UserError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer of at least 1")
+        if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ALGORITHMS:
+            allowed = f"{', '.join(ALGORITHMS)}, or a function of the history"
+            raise UserError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown; allowed are {allowed}")
