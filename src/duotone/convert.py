@@ -5,7 +5,7 @@ A converted nn.Linear only changes its class: parameters, names, hooks and state
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -13,9 +13,11 @@ from torch import nn
 from duotone.errors import RecipeError, UserError
 from duotone.linear import Setting, build_plan
 from duotone.modules.linear import Linear, PlannedLinear
+from duotone.modules.naming import sites_of
+from duotone.modules.planned import Planned, held
 from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
-from duotone.state import seeds
 
 
 @dataclass(frozen=True)
@@ -42,27 +44,26 @@ def convert(model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEA
     anything where the recipe cannot be used.
     """
     _validate(recipe, rules)
-    rules = tuple(rules)
+    rules, sites = tuple(rules), sites_of(model)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     converted = [(name, module) for name, module in linears if not _reason_left_alone(module)]
     for name, module in linears:
         if recipe.strict and _reason_left_alone(module):
             raise RecipeError(f"strict: {name} stays in high precision: {_reason_left_alone(module)}")
     for name, module in converted:
-        build_plan(Setting(recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype))
+        setting = Setting(recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype)
+        build_plan(replace(setting, site=sites[name], weight_held=held(module.weight)))
     for name, module in converted:
-        _adopt(module, recipe, rules, name)
+        _adopt(module, recipe, rules, name, sites[name])
     return model
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert`, in place, and return the model: every module gets its class back, and the seeds go."""
+    """Undo `convert`, in place, and return the model: every module gets its class back, and seeds and states go."""
     for module in model.modules():
-        if isinstance(module, PlannedLinear):
+        if isinstance(module, Planned):
             assert isinstance(module, nn.Module)
-            for attribute in ("recipe", "rules", "module_name", "_plans", "_last"):
-                delattr(module, attribute)
-            delattr(module, seeds.BUFFER)
+            module.release()
             module.__class__ = _original_class(type(module))
     return model
 
@@ -117,7 +118,7 @@ def _reason_left_alone(module: nn.Linear) -> str:
 def _converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
     if kind is nn.Linear:
         return Linear
-    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__dict__)}
+    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__getstate__())}
     return type(f"Planned{kind.__name__}", (PlannedLinear, kind), members)
 
 
@@ -130,11 +131,12 @@ def _original_class(kind: type) -> type:
     return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))
 
 
-def _adopt(module: nn.Linear, recipe: Recipe, rules: tuple[Rule, ...], name: str) -> None:
+def _adopt(module: nn.Linear, recipe: Recipe, rules: tuple[Rule, ...], name: str, site: Site) -> None:
     if not isinstance(module, PlannedLinear):
         module.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
     assert isinstance(module, PlannedLinear)
-    module.adopt(recipe, rules, name)
+    module.adopt(recipe, rules, name, site)
+    module.prepare(recipe)
 
 
 def _validate(recipe: Recipe, rules: Sequence[Rule]) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import duotone
 from duotone import formats, recipes
 from duotone.recipes.roles import QuantizerRole
+from duotone.tensor import QuantizeContext
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -45,7 +46,7 @@ def test_a_linear_on_cuda_multiplies_what_its_formats_decode_to(name) -> None:
     y.backward(dy)
 
     def planes(kind: str, t: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, seed=seed + index)
+        row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, ctx=QuantizeContext(seed=seed + index))
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
     (xr, xc), (wr, wc), (gr, gc) = (

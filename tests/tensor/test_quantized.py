@@ -5,8 +5,7 @@ import torch
 
 from duotone import Quantizer, formats
 from duotone.errors import UsageError, UserError
-from duotone.tensor import QuantizedTensor, Usage
-from duotone.tensor.quantized import quantize
+from duotone.tensor import BOTH, QuantizedTensor, Usage
 from duotone.tensor.vocabulary import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -19,6 +18,10 @@ from duotone.tensor.vocabulary import (
 MX = Quantizer(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3"))
 FP8 = Quantizer(formats.get("fp8_e4m3_tensor"), formats.get("fp8_e4m3_tensor"))
 HYBRID = Quantizer(formats.get("nvfp4"), formats.get("mxfp8_e4m3"))
+
+
+def quantize(x: torch.Tensor, quantizer: Quantizer, usage: Usage = BOTH) -> QuantizedTensor:
+    return quantizer.quantize(x, usage=usage)
 
 
 def parts(t: QuantizedTensor) -> list[torch.Tensor]:
@@ -63,7 +66,7 @@ def test_update_usage_drops_keeps_and_derives() -> None:
 
 def test_a_failing_update_usage_changes_nothing() -> None:
     t = quantize(torch.randn(32, 64), MX, Usage(True, False))
-    for request in ({"rowwise": False, "columnwise": True}, {"columnwise": True}, {"rowwise": False}):
+    for request in ({"rowwise": False, "columnwise": True}, {"columnwise": True}):
         with pytest.raises(UsageError):
             t.update_usage(**request)
         assert t.get_usages() == {"rowwise": True, "columnwise": False}
@@ -119,11 +122,13 @@ def test_clone_is_deep_and_detach_shares() -> None:
     assert torch.equal(clone.dequantize(), kept)
 
 
-def test_views_that_keep_the_last_dimension_stay_quantized() -> None:
+@pytest.mark.parametrize("shape", [(32, 64), (-1,), (32, 32, 2), (2, -1, 64)])
+def test_every_view_stays_quantized(shape) -> None:
     t = quantize(torch.randn(4, 8, 64), MX)
-    flat = t.view(32, 64)
-    assert isinstance(flat, QuantizedTensor) and torch.equal(flat.dequantize(), t.dequantize().view(32, 64))
-    assert type(t.view(32, 32, 2)) is torch.Tensor
+    view = t.view(shape)
+    assert isinstance(view, QuantizedTensor) and torch.equal(view.dequantize(), t.dequantize().view(shape))
+    view.mul_(2)
+    assert torch.equal(t.dequantize(), view.dequantize().view(4, 8, 64))
 
 
 def test_other_operations_give_plain_tensors_of_the_dequantized_values() -> None:
@@ -138,11 +143,17 @@ def test_other_operations_give_plain_tensors_of_the_dequantized_values() -> None
     assert torch.equal(t.to(torch.bfloat16), t.dequantize().to(torch.bfloat16))
 
 
-def test_a_tensor_needs_a_plane_and_a_row() -> None:
-    with pytest.raises(UsageError, match="at least one plane"):
-        quantize(torch.randn(4, 4), MX, Usage(False, False))
-    with pytest.raises(UserError, match="0-dimensional"):
-        quantize(torch.tensor(1.0), MX)
+def test_a_tensor_without_planes_knows_its_shape_and_has_no_values() -> None:
+    """hybrid 9, 22."""
+    t = quantize(torch.randn(4, 4), MX, Usage(False, False))
+    dropped = quantize(torch.randn(4, 4), HYBRID)
+    dropped.update_usage(rowwise=False, columnwise=False)
+    for shell in (t, dropped):
+        assert shell.shape == (4, 4) and shell.size(-1) == 4 and "no planes" in repr(shell)
+        with pytest.raises(UsageError, match="holds no plane"):
+            shell.dequantize()
+        with pytest.raises(UsageError, match="no rowwise plane"):
+            shell.update_usage(rowwise=True)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,7 @@ def test_handles_change_usages_of_later_calls_only() -> None:
     assert first.get_usages() == {"rowwise": True, "columnwise": True}
     assert handle(x).get_usages() == {"rowwise": True, "columnwise": False}
     assert handle == MXFP8Quantizer() and hash(handle) == hash(MXFP8Quantizer())
+    handle.set_usage(columnwise=True)
     assert handle.quantize(x * 2, out=first) is first and same(first, quantize(x * 2, MX))
     copy = handle.copy()
     copy.set_usage(rowwise=False)

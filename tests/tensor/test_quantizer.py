@@ -5,7 +5,7 @@ import torch
 
 from duotone import Quantizer, formats
 from duotone.errors import UserError
-from duotone.tensor import Plane, Usage
+from duotone.tensor import LOCAL, Plane, QuantizeContext, Usage
 
 get = formats.get
 
@@ -14,9 +14,9 @@ def count_encodes(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     original = Plane.encode
 
-    def counting(fmt, x, *, seed=None, plane="row"):
+    def counting(fmt, x, ctx=LOCAL, plane="row"):
         calls.append((fmt.name, plane))
-        return original(fmt, x, seed=seed, plane=plane)
+        return original(fmt, x, ctx, plane=plane)
 
     monkeypatch.setattr(Plane, "encode", staticmethod(counting))
     return calls
@@ -25,7 +25,7 @@ def count_encodes(monkeypatch) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", formats.names())
 def test_columnwise_plane_is_the_encoding_of_the_transpose(name: str) -> None:
     x, seed = torch.randn(48, 80).bfloat16(), torch.tensor([4])
-    col = Quantizer(get(name), get(name)).encode(x, seed=seed).columnwise
+    col = Quantizer(get(name), get(name)).encode(x, ctx=QuantizeContext(seed=seed)).columnwise
     assert col.shape == (80, 48)
     if get(name).is_derivable:
         expected = get(name).derive(get(name).encode(x, seed=seed))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
 
 COMPILE_FROM = 1 << 15
@@ -21,6 +22,11 @@ def stages_for(x: Tensor) -> Stages:
     # Under a dispatch mode Dynamo gives a function up for good, without a word.
     observed = torch._C._len_torch_dispatch_stack() > 0
     return CHUNKED if observed or compiler_reason() else COMPILED
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """fp32 (1,): the largest magnitude in a matrix, NaN ignored, 0 where it is empty."""
+    return stages_for(x).amax(TENSOR.view(x)).reshape(1)
 
 
 def compiled_casts() -> bool:

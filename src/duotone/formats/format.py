@@ -12,6 +12,7 @@ from duotone.formats import hadamard, philox
 from duotone.formats.elements import Element
 from duotone.formats.geometry import Block
 from duotone.formats.parts import Parts, PartSpec, Shard
+from duotone.formats.registry import get
 from duotone.formats.scales import Blocked, Scaled
 from duotone.formats.stages import PLAIN, Stages
 
@@ -45,6 +46,16 @@ class Format(Protocol):
     @property
     def is_delayed(self) -> bool:
         """Whether the scale comes from outside, out of a history of amaxes, instead of from the matrix."""
+        ...
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of an element."""
+        ...
+
+    @property
+    def family(self) -> str:
+        """What a tensor core needs equal in both operands: kind of scale, block width, transform."""
         ...
 
     @property
@@ -118,9 +129,25 @@ class ScaledFormat:
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer_extent", self.rule.outer_extent(self.block))
 
+    def __reduce__(self) -> Any:
+        # By name: a pickle from another version never carries stale fields.
+        return get, (self.name,)
+
+    def __deepcopy__(self, memo: Any) -> "ScaledFormat":
+        return self
+
     @property
     def precision(self) -> int:
         return self.element.bits
+
+    @property
+    def largest(self) -> float:
+        return self.element.max
+
+    @property
+    def family(self) -> str:
+        width = self.block.cols or "whole"
+        return f"{self.rule.family} scales over {width}{' rotated' if self.hadamard else ''}"
 
     @property
     def transform(self) -> str:

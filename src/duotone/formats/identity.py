@@ -20,11 +20,19 @@ class Identity:
     precision = 32
     is_stochastic = False
     is_delayed = False
+    largest = float("inf")
+    family = "high precision"
     alignment = (1, 1)
     transform = ""
     outer_extent = "high precision"
     spans_rows = False
     is_derivable = True
+
+    def __reduce__(self) -> str:
+        return "IDENTITY"
+
+    def __deepcopy__(self, memo: Any) -> "Identity":
+        return self
 
     @property
     def outer_block(self) -> Block:

@@ -1,14 +1,17 @@
 """Formats by name: append-only. `catalog.py` holds the rows that ship."""
 
 import difflib
+from typing import TYPE_CHECKING
 
 from duotone.errors import RecipeError
-from duotone.formats.format import Format
 
-_FORMATS: dict[str, Format] = {}
+if TYPE_CHECKING:
+    from duotone.formats.format import Format
+
+_FORMATS: "dict[str, Format]" = {}
 
 
-def register(fmt: Format) -> Format:
+def register(fmt: "Format") -> "Format":
     """Add a format under its name; a name is never given twice."""
     if fmt.name in _FORMATS:
         raise RecipeError(f"format {fmt.name!r} is registered already; choose another name")
@@ -16,7 +19,7 @@ def register(fmt: Format) -> Format:
     return fmt
 
 
-def get(name: str) -> Format:
+def get(name: str) -> "Format":
     """The format of that name. Raises RecipeError where there is none."""
     if isinstance(name, str) and name in _FORMATS:
         return _FORMATS[name]

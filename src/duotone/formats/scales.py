@@ -67,6 +67,7 @@ class Fp32Scale:
     power_of_two: bool = False
     overflow: str = "fp32"
     accepts_scale = True
+    family = "fp32"
 
     @property
     def name(self) -> str:
@@ -126,7 +127,7 @@ class E8M0Scale:
     """A power of two as a biased exponent byte: amax/MAX rounded up, so that nothing saturates (the RCEIL mode)."""
 
     accepts_scale = False
-    name = "e8m0"
+    name = family = "e8m0"
     divisor = 1.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
@@ -168,6 +169,7 @@ class TwoLevelScale:
     per_row: bool = False
     accepts_scale = False
     name = "e4m3 under an fp32 amax"
+    family = "two-level"
 
     @property
     def divisor(self) -> float:

@@ -1,4 +1,4 @@
-"""The linear core: the one forward and the one backward that order quantize and multiply.
+"""The linear core: the one forward and the one backward that order quantize, communicate and multiply.
 
     fprop  y  = x.row  w.row^T      (M, K) (N, K) -> (M, N)
     dgrad  dx = dy.row w.col^T      (M, N) (K, N) -> (M, K)
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from duotone.linear.plan import LinearPlan
-from duotone.tensor.plane import Plane
+from duotone.tensor.saving import pack, unpack
 
 
 class LinearFunction(torch.autograd.Function):
@@ -24,15 +24,21 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
     ) -> Tensor:
-        x_planes = plan.input.encode(x, plan.input_usage, _stream(seed, 0))
-        w_planes = plan.weight.encode(weight, plan.weight_usage, _stream(seed, 1))
+        layout, seeds = plan.layout, plan.streams(seed)
+        x_context, w_context = plan.input_context.with_seed(seeds[0]), plan.weight_context.with_seed(seeds[1])
+        x_planes = plan.input_from.planes(x, plan.input, plan.input_usage, x_context)
+        w_planes = plan.weight_from.planes(weight, plan.weight, plan.weight_usage, w_context)
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
-        y = plan.fprop.rule.run(x_planes.rowwise, w_planes.rowwise, x.dtype, bias)
+        row = layout.gather_input(x_planes.rowwise, 0)
+        y = plan.fprop.rule.run(row, w_planes.rowwise, x.dtype, layout.bias_in_product(bias))
+        y = layout.reduce_output(y, bias)
         kept_x = plan.source.keep(x, x_planes) if plan.weight_grad else None
         kept_w = plan.source.keep(weight, w_planes) if plan.input_grad else None
         ctx.plan = plan
-        ctx.kept, tensors = _pack(kept_x, kept_w)
-        ctx.save_for_backward(*tensors, seed)
+        ctx.kept, tensors = pack(kept_x, kept_w)
+        # Not among the saved tensors: a recomputed forward must not replace the seed of the first one.
+        ctx.seed = seeds[2]
+        ctx.save_for_backward(*tensors)
         return y
 
     @staticmethod
@@ -40,18 +46,20 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         dy = gradients[0]
         plan: LinearPlan = ctx.plan
-        *tensors, seed = ctx.saved_tensors
-        kept_x, kept_w = _unpack(ctx.kept, tensors)
-        dy_planes = plan.grad_output.encode(dy, plan.grad_usage, _stream(seed, 2))
+        layout, source = plan.layout, plan.source
+        kept_x, kept_w = unpack(ctx.kept, ctx.saved_tensors)
+        dy_planes = plan.grad_output.encode(dy, plan.grad_usage, plan.grad_context.with_seed(ctx.seed))
         dx = dw = db = None
         if kept_w is not None and dy_planes.rowwise is not None:
-            operand = plan.source.restore(kept_w, dy.dtype)
-            dx = plan.dgrad.rule.run(dy_planes.rowwise, operand, dy.dtype)
+            row = layout.gather_grad(dy_planes.rowwise, 0)
+            dx = plan.dgrad.rule.run(row, source.restore(kept_w, dy.dtype), dy.dtype)
+            dx = layout.reduce_grad_input(dx)
         if kept_x is not None and dy_planes.columnwise is not None:
-            operand = plan.source.restore(kept_x, dy.dtype)
-            dw = plan.wgrad.rule.run(dy_planes.columnwise, operand, dy.dtype)
+            col = layout.gather_grad(dy_planes.columnwise, 1)
+            operand = source.restore(layout.gather_input(kept_x, source.token_dim), dy.dtype)
+            dw = plan.wgrad.rule.run(col, operand, dy.dtype)
         if ctx.needs_input_grad[3]:
-            db = dy.sum(0)
+            db = layout.reduce_grad_bias(dy.sum(0))
         return None, dx, dw, db, None
 
 
@@ -59,32 +67,8 @@ def linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, see
     """x (*lead, K) -> (*lead, N), as the plan says. `seed` is needed where the plan rounds stochastically."""
     if x.dim() == 2:
         return LinearFunction.apply(plan, x, weight, bias, seed)  # type: ignore[no-any-return]
-    flat = LinearFunction.apply(plan, x.reshape(-1, x.shape[-1]), weight, bias, seed)
-    return flat.view(*x.shape[:-1], weight.shape[0])  # type: ignore[union-attr]
-
-
-def _stream(seed: Tensor | None, index: int) -> Tensor | None:
-    """The seed of the index-th quantize of this call."""
-    return None if seed is None else seed + index
-
-
-def _pack(*planes: Plane | None) -> tuple[list[Any], list[Tensor]]:
-    """Planes as what describes them and a flat list of tensors, for autograd to keep."""
-    kinds: list[Any] = []
-    tensors: list[Tensor] = []
-    for plane in planes:
-        kinds.append(None if plane is None else (plane.format, plane.shape, tuple(plane.parts)))
-        tensors.extend(() if plane is None else plane.parts.values())
-    return kinds, tensors
-
-
-def _unpack(kinds: list[Any], tensors: list[Tensor]) -> list[Plane | None]:
-    remaining = iter(tensors)
-    planes: list[Plane | None] = []
-    for kind in kinds:
-        if kind is None:
-            planes.append(None)
-            continue
-        fmt, shape, names = kind
-        planes.append(Plane(fmt, {name: next(remaining) for name in names}, shape))
-    return planes
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.numel() // max(1, x.shape[-1]), x.shape[-1])
+    y: Tensor = LinearFunction.apply(plan, flat, weight, bias, seed)  # type: ignore[assignment]
+    if y.shape[0] == flat.shape[0]:
+        return y.view(*x.shape[:-1], weight.shape[0])
+    return y.view(-1, *x.shape[1:-1], weight.shape[0])  # sequence parallelism gathers or scatters the first dimension

@@ -1,26 +1,39 @@
-"""The plan of a linear: recipe, roles, gradients needed and device, resolved once into three GEMMs.
+"""The plan of a linear: recipe, roles, gradients needed, parallel layout and device, resolved once into three GEMMs.
 
 Execution reads no mode; it follows the plan. A plan is frozen and hashable, and its rows say which kernel runs.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from duotone.dispatch.gemms import GemmProblem, GemmRule, choose
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
+from duotone.linear.layout import WHOLE, Layout
+from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand
 from duotone.linear.source import SOURCES, Source
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole
+from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
-from duotone.tensor.quantizer import Quantizer, Usage
+from duotone.state.delayed import RECORD, DelayedSlot
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that decides a plan: what the module is asked to do, and where."""
+    """All that decides a plan: what the module is asked to do, and where.
+
+    `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
+    `grad_input_role` name the consumers at the module's boundaries, None where they are not known.
+    """
 
     recipe: Recipe
     rules: tuple[Rule, ...]
@@ -30,6 +43,26 @@ class Setting:
     dtype: torch.dtype
     input_grad: bool = True
     weight_grad: bool = True
+    site: Site = ANYWHERE
+    layout: Layout = WHOLE
+    weight_held: Quantizer | None = None
+    input_held: Quantizer | None = None
+    output_role: QuantizerRole | None = None
+    grad_input_role: QuantizerRole | None = None
+
+    def role(self, tensor_type: str) -> QuantizerRole:
+        return QuantizerRole(self.module_type, tensor_type, self.name)
+
+    @property
+    def slots(self) -> dict[str, QuantizerRole | None]:
+        """Every quantizer slot of a linear with the role that its recipe sees: forward slots, then backward ones."""
+        return {
+            "input": self.role("input"),
+            "weight": self.role("weight"),
+            "output": self.output_role,
+            "grad_output": self.role("grad_output"),
+            "grad_input": self.grad_input_role,
+        }
 
 
 @dataclass(frozen=True)
@@ -47,13 +80,19 @@ class GemmPlan:
 class LinearPlan:
     """What forward and backward follow. Usages and sources say which planes are made, kept, and read back.
 
-    `input_grad` and `weight_grad` are the gradients that backward owes; without them nothing is kept for it.
+    `input_grad` and `weight_grad` are the gradients that backward owes; without them nothing is kept for it. `output`
+    and `grad_input` are the quantizers of the boundary slots.
     """
 
     input: Quantizer
     weight: Quantizer
+    output: Quantizer
     grad_output: Quantizer
+    grad_input: Quantizer
     source: Source
+    input_from: Operand
+    weight_from: Operand
+    layout: Layout
     input_usage: Usage
     weight_usage: Usage
     grad_usage: Usage
@@ -62,69 +101,149 @@ class LinearPlan:
     wgrad: GemmPlan
     input_grad: bool
     weight_grad: bool
+    stochastic: tuple[bool, bool, bool]
+    """Whether input, weight and grad_output round stochastically."""
+
     seeds: int
     """Stochastic quantizes of one forward and backward: how far the module's seed advances."""
+
+    input_context: QuantizeContext = LOCAL
+    weight_context: QuantizeContext = LOCAL
+    grad_context: QuantizeContext = LOCAL
 
     @property
     def gemms(self) -> Iterator[GemmPlan]:
         return iter((self.fprop, self.dgrad, self.wgrad))
 
+    @property
+    def quantizers(self) -> dict[str, Quantizer]:
+        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+
+    @property
+    def is_delayed(self) -> bool:
+        return any(any(made.delayed) for made in self.quantizers.values())
+
+    def streams(self, seed: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The seeds of input, weight and grad_output, None where nothing is stochastic."""
+        if seed is None:
+            return None, None, None
+        x, w, dy = self.stochastic
+        return seed if x else None, seed + 1 if w else None, seed + 2 if dy else None
+
+    def with_slots(self, forward: str, backward: str, group: str, mode: int) -> "LinearPlan":
+        """The plan whose delayed directions use the module's states of these numbers."""
+
+        def slots(made: Quantizer, base: int, in_backward: bool) -> tuple[Slot | None, Slot | None]:
+            row, col = made.delayed
+            state, how = (backward, RECORD) if in_backward else (forward, mode)
+            first = DelayedSlot(state, base, group, how, in_backward) if row else None
+            return first, DelayedSlot(state, base + 1, group, how, in_backward) if col else None
+
+        return replace(
+            self,
+            input_context=replace(self.input_context, slots=slots(self.input, 0, False)),
+            weight_context=replace(self.weight_context, slots=slots(self.weight, 2, False)),
+            grad_context=replace(self.grad_context, slots=slots(self.grad_output, 0, True)),
+        )
+
+
+FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
+"""Delayed-scaling slots of a linear: two directions of input and weight, and of grad_output."""
+
 
 def build_plan(setting: Setting) -> LinearPlan:
-    """Resolve a setting. Raises RecipeError where the recipe is strict and a GEMM would fall back."""
-    quantizers = {tensor_type: _quantizer(setting, tensor_type) for tensor_type in TENSOR_TYPES}
+    """Resolve a setting. Raises RecipeError where a GEMM cannot run as the recipe says."""
+    made = {slot: _quantizer(setting, role) for slot, role in setting.slots.items()}
     source = SOURCES[setting.recipe.backward_override]
+    input_from, weight_from = _hold(setting, made)
     if not source.needs_columnwise:
-        quantizers["grad_output"] = Quantizer()
-    grad_output = quantizers["grad_output"]
+        made["grad_output"] = Quantizer()
+    grad_output = made["grad_output"]
     operands = {
-        "fprop": (quantizers["input"].rowwise, quantizers["weight"].rowwise),
-        "dgrad": (grad_output.rowwise, source.format(quantizers["weight"])),
-        "wgrad": (grad_output.columnwise, source.format(quantizers["input"])),
+        "fprop": (made["input"].rowwise, made["weight"].rowwise),
+        "dgrad": (grad_output.rowwise, source.format(made["weight"])),
+        "wgrad": (grad_output.columnwise, source.format(made["input"])),
     }
     gemms = {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
     columnwise, backward = source.needs_columnwise, setting.input_grad or setting.weight_grad
+    drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
     return LinearPlan(
-        input=quantizers["input"],
-        weight=quantizers["weight"],
-        grad_output=grad_output,
+        **made,
         source=source,
+        input_from=input_from,
+        weight_from=weight_from,
+        layout=setting.layout,
         input_usage=Usage(True, columnwise and setting.weight_grad),
         weight_usage=Usage(True, columnwise and setting.input_grad),
         grad_usage=Usage(setting.input_grad, setting.weight_grad),
-        fprop=gemms["fprop"],
-        dgrad=gemms["dgrad"],
-        wgrad=gemms["wgrad"],
+        **gemms,
         input_grad=setting.input_grad,
         weight_grad=setting.weight_grad,
-        seeds=sum(made.is_stochastic for kind, made in quantizers.items() if backward or kind != "grad_output"),
+        stochastic=(drawn[0], drawn[1], drawn[2]),
+        seeds=sum(drawn[:2]) + (drawn[2] and backward),
+        input_context=QuantizeContext(setting.layout.input_shard),
+        grad_context=QuantizeContext(setting.layout.grad_shard),
     )
 
 
-def _role(setting: Setting, tensor_type: str) -> QuantizerRole:
-    return QuantizerRole(setting.module_type, tensor_type, setting.name)
+def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:
+    found = None if role is None else first_match(setting.rules, role, setting.site)
+    return found or setting.recipe.quantizer(role, setting.site)
 
 
-def _quantizer(setting: Setting, tensor_type: str) -> Quantizer:
-    role = _role(setting, tensor_type)
-    return first_match(setting.rules, role) or setting.recipe(role)
+def _hold(setting: Setting, made: dict[str, Any]) -> tuple[Operand, Operand]:
+    """Put the formats that quantized tensors hold already into `made`; say where the operands' planes come from."""
+    input_from = weight_from = ENCODED
+    if setting.weight_held is not None:
+        weight_from = _held_weight(setting, made["weight"], setting.weight_held)
+    if setting.input_held is not None:
+        input_from = HELD
+        made["input"] = setting.input_held
+    return input_from, weight_from
+
+
+def _held_weight(setting: Setting, wanted: Quantizer, held: Quantizer) -> Operand:
+    if wanted.rowwise == wanted.columnwise == IDENTITY and held != wanted:
+        return DEQUANTIZED
+    needs = [(wanted.rowwise, held.rowwise)]
+    if setting.input_grad and SOURCES[setting.recipe.backward_override].needs_columnwise:
+        needs.append((wanted.columnwise, held.columnwise))
+    for new, old in needs:
+        if old is not None and old != new:
+            raise RecipeError(
+                f"the weight of {setting.name or 'a linear'} is held in {old.name} and recipe {setting.recipe.name} "
+                f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe)"
+            )
+    return HELD
 
 
 def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> GemmPlan:
     name = setting.name or "a linear"
+    slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
     if a is None or b is None:
-        raise RecipeError(f"the recipe gives {gemm} of {name} only one operand; give the other a format")
+        raise RecipeError(f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format")
     rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype))
-    full = (a is IDENTITY, b is IDENTITY)
+    full = (a == IDENTITY, b == IDENTITY)
     if setting.recipe.strict and any(full) and not all(full):
         raise RecipeError(
             f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
             "give both operands a format, or set strict to false"
         )
-    if not all(full) and setting.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if not any(full) and a.family != b.family:
+        if not setting.recipe.emulate_mixed:
+            raise RecipeError(
+                f"{gemm} of {name} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), which no "
+                "hardware does; give both the same kind of format, or set emulate_mixed to true"
+            )
+        reason = f"{reason}; mixed formats, which no hardware multiplies"
+    if not all(full) and setting.dtype not in HIGH_PRECISION_DTYPES:
         raise RecipeError(f"{name} is in {setting.dtype}; formats encode bf16, fp16 and fp32: cast the model first")
     if all(full):
         reason = "the recipe keeps both operands in high precision"
-    if all(full) and all(first_match(setting.rules, _role(setting, kind)) for kind, _ in PLANES_OF_GEMM[gemm]):
+    if all(full) and all(_by_rule(setting, kind) for kind, _ in PLANES_OF_GEMM[gemm]):
         reason = "kept in high precision by a rule"
     return GemmPlan(gemm, a, b, rule, reason)
+
+
+def _by_rule(setting: Setting, tensor_type: str) -> bool:
+    return first_match(setting.rules, setting.role(tensor_type), setting.site) is not None

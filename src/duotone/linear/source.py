@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from duotone.formats import IDENTITY, Format
-from duotone.tensor.plane import Plane
-from duotone.tensor.quantizer import Planes, Quantizer
+from duotone.linear.operand import original
+from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.quantizer import Quantizer
 
 
 class Source(Protocol):
     name: str
     needs_columnwise: bool
+    token_dim: int
+    """The dimension of a kept plane of the input that holds the rows of the activation."""
 
     def format(self, quantizer: Quantizer) -> Format:
         """The format that the backward GEMM meets."""
@@ -35,6 +38,7 @@ class ColumnwisePlane:
 
     name = "quantized"
     needs_columnwise = True
+    token_dim = 1
 
     def format(self, quantizer: Quantizer) -> Format:
         return quantizer.columnwise or IDENTITY
@@ -52,15 +56,16 @@ class Original:
 
     name = "high_precision"
     needs_columnwise = False
+    token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
         return IDENTITY
 
     def keep(self, x: Tensor, planes: Planes) -> Plane:
-        return Plane.of(x)
+        return original(x, planes)
 
     def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
-        return Plane.of(plane.parts["codes"].t())
+        return Plane.of(plane.dequantize(dtype).t())
 
 
 class DequantizedRow:
@@ -68,6 +73,7 @@ class DequantizedRow:
 
     name = "dequantized"
     needs_columnwise = False
+    token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
         return IDENTITY

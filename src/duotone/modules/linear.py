@@ -1,62 +1,30 @@
 """Linear: nn.Linear whose three GEMMs follow a plan."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear import LinearPlan, Setting, build_plan, linear
+from duotone.linear import Layout, build_plan, layout_of, linear
+from duotone.linear.layout import WHOLE
+from duotone.modules.parameters import quantized_parameter
+from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.rules import Rule
 from duotone.state import seeds
-from duotone.state.autocast import HIGH_PRECISION, active_recipe
+from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, active_region
+from duotone.state.parameters import CURRENT
 
 
-class PlannedLinear:
+class PlannedLinear(Planned):
     """What makes an nn.Linear follow plans. Mixed in before nn.Linear or a subclass without a forward of its own.
 
-    Parameters, their names and the state_dict stay nn.Linear's. `recipe` applies where no autocast encloses the call;
-    `rules` go before any recipe.
+    Parameters, their names and the state_dict stay nn.Linear's.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    recipe: Recipe
-    rules: tuple[Rule, ...]
-    module_name: str
-    _plans: dict[tuple[object, ...], LinearPlan]
-    _last: tuple[tuple[object, ...], LinearPlan] | None
-
-    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], name: str) -> None:
-        """Take a recipe, rules and a full name; keeps the seed where there is one already."""
-        self.recipe, self.rules, self.module_name = recipe, rules, name
-        self._plans, self._last = {}, None
-        if seeds.BUFFER not in self._buffers:  # type: ignore[attr-defined]
-            with torch.inference_mode(False):  # an inference tensor could not advance in training
-                seed = seeds.initial_seed(name).to(self.weight.device)
-            self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
-
-    def setting(
-        self, recipe: Recipe, device: str, dtype: torch.dtype, grads: tuple[bool, bool] = (True, True)
-    ) -> Setting:
-        """What decides this module's plan under a recipe."""
-        return Setting(recipe, self.rules, self.module_name, "linear", device, dtype, *grads)
-
-    def plan_for(self, x: Tensor, weight: Tensor) -> LinearPlan:
-        """The plan of a call; built once per recipe, dtype, device and pattern of gradients."""
-        recipe = active_recipe() or self.recipe
-        tracked = torch.is_grad_enabled()
-        grads = (tracked and x.requires_grad, tracked and weight.requires_grad)
-        last = self._last
-        if last is not None:
-            key = last[0]
-            if key[0] is recipe and key[1] == grads and key[2] is x.dtype and key[3] == x.device.type:
-                return last[1]
-        key = (recipe, grads, x.dtype, x.device.type)
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = build_plan(self.setting(recipe, x.device.type, x.dtype, grads))
-        self._last = (key, plan)
-        return plan
+    module_type = "linear"
 
     def forward(self, x: Tensor) -> Tensor:
         """(*lead, in_features) -> (*lead, out_features)."""
@@ -70,14 +38,31 @@ class PlannedLinear:
                 f"got {tuple(x.shape)} in {x.dtype}: cast or reshape the input"
             )
         plan = self.plan_for(x, weight)
+        region = active_region()
+        if region is not None and region.calibrating is not None:
+            self.calibrate(region, x, weight)
         seed = seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
         return linear(plan, x, weight, bias, seed)
+
+
+    def quantize_weight(self) -> None:
+        """Inside of `quantized_model_init`, keep planes of the weight only."""
+        construction = CURRENT.construction
+        if not construction.enabled:
+            return
+        recipe = construction.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
+        quantizer = build_plan(self.setting(recipe, self.weight.device.type, self.weight.dtype)).weight
+        keep = construction.preserve_high_precision_init_val
+        self.weight = quantized_parameter(self.weight, quantizer, preserve=keep)
+        self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
 
 
 class Linear(PlannedLinear, nn.Linear):
     """nn.Linear with a recipe. Arguments after the sizes are keyword-only; without a recipe, autocast alone quantizes.
 
-    `params_dtype` is torch's default dtype where None, `device` its default device.
+    `params_dtype` is torch's default dtype where None, `device` its default device. `parallel_mode` "column" splits
+    out_features over the ranks of `tp_group`, "row" in_features; `sequence_parallel` keeps the activations outside as
+    shards of their rows.
     """
 
     def __init__(
@@ -90,6 +75,26 @@ class Linear(PlannedLinear, nn.Linear):
         device: torch.device | str | None = None,
         name: str = "",
         recipe: Recipe | None = None,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
     ) -> None:
-        nn.Linear.__init__(self, in_features, out_features, bias=bias, device=device, dtype=params_dtype)
+        layout = _layout(parallel_mode, tp_group, sequence_parallel)
+        size = 1 if tp_group is None else tp_group.size()
+        whole = {"column": out_features, "row": in_features}.get(layout.mode or "", size)
+        if whole % size:
+            raise UserError(f"parallel_mode {parallel_mode!r} cannot split {whole} features over {size} ranks")
+        local_in = in_features // size if layout.mode == "row" else in_features
+        local_out = out_features // size if layout.mode == "column" else out_features
+        nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
+        self.layout = layout
         self.adopt(recipe or HIGH_PRECISION, (), name)
+        self.quantize_weight()
+
+
+def _layout(mode: str | None, group: Any, sequence_parallel: bool) -> Layout:
+    if mode is None and sequence_parallel:
+        raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
+    if mode is not None and group is None:
+        raise UserError(f"parallel_mode {mode!r} needs a tp_group; pass the process group of the tensor-parallel ranks")
+    return layout_of(mode, "" if group is None else group.group_name, sequence_parallel) if mode else WHOLE

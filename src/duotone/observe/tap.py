@@ -13,8 +13,9 @@ from torch import Tensor
 
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
-from duotone.tensor.plane import Plane
-from duotone.tensor.quantizer import BOTH, Planes, Quantizer, Usage
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+from duotone.tensor.quantizer import Quantizer
 
 FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements")
 """Sums over the finite elements of all samples: x^2, (x - x_q)^2, counts."""
@@ -107,8 +108,20 @@ class TappedQuantizer:
     def is_stochastic(self) -> bool:
         return self.inner.is_stochastic
 
-    def encode(self, x: Tensor, usage: Usage = BOTH, seed: Tensor | None = None) -> Planes:
-        planes = self.inner.encode(x, usage, seed)
+    @property
+    def history(self) -> Any:
+        return self.inner.history
+
+    @property
+    def columnwise_source(self) -> str:
+        return self.inner.columnwise_source
+
+    @property
+    def delayed(self) -> tuple[bool, bool]:
+        return self.inner.delayed
+
+    def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        planes = self.inner.encode(x, usage, ctx)
         with torch.no_grad():
             if planes.rowwise is not None:
                 self.store.record(self.role, "rowwise", x, planes.rowwise)

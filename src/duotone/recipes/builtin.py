@@ -1,25 +1,25 @@
 """The built-in recipes, each a few lines from role to formats. Names and defaults are Transformer Engine's."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from duotone import formats
+from duotone.errors import RecipeError
+from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element, history_of
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import QuantizerRole
 from duotone.tensor.quantizer import Quantizer
-
-FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
 
 
 def _uniform(name: str) -> Quantizer:
     return Quantizer(formats.get(name), formats.get(name))
 
 
-def _element(fp8_format: str, role: QuantizerRole) -> str:
-    """HYBRID is E4M3 for input and weight and E5M2 for gradients."""
-    if fp8_format == "HYBRID":
-        return "e5m2" if role.tensor_type == "grad_output" else "e4m3"
-    return fp8_format.lower()
+def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
+    return role is not None and role.tensor_type == tensor_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class HighPrecision(Recipe):
 
     kind: ClassVar[str] = "bf16"
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
         return Quantizer()
 
 
@@ -45,8 +45,8 @@ class Float8CurrentScaling(Recipe):
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        element = _element(self.fp8_format, role)
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        element = fp8_element(self.fp8_format, role)
         return _uniform(f"fp8_{element}_{self.granularity}" + "_pow2" * self.power_of_two_scales)
 
 
@@ -57,6 +57,32 @@ class Float8RowwiseScaling(Float8CurrentScaling):
     fp8_format: str = "E4M3"
     kind: ClassVar[str] = "fp8-rowwise"
     granularity: ClassVar[str] = "row"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """FP8 with one scale per tensor that follows from the amaxes of earlier steps; see `duotone.tensor.History`."""
+
+    fp8_format: str = "HYBRID"
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
+    reduce_amax: bool = True
+    kind: ClassVar[str] = "fp8-delayed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        history_of(self)
+        if self.backward_override is not None:
+            raise RecipeError(
+                f"backward_override is {self.backward_override!r}; delayed scaling allows None only, as its backward "
+                "would never see an amax: leave it out, or take fp8-current"
+            )
+
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        return delayed_quantizer(fp8_element(self.fp8_format, role), history_of(self))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +97,9 @@ class Float8BlockScaling(Recipe):
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        block = "128x128" if role.tensor_type == "weight" else "1x128"
-        return _uniform(f"fp8_{_element(self.fp8_format, role)}_{block}" + "_fp32" * (not self.power_of_two_scales))
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        block = "128x128" if _is(role, "weight") else "1x128"
+        return _uniform(f"fp8_{fp8_element(self.fp8_format, role)}_{block}" + "_fp32" * (not self.power_of_two_scales))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +110,17 @@ class MXFP8BlockScaling(Recipe):
     weight_2d: bool = False
     kind: ClassVar[str] = "mxfp8"
 
+    @property
+    def alignment(self) -> int:
+        return 32
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        square = self.weight_2d and role.tensor_type == "weight"
-        return _uniform(f"mxfp8_{_element(self.fp8_format, role)}" + "_32x32" * square)
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        square = self.weight_2d and _is(role, "weight")
+        return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +132,15 @@ class NVFP4BlockScaling(Recipe):
     disable_2d_quantization: bool = False
     kind: ClassVar[str] = "nvfp4"
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        if role.tensor_type == "weight":
+    @property
+    def alignment(self) -> int:
+        return 128
+
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        if _is(role, "weight"):
             return _uniform("nvfp4" if self.disable_2d_quantization else "nvfp4_16x16")
         rotation = "" if self.disable_rht else "_rht"
-        stochastic = role.tensor_type == "grad_output" and not self.disable_stochastic_rounding
+        stochastic = _is(role, "grad_output") and not self.disable_stochastic_rounding
         rounding = "_sr" * stochastic
         return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
 
@@ -117,6 +151,7 @@ BUILTIN: dict[str, type[Recipe]] = {
         HighPrecision,
         Float8CurrentScaling,
         Float8RowwiseScaling,
+        DelayedScaling,
         Float8BlockScaling,
         MXFP8BlockScaling,
         NVFP4BlockScaling,

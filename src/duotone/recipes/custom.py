@@ -5,39 +5,60 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from duotone.errors import RecipeError
+from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.quantizer import Quantizer
 
-Factory = Callable[[QuantizerRole], Any]
+Factory = Callable[[QuantizerRole | None], Any]
+BOUNDARY = "a boundary slot whose consumer is unknown (role None)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
-    """`qfactory(role)` returns a `Quantizer`, or one of the handles named after Transformer Engine's quantizers.
+    """`qfactory(role)` returns a `Quantizer`, a handle named after one of Transformer Engine's, or a request.
 
-    It is called once per slot when a module builds its plan, never per step.
+    It is called once per slot when a module builds its plan, never per step; the role of a boundary slot whose consumer
+    is unknown is None. Any object with `rowwise`, `columnwise` and `encode` is a quantizer too.
     """
 
     qfactory: Factory
+    quantization_alignment: int = 128
     kind: ClassVar[str] = "custom"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not callable(self.qfactory):
             raise RecipeError(f"qfactory must be callable with a role; got {type(self.qfactory).__name__}")
+        size = self.quantization_alignment
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+            raise RecipeError(f"quantization_alignment is {size!r}; it must be an integer above 0, such as 128")
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        made = self.qfactory(role)
+    @property
+    def alignment(self) -> int:
+        return self.quantization_alignment
+
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        slot = BOUNDARY if role is None else str(role)
+        try:
+            made = self.qfactory(role)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise RecipeError(f"qfactory raised {type(error).__name__} for {slot}: {text}; correct it") from error
+        if isinstance(made, DelayedScalingRequest):
+            return made.quantizer(role)
         value = getattr(made, "value", made)
-        if not all(hasattr(value, needed) for needed in ("rowwise", "columnwise", "encode")):
-            got = "None" if made is None else type(made).__name__
-            raise RecipeError(
-                f"qfactory returned {got} for {role}; return a Quantizer (IdentityQuantizer() is high precision)"
-            )
+        missing = [needed for needed in ("rowwise", "columnwise", "encode") if not hasattr(value, needed)]
+        if missing or isinstance(value, type):
+            remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
+            raise RecipeError(f"qfactory returned {_words(made)} for {slot}; {remedy}")
         return value
 
-    def to_dict(self) -> dict[str, Any]:
-        """For display: a function has no JSON form and is not read back."""
-        name = getattr(self.qfactory, "__qualname__", type(self.qfactory).__qualname__)
-        return {"recipe": self.kind, "qfactory": name, "strict": self.strict}
+    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
+        return self(role)
+
+
+def _words(made: Any) -> str:
+    if made is None:
+        return "None"
+    return f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__

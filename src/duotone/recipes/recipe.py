@@ -8,7 +8,6 @@ from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.quantizer import Quantizer
 
 OVERRIDES = (None, "high_precision", "dequantized")
-LINEAR = ("linear", "grouped_linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +26,8 @@ class Recipe:
     evaluation: "Recipe | None" = None
 
     kind: ClassVar[str] = ""
+    key: ClassVar[str]
+    """A name that equal recipes share in this process: plans and compiled graphs are kept by it."""
 
     def __post_init__(self) -> None:
         if self.backward_override not in OVERRIDES:
@@ -35,10 +36,33 @@ class Recipe:
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
+        self._check_evaluation()
+        object.__setattr__(self, "key", key_of(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "key"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        object.__setattr__(self, "key", key_of(self))
+
+    def _check_evaluation(self) -> None:
+        given = self.evaluation
+        if given is None:
+            return
+        if not isinstance(given, Recipe):
+            raise RecipeError(f"evaluation is {given!r}; give a recipe, such as duotone.recipes.load('bf16')")
+        if given.evaluation is not None:
+            raise RecipeError(f"the evaluation recipe {given.name} has an evaluation recipe itself; leave that out")
 
     @property
     def name(self) -> str:
         return self.kind
+
+    @property
+    def alignment(self) -> int:
+        """See `align_size`."""
+        return 16
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
         raise NotImplementedError(f"{type(self).__name__} does not define __call__(role)")
@@ -46,12 +70,47 @@ class Recipe:
     def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
         """What a module at `site` gets for `role`: what plans ask. Recipes that look at the site override it."""
         del site
-        return self(role)
+        return self(QuantizerRole() if role is None else role)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `duotone.recipes.from_dict` reads it back."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
+
+
+_KEYS: dict[Recipe, str] = {}
+_RECIPES: dict[str, Recipe] = {}
+
+
+def key_of(recipe: Recipe) -> str:
+    """The key of a recipe, which is kept for the life of the process. RecipeError where a field cannot be hashed."""
+    try:
+        known = _KEYS.get(recipe)
+    except TypeError as error:
+        raise RecipeError(f"{type(recipe).__name__} is no value: {error}; give fields that can be hashed") from None
+    if known is None:
+        known = _KEYS[recipe] = f"recipe {len(_KEYS)}"
+        _RECIPES[known] = recipe
+    return known
+
+
+def recipe_of(key: str) -> Recipe:
+    """A recipe of that key."""
+    return _RECIPES[key]
+
+
+def align_size(recipe: Recipe) -> int:
+    """Tokens per group of a grouped linear are padded to a multiple of this; asks no factory."""
+    return recipe.alignment
+
+
+def plain(value: Any) -> Any:
+    """A field as JSON holds it: a recipe as its table, a function as its name, which nothing reads back."""
+    if isinstance(value, Recipe):
+        return value.to_dict()
+    if callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    return value
 
 
 def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -37,6 +37,9 @@ class Site:
 ANYWHERE = Site()
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
+ATTENTION_TYPES = ("qkv", "s", "do", "dp", "dqkv")
+GRADIENTS = ("grad_output", "grad_input", "do", "dp", "dqkv")
+LINEAR = ("linear", "grouped_linear")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 PLANES_OF_GEMM = {

@@ -1,30 +1,54 @@
 """Recipes as data: ordered rules, the first that matches a role decides its formats."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from duotone import formats
 from duotone.errors import RecipeError
-from duotone.recipes.recipe import Recipe, one_of
-from duotone.recipes.roles import GEMMS, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole
+from duotone.recipes.conditions import check_layer, check_size, is_layer, is_size
+from duotone.recipes.recipe import Recipe, one_of, plain
+from duotone.recipes.roles import (
+    ANYWHERE,
+    ATTENTION_TYPES,
+    GEMMS,
+    PLANES_OF_GEMM,
+    TENSOR_TYPES,
+    QuantizerRole,
+    Site,
+)
+from duotone.tensor.history import History
 from duotone.tensor.quantizer import SOURCES, Quantizer
 
 DIRECTIONS = ("rowwise", "columnwise")
+BY_PLACE = ("module", "module_regex", "layer")
+SIZES = ("out_features", "in_features")
+"""In the order of the weight's shape."""
+
+Subject = tuple[QuantizerRole | None, Site]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Matches roles by `module` (glob on the full name), `module_type` and `tensor_type`; None matches all.
+    """Matches roles by every condition that is given; None asks nothing.
+
+    `module` is a glob and `module_regex` a regular expression on the full name, `module_type` a glob. `layer` is an
+    index into the stack of layers or a range of them, from either end: 0, "-1", "0:2", "-2:". `in_features` and
+    `out_features` compare the weight's sizes: ">=4096", "<1024", "==4096", "%32" for multiples.
 
     Formats are given for both planes (`format`), per plane (`rowwise`, `columnwise`), or per GEMM for both of its
     operands (`fprop`, `dgrad`, `wgrad`). A plane's own format goes before its GEMM's, that before `format`.
     """
 
     module: str | None = None
+    module_regex: str | None = None
     module_type: str | None = None
     tensor_type: str | None = None
+    layer: int | str | None = None
+    in_features: str | None = None
+    out_features: str | None = None
     format: str | None = None
     rowwise: str | None = None
     columnwise: str | None = None
@@ -34,8 +58,7 @@ class Rule:
     columnwise_source: str = "original"
 
     def __post_init__(self) -> None:
-        if self.tensor_type is not None:
-            one_of("tensor_type", self.tensor_type, TENSOR_TYPES)
+        self._check_conditions()
         one_of("columnwise_source", self.columnwise_source, SOURCES)
         for field in ("format", *DIRECTIONS, *GEMMS):
             name = getattr(self, field)
@@ -43,60 +66,168 @@ class Rule:
                 formats.get(name)
         for tensor_type in (self.tensor_type,) if self.tensor_type else TENSOR_TYPES:
             for direction in DIRECTIONS:
-                self._format(tensor_type, direction)
+                self._require_format(tensor_type, direction)
 
-    def matches(self, role: QuantizerRole) -> bool:
+    def _check_conditions(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "layer" and value is not None and not isinstance(value, str):
+                raise RecipeError(
+                    f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
+                )
+        if self.tensor_type is not None:
+            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *ATTENTION_TYPES))
+        if self.layer is not None:
+            check_layer(self.layer)
+        for size in SIZES:
+            if getattr(self, size) is not None:
+                check_size(size, getattr(self, size))
+        try:
+            re.compile(self.module_regex or "")
+        except re.error as error:
+            raise RecipeError(
+                f"module_regex {self.module_regex!r} is no regular expression: {error}; correct it, or use module"
+            ) from None
+
+    def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
+        """Whether the rule decides the role. RecipeError where it asks for a name or layer that nobody has set."""
+        if role is None or not self._matches_type(role):
+            return False
+        asked = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
+        if asked and not site.named:
+            raise RecipeError(
+                f"the rule {self.to_dict()} asks for {asked}, but the module of {role} has no place in a model: call "
+                "duotone.name_modules(root) first, or leave the condition out"
+            )
         return (
             (self.module is None or fnmatchcase(role.name, self.module))
-            and (self.module_type is None or self.module_type == role.module_type)
-            and (self.tensor_type is None or self.tensor_type == role.tensor_type)
+            and (self.module_regex is None or re.fullmatch(self.module_regex, role.name) is not None)
+            and (self.layer is None or is_layer(self.layer, site.layer, site.layers))
+            and self._matches_shape(site.shape)
         )
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        row, col = (formats.get(self._format(role.tensor_type, direction)) for direction in DIRECTIONS)
-        return Quantizer(row, col, self.columnwise_source)
+    def _matches_type(self, role: QuantizerRole) -> bool:
+        return (
+            (self.module_type is None or fnmatchcase(role.module_type, self.module_type))
+            and (self.tensor_type is None or self.tensor_type == role.tensor_type)
+            and all(self._format(role.tensor_type, direction) for direction in DIRECTIONS)
+        )
 
-    def to_dict(self) -> dict[str, str]:
+    def _matches_shape(self, shape: tuple[int, ...] | None) -> bool:
+        for axis, field in enumerate(SIZES):
+            condition = getattr(self, field)
+            if condition is not None and (shape is None or not is_size(condition, shape[axis])):
+                return False
+        return True
+
+    def quantizer(self, role: QuantizerRole, history: History | None = None) -> Quantizer:
+        """What the rule gives; `history` are the parameters of its delayed formats, None for the default ones."""
+        row, col = (formats.get(self._require_format(role.tensor_type, direction)) for direction in DIRECTIONS)
+        made = Quantizer(row, col, self.columnwise_source)
+        return replace(made, history=history or History()) if any(made.delayed) else made
+
+    def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v for k, v in values.items() if v is not None and (k, v) != ("columnwise_source", "original")}
 
-    def _format(self, tensor_type: str, direction: str) -> str:
-        gemm = next(g for g, operands in PLANES_OF_GEMM.items() if (tensor_type, direction) in operands)
-        name = getattr(self, direction) or getattr(self, gemm) or self.format
+    def _format(self, tensor_type: str, direction: str) -> str | None:
+        gemm = _gemm_of(tensor_type, direction)
+        return getattr(self, direction) or (getattr(self, gemm) if gemm else None) or self.format
+
+    def _require_format(self, tensor_type: str, direction: str) -> str:
+        name = self._format(tensor_type, direction)
         if name is None:
-            remedy = f"add {direction}, {gemm} or format ('identity' is high precision)"
-            raise RecipeError(f"rule {self.to_dict()} names no format for {tensor_type} {direction}; {remedy}")
+            gemm = _gemm_of(tensor_type, direction)
+            remedy = f"add {direction}, {gemm + ' ' if gemm else ''}or format ('identity' is high precision)"
+            raise RecipeError(f"the rule {self.to_dict()} names no format for {tensor_type} {direction}; {remedy}")
         return name
+
+
+def _gemm_of(tensor_type: str, direction: str) -> str | None:
+    """The GEMM of a linear that reads this plane; None for tensors that no linear has."""
+    return next((g for g, operands in PLANES_OF_GEMM.items() if (tensor_type, direction) in operands), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleRecipe(Recipe):
-    """A recipe of ordered rules; a role that none matches stays in high precision."""
+    """A recipe of ordered rules; a role that none matches gets what `base` gives, or stays in high precision.
+
+    `base` gives quantizers alone: strict, backward_override, emulate_mixed and evaluation are this recipe's own.
+    `history` are the parameters of delayed formats, the default ones where None.
+    """
 
     rules: tuple[Rule, ...]
     title: str = "rules"
+    base: Recipe | None = None
+    history: History | None = None
     kind: ClassVar[str] = "rules"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
+        if not isinstance(self.title, str):
+            raise RecipeError(f"title is {self.title!r}; it must be a string")
+        if self.history is not None and not isinstance(self.history, History):
+            raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
+        super().__post_init__()
+        self._check_base()
+
+    def _check_base(self) -> None:
+        if self.base is None:
+            return
+        if not isinstance(self.base, Recipe):
+            raise RecipeError(f"base is {self.base!r}; give a recipe, such as duotone.recipes.load('mxfp8')")
+        for field in ("strict", "backward_override", "emulate_mixed", "evaluation"):
+            theirs = getattr(self.base, field)
+            if theirs and theirs != getattr(self, field):
+                raise RecipeError(
+                    f"base {self.base.name} has {field}, and a base gives quantizers alone: set {field} in this recipe"
+                )
 
     @property
     def name(self) -> str:
         return self.title
 
-    def __call__(self, role: QuantizerRole) -> Quantizer:
-        found = first_match(self.rules, role)
-        if found is None and self.strict:
+    @property
+    def alignment(self) -> int:
+        return 128
+
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+        return self.quantizer(role)
+
+    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
+        found = first_match(self.rules, role, site, self.history)
+        if found is None and self.base is not None:
+            return self.base.quantizer(role, site)
+        if found is None and role is not None and self.strict:
             remedy = "correct a rule, or end with one that has format = 'identity'"
             raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
         return found or Quantizer()
 
     def to_dict(self) -> dict[str, Any]:
-        head = {"name": self.title, "strict": self.strict, "backward_override": self.backward_override}
+        head: dict[str, Any] = {"name": self.title}
+        for field in ("strict", "backward_override", "emulate_mixed", "evaluation", "base"):
+            head[field] = plain(getattr(self, field))
+        if self.history is not None:
+            values = {f.name: plain(getattr(self.history, f.name)) for f in fields(History)}
+            head["delayed"] = {key: value for key, value in values.items() if value is not None}
         rules = [rule.to_dict() for rule in self.rules]
         return {**{key: value for key, value in head.items() if value is not None}, "rules": rules}
 
 
-def first_match(rules: Sequence[Rule], role: QuantizerRole) -> Quantizer | None:
-    """The quantizer of the first rule that matches, or None."""
-    return next((rule.quantizer(role) for rule in rules if rule.matches(role)), None)
+def first_match(
+    rules: Sequence[Rule], role: QuantizerRole | None, site: Site = ANYWHERE, history: History | None = None
+) -> Quantizer | None:
+    """The quantizer of the first rule that matches, or None; a boundary slot (None) matches no rule."""
+    if role is None:
+        return None
+    return next((rule.quantizer(role, history) for rule in rules if rule.matches(role, site)), None)
+
+
+def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:
+    """The rules that decide none of the subjects: no role is theirs, or an earlier rule takes it."""
+    used = {next((i for i, rule in enumerate(rules) if rule.matches(role, site)), None) for role, site in subjects}
+    return [rule for i, rule in enumerate(rules) if i not in used]
 
 
 OUTPUT_HEAD = tuple(

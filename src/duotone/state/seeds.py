@@ -22,11 +22,31 @@ def initial_seed(name: str) -> Tensor:
 
 
 def take(buffer: Tensor, count: int) -> Tensor:
-    """The current seed; the buffer advances by `count`, in place."""
-    with torch.no_grad():
-        seed = buffer.clone()
-        buffer.add_(count)
+    """The current seed; the buffer advances by `count`, in place.
+
+    Inside a backward, where forward code only recomputes, it is the seed taken last, and the buffer stays.
+    """
+    return torch.ops.duotone.take_seed(buffer, count)
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+_LIBRARY.define("take_seed(Tensor(a!) buffer, int count) -> Tensor")
+
+
+def _take_seed(buffer: Tensor, count: int) -> Tensor:
+    if torch._C._current_graph_task_id() != -1:
+        return buffer - count
+    seed = buffer.clone()
+    buffer.add_(count)
     return seed
+
+
+def _meta(buffer: Tensor, count: int) -> Tensor:
+    return torch.empty_like(buffer)
+
+
+for _key, _kernel in (("CPU", _take_seed), ("CUDA", _take_seed), ("Meta", _meta)):
+    _LIBRARY.impl("take_seed", _kernel, _key)
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:

@@ -1,12 +1,25 @@
 """A plane: one encoded 2-D operand with its contraction last."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Factors, Format, Parts
+from duotone.tensor.context import LOCAL, QuantizeContext
+
+
+class Usage(NamedTuple):
+    """Which planes are wanted."""
+
+    rowwise: bool = True
+    columnwise: bool = True
+
+
+BOTH = Usage()
 
 
 @dataclass(eq=False, slots=True)
@@ -23,10 +36,33 @@ class Plane:
         return Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1]))
 
     @staticmethod
-    def encode(fmt: Format, x: Tensor, *, seed: Tensor | None = None, plane: str = "row") -> "Plane":
-        """Encode a 2-D tensor; its last dimension is the contraction."""
-        parts = fmt.encode(x, seed=seed, plane=plane, stages=stages_for(x))
+    def encode(fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row") -> "Plane":
+        """Encode a 2-D tensor; its last dimension is the contraction. `plane` is "row", or "col" for x transposed."""
+        columnwise = plane == "col"
+        shard, slot = ctx.shard, ctx.slots[columnwise]
+        scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
+        if shard is not None and columnwise:
+            shard = shard.transposed()
+        parts = fmt.encode(x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages_for(x))
         return Plane(fmt, parts, (x.shape[0], x.shape[1]))
+
+    @staticmethod
+    def empty(
+        fmt: Format,
+        shape: tuple[int, int],
+        new: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        dtype: torch.dtype,
+        plane: str = "row",
+    ) -> "Plane":
+        """A plane whose buffers `new(shape, dtype)` makes, in the memory order that encode gives."""
+        if plane == "row":
+            specs = fmt.parts(*shape)
+            return Plane(fmt, {name: new(s.shape, s.dtype or dtype) for name, s in specs.items()}, shape)
+        parts = {}
+        for name, spec in fmt.parts(*shape).items():
+            parts[name] = new(spec.shape[::-1], spec.dtype or dtype)
+            parts[name] = parts[name].t() if len(spec.shape) == 2 else parts[name]
+        return Plane(fmt, parts, shape)
 
     def transposed(self) -> "Plane | None":
         """The plane of the transpose without loss, or None where it has to be encoded."""
@@ -46,3 +82,53 @@ class Plane:
         if not self.format.transform:
             return self.values(dtype)[:, : self.shape[1]]
         return self.format.unrotate(self.values(torch.float32), self.shape[1]).to(dtype)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Plane":
+        """The plane over changed buffers of the same meaning: moved, cloned, detached."""
+        return Plane(self.format, {name: change(part) for name, part in self.parts.items()}, self.shape)
+
+    def narrow(self, dim: int, start: int, stop: int) -> "Plane | None":
+        """Rows (dim 0) or columns (dim 1) start..stop as views, or None where that would cut a block."""
+        extent, step = self.shape[dim], self.format.alignment[dim]
+        if start % step or (stop % step and stop != extent):
+            return None
+        parts = {}
+        for name, spec in self.format.parts(*self.shape).items():
+            covered = spec.entries[dim]
+            part = self.parts[name]
+            parts[name] = part if covered is None else part.narrow(dim, start // covered, -(-(stop - start) // covered))
+        shape = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
+        return Plane(self.format, parts, shape)
+
+    def spans(self, dim: int) -> bool:
+        """Whether a buffer covers the whole of `dim`, so that pieces along it share that buffer."""
+        return any(spec.entries[dim] is None for spec in self.format.parts(*self.shape).values())
+
+    def copy_(self, other: "Plane") -> None:
+        """Take over the bytes of a plane of the same format and shape."""
+        for name, part in self.parts.items():
+            part.copy_(other.parts[name])
+
+
+class Planes(NamedTuple):
+    """The plane of x and the plane of x transposed; None where not held."""
+
+    rowwise: Plane | None
+    columnwise: Plane | None
+
+    @property
+    def aliased(self) -> bool:
+        """Whether the columnwise plane is a view of the rowwise one's memory."""
+        row, col = self
+        if row is None or col is None or row.format != col.format:
+            return False
+        mine, theirs = row.parts["codes"], col.parts["codes"]
+        return mine.numel() > 0 and mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Planes":
+        """Both planes over changed buffers; a view of the other plane stays one."""
+        row, col = self
+        if row is not None and self.aliased:
+            changed = row.map(change)
+            return Planes(changed, changed.transposed())
+        return Planes(row and row.map(change), col and col.map(change))

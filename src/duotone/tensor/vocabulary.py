@@ -1,17 +1,30 @@
 """Quantizers under their Transformer Engine names: handles with default usages around a frozen `Quantizer` value."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from duotone import formats
+from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
-from duotone.tensor.quantized import QuantizedTensor, quantize
-from duotone.tensor.quantizer import Quantizer, Usage
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.history import History
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantized import QuantizedTensor, matrix_shape
+from duotone.tensor.quantizer import Quantizer
 
 
 class QuantizerHandle:
-    """A `Quantizer` value with mutable default usages; handles are equal where their values are."""
+    """A `Quantizer` value with mutable default usages; handles are equal where their values are.
+
+    A handle that is bound to a delayed-scaling slot compares by identity.
+    """
+
+    slots: tuple[Slot | None, Slot | None] = (None, None)
+    """Of the rowwise and the columnwise plane; None in the second place shares the first."""
 
     def __init__(self, value: Quantizer, *, rowwise: bool = True, columnwise: bool = True) -> None:
         self.value = value
@@ -26,24 +39,74 @@ class QuantizerHandle:
         return self._usage._asdict()
 
     def quantize(
-        self, tensor: Tensor, *, out: QuantizedTensor | None = None, seed: Tensor | None = None
+        self,
+        tensor: Tensor,
+        *,
+        out: QuantizedTensor | None = None,
+        dtype: torch.dtype | None = None,
+        ctx: QuantizeContext = LOCAL,
+        seed: Tensor | None = None,
     ) -> QuantizedTensor:
-        """(*lead, K) -> a quantized tensor; `out` is rewritten in place and returned."""
-        return out.quantize_(tensor, seed) if out is not None else quantize(tensor, self.value, self._usage, seed)
+        """(*lead, K) -> a quantized tensor; `out` is rewritten in place and returned. `dtype` is ignored."""
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        return self.value.quantize(tensor, usage=self._usage, ctx=self._context(ctx, seed))
 
     __call__ = quantize
 
-    def update_quantized(self, source: Tensor, target: QuantizedTensor) -> QuantizedTensor:
-        return target.quantize_(source)
+    def multi_quantize(self, tensors: Sequence[Tensor]) -> list[QuantizedTensor]:
+        """`quantize` of each, in order."""
+        return [self.quantize(tensor) for tensor in tensors]
+
+    def update_quantized(
+        self, source: Tensor, target: QuantizedTensor, *, noop_flag: Tensor | None = None
+    ) -> QuantizedTensor:
+        """Rewrite those held planes of `target` that the usages name; a `noop_flag` that is not 0 keeps every byte."""
+        if not isinstance(target, QuantizedTensor):
+            raise TypeError(f"update_quantized writes a QuantizedTensor; got {type(target).__name__}")
+        return target.quantize_(source, quantizer=self.value, usage=self._usage, noop_flag=noop_flag)
+
+    def make_empty(self, shape: tuple[int, ...], **kwargs: Any) -> QuantizedTensor:
+        """The buffers that `quantize` would make, uninitialised; keywords are those of `Quantizer.make_empty`."""
+        return self.value.make_empty(tuple(shape), usage=self._usage, **kwargs)
+
+    def calibrate(self, tensor: Tensor) -> None:
+        """Record the amax where a delayed-scaling slot is bound; nothing otherwise, and no bytes are made."""
+        for slot in self.slots:
+            if slot is not None:
+                slot.scale_for(tensor.detach().reshape(matrix_shape(tensor.shape)))
+
+    def is_quantizable(self, tensor: Tensor) -> bool:
+        """Whether a shard of this shape ends on block boundaries, so that it may be quantized before a gather."""
+        shape = matrix_shape(tensor.shape)
+        sides = ((self.value.rowwise, shape), (self.value.columnwise, shape[::-1]))
+        return all(f is None or not any(n % a for n, a in zip(s, f.alignment, strict=True)) for f, s in sides)
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantizing the same tensor twice gives the same bits."""
+        return self.value.with_usage(*self._usage).is_requantization_safe and (
+            self._usage.rowwise or self.value.columnwise_source == "original" or self.value.is_requantization_safe
+        )
 
     def copy(self) -> "QuantizerHandle":
-        return QuantizerHandle(self.value, rowwise=self._usage.rowwise, columnwise=self._usage.columnwise)
+        """Another handle of the same value, usages and slot."""
+        return copy.copy(self)
+
+    def _context(self, ctx: QuantizeContext, seed: Tensor | None) -> QuantizeContext:
+        slots = self.slots if self._is_bound else ctx.slots
+        return QuantizeContext(ctx.shard, slots, ctx.seed if seed is None else seed)
+
+    @property
+    def _is_bound(self) -> bool:
+        return self.slots != (None, None)
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, QuantizerHandle) and self.value == other.value
+        if self._is_bound or not isinstance(other, QuantizerHandle) or other._is_bound:
+            return self is other
+        return self.value == other.value
 
     def __hash__(self) -> int:
-        return hash(self.value)
+        return id(self) if self._is_bound else hash(self.value)
 
     def __repr__(self) -> str:
         row, col = self.value.rowwise, self.value.columnwise
@@ -59,6 +122,31 @@ class IdentityQuantizer(QuantizerHandle):
 
     def __init__(self, **usage: bool) -> None:
         super().__init__(Quantizer(), **usage)
+
+
+class Float8Quantizer(QuantizerHandle):
+    """FP8 under a delayed scale. `scale` and `amax` are fp32 with one element each, shared and never copied:
+
+    quantize multiplies by `scale` and raises `amax` to the largest magnitude it meets.
+    """
+
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: str = "e4m3", **usage: bool) -> None:
+        fmt = formats.get(f"fp8_{fp8_dtype}_delayed")
+        super().__init__(Quantizer(fmt, fmt, history=History()), **usage)
+        self.scale, self.amax = scale, amax
+        self.slots = (TensorSlot(scale, amax), None)
+
+
+class TensorSlot:
+    """A slot over two tensors of its user."""
+
+    def __init__(self, scale: Tensor, amax: Tensor) -> None:
+        self.scale, self.amax = scale, amax
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.amax.copy_(torch.maximum(self.amax, amax_of(x).reshape(self.amax.shape)))
+        return self.scale.reshape(1).clone()
 
 
 class Float8CurrentScalingQuantizer(QuantizerHandle):
@@ -121,6 +209,12 @@ class HybridQuantizer(QuantizerHandle):
     ) -> None:
         for direction, child in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
             if not isinstance(child, QuantizerHandle):
-                raise TypeError(f"{direction}_quantizer must be a quantizer; got {type(child).__name__}")
-        value = Quantizer(rowwise_quantizer.value.rowwise, columnwise_quantizer.value.columnwise, columnwise_source)
-        super().__init__(value, **usage)
+                raise TypeError(
+                    f"{direction}_quantizer must be a quantizer; got {type(child).__name__} "
+                    "(a request for delayed scaling works only as a top-level slot: use a delayed format in Quantizer)"
+                )
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError("rowwise_quantizer and columnwise_quantizer are the same object; make two quantizers")
+        row, col = rowwise_quantizer.value, columnwise_quantizer.value
+        super().__init__(Quantizer(row.rowwise, col.columnwise, columnwise_source, row.history or col.history), **usage)
+        self.slots = (rowwise_quantizer.slots[0], columnwise_quantizer.slots[1] or columnwise_quantizer.slots[0])

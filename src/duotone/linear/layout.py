@@ -1,0 +1,111 @@
+"""How a linear is spread over ranks: what is gathered before a product and reduced after it. The null case does nothing.
+
+Sequence parallelism keeps activations outside of the pair of linears as shards of their rows. Planes travel encoded;
+formats whose scale spans the rows have agreed on it when they were encoded.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from duotone.comm import ShardContext, all_reduce, group_size, reduce_scatter
+from duotone.errors import UserError
+from duotone.tensor import wire
+from duotone.tensor.plane import Plane
+
+MODES = (None, "column", "row")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A linear that is whole on every rank; also the base of the parallel ones. `group` is a c10d group name."""
+
+    group: str = ""
+    sequence_parallel: bool = False
+    mode: ClassVar[str | None] = None
+
+    @property
+    def input_shard(self) -> ShardContext | None:
+        return None
+
+    @property
+    def grad_shard(self) -> ShardContext | None:
+        return None
+
+    def gather_input(self, plane: Plane, dim: int) -> Plane:
+        """The input of the product from this rank's plane, whose `dim` holds the rows of the activation."""
+        return plane
+
+    def gather_grad(self, plane: Plane, dim: int) -> Plane:
+        return plane
+
+    def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
+        return bias
+
+    def reduce_output(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        return y
+
+    def reduce_grad_input(self, dx: Tensor) -> Tensor:
+        return dx
+
+    def reduce_grad_bias(self, db: Tensor) -> Tensor:
+        return db
+
+
+@dataclass(frozen=True)
+class ColumnParallel(Layout):
+    """out_features split over the ranks: y = x w_i^T + b_i.
+
+    With sequence parallelism x is gathered, again in backward, and dx is scattered; else dx is summed over the ranks.
+    """
+
+    mode = "column"
+
+    @property
+    def input_shard(self) -> ShardContext | None:
+        return ShardContext(self.group) if self.sequence_parallel else None
+
+    def gather_input(self, plane: Plane, dim: int) -> Plane:
+        return wire.gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
+
+    def reduce_grad_input(self, dx: Tensor) -> Tensor:
+        return reduce_scatter(dx, self.group) if self.sequence_parallel else all_reduce(dx, "sum", self.group)
+
+
+@dataclass(frozen=True)
+class RowParallel(Layout):
+    """in_features split over the ranks: y = sum_i x_i w_i^T + b, the bias once, after the sum.
+
+    With sequence parallelism y is scattered and dy gathered; else y is summed on every rank.
+    """
+
+    mode = "row"
+
+    @property
+    def grad_shard(self) -> ShardContext | None:
+        return ShardContext(self.group) if self.sequence_parallel else None
+
+    def gather_grad(self, plane: Plane, dim: int) -> Plane:
+        return wire.gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
+
+    def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
+        return None
+
+    def reduce_output(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        y = reduce_scatter(y, self.group) if self.sequence_parallel else all_reduce(y, "sum", self.group)
+        return y if bias is None else y + bias
+
+    def reduce_grad_bias(self, db: Tensor) -> Tensor:
+        return all_reduce(db, "sum", self.group) if self.sequence_parallel else db
+
+
+WHOLE = Layout()
+LAYOUTS = {None: Layout, "column": ColumnParallel, "row": RowParallel}
+
+
+def layout_of(mode: str | None, group: str, sequence_parallel: bool) -> Layout:
+    """The layout of a `parallel_mode`. Raises UserError where the mode is unknown."""
+    if mode not in LAYOUTS:
+        raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column', 'row'")
+    return LAYOUTS[mode](group, sequence_parallel) if mode else WHOLE

@@ -1,0 +1,58 @@
+"""Where the planes of an operand come from: encoded now, held by a quantized tensor, or its values in high precision.
+
+Chosen when the plan is built; execution only calls `planes`.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from duotone.errors import UsageError
+from duotone.tensor import QuantizedTensor
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.quantizer import Quantizer
+
+
+class Operand(Protocol):
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        """The planes of the matrix `x` that `usage` names."""
+        ...
+
+
+class Encoded:
+    """A plain tensor: the quantizer encodes it."""
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        return quantizer.encode(x, usage, ctx)
+
+
+class Held:
+    """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        assert isinstance(x, QuantizedTensor)
+        x.update_usage(usage.rowwise or None, usage.columnwise or None)
+        row, col = x.planes
+        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
+
+class Dequantized:
+    """A quantized tensor in a plan that keeps it in high precision: the planes of its values."""
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        assert isinstance(x, QuantizedTensor)
+        return quantizer.encode(x.values(x.dtype), usage, ctx)
+
+
+ENCODED, HELD, DEQUANTIZED = Encoded(), Held(), Dequantized()
+
+
+def original(x: Tensor, planes: Planes) -> Plane:
+    """`x` as it is, (M, K): an alias, or the rowwise plane of a quantized tensor."""
+    if not isinstance(x, QuantizedTensor):
+        return Plane.of(x)
+    plane = x.planes.rowwise or planes.rowwise
+    if plane is None:
+        raise UsageError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
+    return plane

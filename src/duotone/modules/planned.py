@@ -1,0 +1,307 @@
+"""Planned: what every module that follows plans has in common, mixed in before an nn.Module."""
+
+import copy
+import itertools
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import RecipeError
+from duotone.linear.layout import WHOLE, Layout
+from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, Setting, build_plan
+from duotone.modules.parameters import moved
+from duotone.recipes.recipe import Recipe, recipe_of
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.rules import Rule
+from duotone.state import seeds
+from duotone.state.autocast import Region, active_region
+from duotone.state.delayed import RECOMPUTE, RECORD, USE, DelayedState
+from duotone.tensor import History, QuantizedTensor, Quantizer
+from duotone.tensor.context import QuantizeContext
+
+FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
+UNNAMED = Site(named=False)
+OWN = ("recipe", "rules", "module_name", "site", "layout", "_plans", "_last", "_roles", "_number")
+"""Attributes that `adopt` gives and `release` takes away."""
+
+_MODULES: "weakref.WeakValueDictionary[str, Planned]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+class Planned:
+    """`recipe` applies where no autocast encloses the call; `rules` go before any recipe.
+
+    `module_name` is the full name in the model, `Layer_<n>` where nobody gave one; `site` is where rules find the
+    module. Delayed-scaling states are submodules, there only while a recipe needs them.
+    """
+
+    module_type: ClassVar[str]
+    weight: nn.Parameter
+    training: bool
+    recipe: Recipe
+    rules: tuple[Rule, ...]
+    module_name: str
+    site: Site
+    layout: Layout
+    _buffers: dict[str, Tensor | None]
+    _parameters: dict[str, nn.Parameter | None]
+    _modules: dict[str, nn.Module | None]
+    _plans: dict[Any, LinearPlan]
+    _last: tuple[Any, LinearPlan] | None
+    _roles: tuple[QuantizerRole | None, QuantizerRole | None]
+    _number: str
+
+    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], name: str = "", site: Site | None = None) -> None:
+        """Take a recipe, rules and a place; keeps the seed where there is one already."""
+        self._register()
+        self.recipe, self.rules = recipe, rules
+        self.layout = getattr(self, "layout", WHOLE)
+        self._roles = getattr(self, "_roles", (None, None))
+        self.take_name(name or f"Layer_{self._number}", site or (ANYWHERE if name else UNNAMED))
+        if seeds.BUFFER not in self._buffers:
+            with torch.inference_mode(False):  # an inference tensor could not advance in training
+                seed = seeds.initial_seed(self.module_name).to(self.weight.device)
+            self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
+        for state in (FORWARD_STATE, BACKWARD_STATE):
+            self._modules.pop(state, None)
+
+    def release(self) -> None:
+        """Give up everything that `adopt` and plans added."""
+        for attribute in OWN:
+            self.__dict__.pop(attribute, None)
+        self._buffers.pop(seeds.BUFFER, None)
+        for state in (FORWARD_STATE, BACKWARD_STATE):
+            self._modules.pop(state, None)
+
+    def take_name(self, name: str, site: Site) -> None:
+        """The full name in the model, and where rules find the module."""
+        self.module_name, self.site = name, site
+        self.forget_plans()
+
+    def forget_plans(self) -> None:
+        """Build plans anew at the next call, in compiled code too: its constants go by the module's number."""
+        self._plans, self._last = {}, None
+        self._register()
+
+    def _register(self) -> None:
+        self._number = str(next(_NUMBERS))
+        _MODULES[self._number] = self
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """The role of the output at its consumer; a change takes effect at the next forward."""
+        return self._roles[0]
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_roles(role, self._roles[1])
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """The role of the gradient of the input at its consumer."""
+        return self._roles[1]
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_roles(self._roles[0], role)
+
+    def _set_roles(self, *roles: QuantizerRole | None) -> None:
+        if roles != self._roles:
+            self._roles = (roles[0], roles[1])
+            self.forget_plans()
+
+    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
+        """Every quantizer slot with its role, forward slots first."""
+        return self.setting(self.recipe, self.weight.device.type, self.weight.dtype).slots
+
+    def setting(
+        self,
+        recipe: Recipe,
+        device: str,
+        dtype: torch.dtype,
+        grads: tuple[bool, bool] = (True, True),
+        input_held: Quantizer | None = None,
+    ) -> Setting:
+        """What decides this module's plan under a recipe."""
+        return Setting(
+            recipe,
+            self.rules,
+            self.module_name,
+            self.module_type,
+            device,
+            dtype,
+            *grads,
+            site=self.site,
+            layout=self.layout,
+            weight_held=held(self.weight),
+            input_held=input_held,
+            output_role=self._roles[0],
+            grad_input_role=self._roles[1],
+        )
+
+    def plan_for(self, x: Tensor, weight: Tensor) -> LinearPlan:
+        """The plan of a call; built once per recipe, dtype, device and pattern of gradients."""
+        region = active_region()
+        recipe = self.recipe if region is None else region.recipe
+        if recipe.evaluation is not None and not self.training:
+            recipe = recipe.evaluation
+        tracked = torch.is_grad_enabled()
+        grads = (tracked and x.requires_grad, tracked and weight.requires_grad)
+        group = "" if region is None else region.group
+        if torch.compiler.is_compiling():
+            where = (x.device.type, str(x.dtype), group)
+            return getattr(TRACED, _trace_plan(self._number, recipe.key, *grads, tracked, *where))
+        mode = USE if not tracked else RECORD if torch._C._current_graph_task_id() == -1 else RECOMPUTE
+        key = (recipe.key, grads, mode, x.dtype, x.device.type, group, held(x), held(weight))
+        last = self._last
+        if last is not None and last[0] == key:
+            return last[1]
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self.resolve(recipe, (x.device.type, x.dtype, grads, held(x)), group, mode)
+            self._plans[key] = plan
+        self._last = (key, plan)
+        return plan
+
+    def resolve(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
+        """Build the plan of a call (device, dtype, grads, input held), with the states that delayed scaling needs."""
+        plan = build_plan(self.setting(recipe, *call))
+        if plan.is_delayed:
+            plan = plan.with_slots(*self._states(plan), group, mode)
+            if isinstance(self.weight, QuantizedTensor):
+                slots = plan.with_slots(*self._states(plan), group, RECORD).weight_context.slots
+                self.weight.context = QuantizeContext(self.weight.context.shard, slots)
+        return plan
+
+    def _states(self, plan: LinearPlan) -> tuple[str, str]:
+        history = _agreed_history(self.module_name, plan.quantizers)
+        forward = self._state(FORWARD_STATE, FORWARD_SLOTS, history)
+        backward = self._state(BACKWARD_STATE, BACKWARD_SLOTS, history)
+        largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
+        forward.largest = [*largest["input"], *largest["weight"]]
+        backward.largest = [*largest["grad_output"]]
+        return forward.number, backward.number
+
+    def _state(self, name: str, slots: int, history: History) -> DelayedState:
+        state = self._modules.get(name)
+        if state is None:
+            state = DelayedState(slots, history, self.weight.device)
+            self._modules[name] = state
+        assert isinstance(state, DelayedState)
+        state.adopt(history)
+        return state
+
+    def prepare(self, recipe: Recipe) -> None:
+        """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
+        self.resolve(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
+
+    def calibrate(self, region: Region, x: Tensor, weight: Tensor) -> None:
+        """Record the amaxes that delayed scaling under the region's calibrated recipe would."""
+        assert region.calibrating is not None
+        call = (x.device.type, x.dtype, (False, False), None)
+        plan = self.resolve(region.calibrating, call, region.group, RECORD)
+        for context, tensor in ((plan.input_context, x), (plan.weight_context, weight)):
+            for slot in context.slots:
+                if slot is not None:
+                    slot.scale_for(tensor.detach().reshape(-1, tensor.shape[-1]))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds are made for good."""
+        seed = self._buffers.get(seeds.BUFFER)
+        held = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        for name in held:
+            self._parameters[name] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            self._parameters.update(held)  # type: ignore[arg-type]
+        for parameter in held.values():
+            moved(parameter, fn)
+        fresh = self._buffers.get(seeds.BUFFER)
+        if seed is not None and seed.is_meta and fresh is not None and not fresh.is_meta:
+            fresh.copy_(seeds.initial_seed(self.module_name))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A checkpoint with delayed-scaling states loads into a module whose recipe has none."""
+        for state in (FORWARD_STATE, BACKWARD_STATE):
+            if state not in self._modules:
+                for key in [key for key in state_dict if key.startswith(f"{prefix}{state}.")]:
+                    del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Plans name states of this process, and a group by its name could be another one elsewhere.
+        unbound = type(self.layout)("", self.layout.sequence_parallel)
+        return {**self.__dict__, "_plans": {}, "_last": None, "layout": unbound}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._register()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.layout = self.layout
+        return made
+
+
+class TracedPlans:
+    """Plans of traced calls as attributes, by name: an object, because traces see its attributes as they are now."""
+
+
+TRACED = TracedPlans()
+
+
+def _trace_plan(
+    module: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
+) -> str:
+    """Build the plan of a traced call outside of the trace; the name under which `TRACED` holds it is a constant."""
+    planned = _MODULES[module]
+    call = (device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad), None)
+    parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
+    name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot
+    if not hasattr(TRACED, name):
+        setattr(TRACED, name, planned.resolve(recipe_of(recipe), call, group, RECORD if tracked else USE))
+    return name
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_trace_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def held(x: Tensor) -> Quantizer | None:
+    """The quantizer of a quantized tensor, in the formats that it really holds."""
+    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
+        return None
+    row, col = x.planes
+    made = x.quantizer
+    if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
+        return made
+    return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
+
+
+def _largest(made: Quantizer) -> list[float]:
+    return [fmt.largest if slot and fmt is not None else 0.0 for fmt, slot in _delayed_formats(made)]
+
+
+def _delayed_formats(made: Quantizer) -> Any:
+    return zip((made.rowwise, made.columnwise), made.delayed, strict=True)
+
+
+def _agreed_history(module: str, quantizers: dict[str, Quantizer]) -> History:
+    """The one set of delayed-scaling parameters of a module. RecipeError where two slots disagree."""
+    found = {kind: made.history or History() for kind, made in quantizers.items() if any(made.delayed)}
+    (first, agreed), *others = found.items()
+    for kind, history in others:
+        for field in history.__dataclass_fields__:
+            mine, theirs = getattr(agreed, field), getattr(history, field)
+            if mine != theirs:
+                raise RecipeError(
+                    f"{module}: {field} of delayed scaling is {mine!r} for {first} and {theirs!r} for {kind}; "
+                    "all slots of a module share one history, so give them the same"
+                )
+    return agreed

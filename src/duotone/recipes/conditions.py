@@ -1,0 +1,58 @@
+"""What a rule may ask of the place of a module besides its name: the layer, from either end, and the sizes."""
+
+import operator
+import re
+import sys
+from typing import Any
+
+from duotone.errors import RecipeError
+
+LAYER = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?")
+SIZE = re.compile(r"(>=|<=|==|!=|>|<|%)\s*(\d+)")
+COMPARE = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+    "%": lambda size, step: size % step == 0,
+}
+
+
+def check_layer(layer: Any) -> None:
+    """RecipeError unless `layer` is an integer, or text such as "0", "-1", "0:2" or "-2:"."""
+    if isinstance(layer, int) and not isinstance(layer, bool):
+        return
+    if not isinstance(layer, str) or not LAYER.fullmatch(layer):
+        raise RecipeError(f"layer is {layer!r}; give an index or a range of them, such as 0, '-1', '0:2' or '-2:'")
+
+
+def is_layer(layer: int | str, index: int | None, count: int | None) -> bool:
+    """Whether the module at `index` of a stack of `count` is meant; never where the index is not known."""
+    if index is None:
+        return False
+    found = LAYER.fullmatch(str(layer))
+    assert found is not None
+    total = sys.maxsize if count is None else count
+    if found["one"] is not None:
+        wanted = int(found["one"])
+        return index == (wanted if wanted >= 0 else total + wanted)
+    start, stop = (int(found[end]) if found[end] else None for end in ("start", "stop"))
+    return index in range(*slice(start, stop).indices(total))
+
+
+def check_size(field: str, condition: Any) -> None:
+    """RecipeError unless `condition` is text such as ">=4096", "<1024", "==4096" or "%32"."""
+    found = SIZE.fullmatch(condition) if isinstance(condition, str) else None
+    if found is None or (found[1] == "%" and int(found[2]) == 0):
+        raise RecipeError(
+            f"{field} is {condition!r}; give a comparison such as '>=4096', '<1024' or '==4096', or '%32' for multiples"
+        )
+
+
+def is_size(condition: str, size: int) -> bool:
+    """Whether a size meets the condition."""
+    found = SIZE.fullmatch(condition)
+    assert found is not None
+    return COMPARE[found[1]](size, int(found[2]))

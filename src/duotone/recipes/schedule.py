@@ -1,0 +1,123 @@
+"""A schedule: which recipe each step of a run trains under, as a value."""
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from duotone.errors import RecipeError, UserError
+from duotone.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Phase:
+    """`recipe` from `start` on: a step, counted from 0, or a fraction of the run, at least 0 and below 1.
+
+    `convert_parameters` allows the phase to change the format of quantized parameters.
+    """
+
+    recipe: Recipe
+    start: int | float
+    convert_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            raise RecipeError(
+                f"a phase takes a recipe; got {type(self.recipe).__name__}: use duotone.recipes.load(name)"
+            )
+        start = self.start
+        fraction = isinstance(start, float) and 0 <= start < 1
+        if not fraction and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
+            raise RecipeError(
+                f"a phase starts at {start!r}; give a step such as 900, or a fraction of the run such as 0.9"
+            )
+        if not isinstance(self.convert_parameters, bool):
+            raise RecipeError(f"convert_parameters is {self.convert_parameters!r}; allowed are true and false")
+
+    @property
+    def is_fraction(self) -> bool:
+        """Whether the start is a fraction other than 0, so that its step depends on the length of the run."""
+        return isinstance(self.start, float) and self.start != 0
+
+    def over(self, steps: int) -> "Phase":
+        """The phase with its start as a step: the nearest one, and the last of the run at the latest."""
+        if not isinstance(self.start, float):
+            return self
+        return replace(self, start=min(round(self.start * steps), steps - 1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Phases in order, the first from step 0 on. With `steps`, the length of the run, fractions become steps.
+
+    Train step `i` under `autocast(recipe=schedule.at(i))`: within a phase that is the very same recipe, so that nothing
+    is planned or compiled anew.
+    """
+
+    phases: tuple[Phase, ...]
+    steps: int | None = None
+    title: str = "schedule"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
+            raise RecipeError(f"phases is {self.phases!r}; give a tuple of duotone.recipes.Phase")
+        if not isinstance(self.title, str):
+            raise RecipeError(f"title is {self.title!r}; it must be a string")
+        if not self.phases or self.phases[0].start != 0:
+            given = repr(self.phases[0].start) if self.phases else "nothing"
+            raise RecipeError(f"the first phase starts at {given}; it must start at 0")
+        if self.steps is not None:
+            if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
+                raise RecipeError(f"steps is {self.steps!r}; it must be an integer of at least 1, or left out")
+            object.__setattr__(self, "phases", tuple(phase.over(self.steps) for phase in self.phases))
+        for kind in (True, False):
+            self._check_order([phase.start for phase in self.phases if phase.is_fraction is kind])
+
+    def _check_order(self, starts: list[int | float]) -> None:
+        for earlier, later in zip(starts, starts[1:], strict=False):
+            if earlier >= later:
+                run = f" over {self.steps} steps" if self.steps is not None else ""
+                raise RecipeError(
+                    f"schedule {self.title}{run}: a phase at {earlier} precedes one at {later}; each must start after "
+                    "the one before it"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.title
+
+    def over(self, steps: int) -> "Schedule":
+        """The schedule of a run of that many steps, its fractions as steps."""
+        if self.steps not in (None, steps):
+            raise UserError(
+                f"schedule {self.title} is over {self.steps} steps; got {steps}: make it anew, or train {self.steps}"
+            )
+        return replace(self, steps=steps)
+
+    def phase(self, step: int) -> Phase:
+        """The phase of a step, counted from 0; the last one has no end."""
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise UserError(f"a step is an integer from 0 on; got {step!r}")
+        if any(phase.is_fraction for phase in self.phases):
+            raise UserError(
+                f"schedule {self.title} has phases at fractions of the run: call schedule.over(steps) once, then at(step)"
+            )
+        return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.start) - 1]
+
+    def at(self, step: int) -> Recipe:
+        """The recipe of a step, counted from 0."""
+        return self.phase(step).recipe
+
+    def map(self, change: Callable[[Recipe], Recipe]) -> "Schedule":
+        """The schedule with every recipe changed."""
+        return replace(self, phases=tuple(replace(phase, recipe=change(phase.recipe)) for phase in self.phases))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `duotone.recipes.any_from_dict` reads it back."""
+        head = {"name": self.title} | ({} if self.steps is None else {"steps": self.steps})
+        return {**head, "phases": [_row(phase) for phase in self.phases]}
+
+
+def _row(phase: Phase) -> dict[str, Any]:
+    row = {"from": phase.start, "recipe": phase.recipe.to_dict()}
+    return {**row, "convert_parameters": True} if phase.convert_parameters else row

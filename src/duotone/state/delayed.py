@@ -1,0 +1,193 @@
+"""Delayed scaling: histories of amaxes as module buffers, recorded by an own op, rolled once per region or backward.
+
+The op is opaque to compilers, so that eager and compiled code record alike; it finds its state by a number, which is a
+constant of the graph. Who rolls when: a region of autocast its forward states when the outermost one ends; a backward
+all others (gradient states, and forward states that no region encloses) from one callback at its end. Forward code that
+runs inside a backward recomputes, and neither records nor rolls.
+"""
+
+import itertools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.dispatch.stages import amax_of
+from duotone.errors import UserError
+from duotone.state import history
+from duotone.tensor.history import History
+
+_STATES: "weakref.WeakValueDictionary[str, DelayedState]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+class DelayedState(nn.Module):
+    """Scales (n,) and amax history (L, n) of one module and direction; they stay fp32 whatever the module becomes.
+
+    Row 0 of the history fills at present, the last row is the newest finished one. `largest` are the elements' largest
+    magnitudes by slot, 0 where a slot is not used. Buffers keep their address while the length stays.
+    """
+
+    scale: Tensor
+    amax_history: Tensor
+
+    def __init__(self, slots: int, parameters: History, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.history = parameters
+        self.largest = [0.0] * slots
+        self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
+        length = parameters.amax_history_len
+        self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
+        self.before: Tensor | None = None
+        self._register()
+
+    def _register(self) -> None:
+        self.number = str(next(_NUMBERS))
+        _STATES[self.number] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._register()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "DelayedState":
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            moved = fn(buffer)
+            if buffer.is_meta and not moved.is_meta:
+                moved = torch.ones_like(moved) if name == "scale" else torch.zeros_like(moved)
+            self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+        return self
+
+    def adopt(self, parameters: History) -> None:
+        """Follow other parameters; the newest entries of the history and the scales stay."""
+        if parameters.amax_history_len != self.amax_history.shape[0]:
+            self.amax_history = history.resized(self.amax_history, parameters.amax_history_len)
+        self.history = parameters
+
+    def scale_for(self, x: Tensor, slot: int, mode: int) -> Tensor:
+        """The encode scale of the slot, fp32 (1,); records the amax of `x` where the mode says so."""
+        if mode == RECOMPUTE and self.before is not None:
+            return self.before[slot : slot + 1].clone()
+        if mode == RECORD:
+            self.before = None
+            live = self.amax_history[0, slot : slot + 1]
+            live.copy_(torch.maximum(live, amax_of(x)))
+        return self.scale[slot : slot + 1].clone()
+
+    @torch.no_grad()
+    def roll(self) -> None:
+        """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
+        self.before = self.scale.clone()
+        self.scale.copy_(history.rolled(self.amax_history, self.scale, self.largest, self.history))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A checkpoint without this state leaves it as it is; another length keeps the newest entries."""
+        metadata, strict, missing, unexpected, errors = args
+        key = f"{prefix}amax_history"
+        given = state_dict.get(key)
+        if given is not None and given.dim() == 2 and given.shape != self.amax_history.shape:
+            state_dict[key] = history.resized(given, self.amax_history.shape[0])
+        absent: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
+
+
+USE, RECORD, RECOMPUTE = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class DelayedSlot:
+    """One place in a `DelayedState`, as a value: the state's number, the index, and who reduces with it.
+
+    `mode` is RECORD, USE (no gradient: scale without recording) or RECOMPUTE. `backward` slots roll at the end of the
+    backward that records them.
+    """
+
+    state: str
+    index: int
+    group: str = ""
+    mode: int = RECORD
+    backward: bool = False
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode, self.backward)
+
+
+class Pending:
+    """States that recorded and have not rolled, each with the groups to reduce over."""
+
+    def __init__(self) -> None:
+        self.forward: dict[str, set[str]] = {}
+        self.backward: dict[str, set[str]] = {}
+        self.depth = 0
+        self.task = -1
+
+    def add(self, slot: DelayedSlot) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            self.schedule()
+        elif self.task != -1:
+            self.task = -1  # a backward that failed: its amaxes wait for the next one, and nobody reduces for it
+            self.backward.clear()
+        if slot.mode == RECORD:
+            inside = self.depth > 0 and not slot.backward
+            states = self.forward if inside else self.backward
+            states.setdefault(slot.state, set()).add(slot.group)
+
+    def schedule(self) -> None:
+        """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds the task set."""
+        if self.task == -1:
+            self.task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+
+    def _end_of_backward(self) -> None:
+        self.task = -1
+        finished, self.backward = self.backward, {}
+        roll(finished)
+
+    def end_of_region(self, *, failed: bool) -> None:
+        finished, self.forward = self.forward, {}
+        if not failed:
+            roll(finished)
+
+
+PENDING = Pending()
+
+
+def roll(states: dict[str, set[str]]) -> None:
+    """Reduce the live amaxes, one collective per group and device, and roll every state once."""
+    found = {number: _STATES[number] for number in states if number in _STATES}
+    groups = sorted({group for number in found for group in states[number] if group})
+    for group in groups:
+        members = [s for n, s in found.items() if group in states[n] and s.history.reduce_amax]
+        history.reduce([state.amax_history for state in members], group)
+    for state in found.values():
+        state.roll()
+
+
+def state_of(number: str) -> DelayedState:
+    """The state of a slot. Raises UserError where its module is gone."""
+    if number not in _STATES:
+        raise UserError("a delayed-scaling slot outlived its module; build the plan anew by calling the module")
+    return _STATES[number]
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+_LIBRARY.define(
+    "delayed_scale(Tensor x, str state, int index, str group, int mode, bool backward) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
+    PENDING.add(DelayedSlot(state, index, group, mode, backward))
+    return state_of(state).scale_for(x, index, mode)
+
+
+def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
+
+
+for _key, _kernel in (("CPU", _delayed_scale), ("CUDA", _delayed_scale), ("Meta", _meta)):
+    _LIBRARY.impl("delayed_scale", _kernel, _key)

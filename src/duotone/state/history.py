@@ -1,0 +1,48 @@
+"""The arithmetic of delayed scaling on plain tensors: history (L, n) with the filling row first and the newest last."""
+
+import torch
+from torch import Tensor
+
+from duotone.comm import all_reduce
+from duotone.formats.scales import FLT_MAX, divide
+from duotone.tensor.history import History
+
+
+def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
+    """Roll the history (L, n) in place and give the scales (n,) that follow.
+
+    A slot whose live amax is 0 met nothing: its history and scale stay. Else the live amax becomes the newest entry and
+    scale = fl(fl(MAX 2^-margin) / amax), the old scale where amax is not finite, the largest fp32 on overflow.
+    """
+    live = history[0].clone()
+    entries = torch.cat([history[1:], live[None]])  # the entry that drops out now still counts for this scale
+    moves = live > 0
+    algorithm = parameters.amax_compute_algo
+    if isinstance(algorithm, str):
+        amax = entries.amax(0) if algorithm == "max" else live
+    else:
+        amax = algorithm(entries)
+    history.copy_(torch.where(moves, torch.cat([torch.zeros_like(live)[None], entries[1:]]), history))
+    fp8_max = torch.tensor(largest, dtype=torch.float32, device=history.device)
+    if parameters.scaling_factor_compute_algo is not None:
+        fresh = parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
+    else:
+        fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
+        fresh = torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
+    return torch.where(moves, fresh, scale)
+
+
+def resized(history: Tensor, length: int) -> Tensor:
+    """The history at another length: the live row and the newest entries stay, older ones are dropped or 0."""
+    kept = history[1:][-(length - 1) :] if length > 1 else history[:0]
+    missing = history.new_zeros((length - 1 - kept.shape[0], history.shape[1]))
+    return torch.cat([history[:1], missing, kept])
+
+
+def reduce(histories: list[Tensor], group: str) -> None:
+    """Take the maximum of all live rows over the group, in one collective per device."""
+    for device in sorted({str(h.device) for h in histories}):
+        here = [h for h in histories if str(h.device) == device]
+        largest = all_reduce(torch.cat([h[0] for h in here]), "max", group)
+        for history, live in zip(here, largest.split([h.shape[1] for h in here]), strict=True):
+            history[0].copy_(live)

@@ -1,0 +1,241 @@
+"""The op table of QuantizedTensor: operations that keep planes, or move and copy them byte for byte.
+
+docs/tensors.md lists what gives a plain tensor instead.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UsageError
+from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.quantized import (
+    HIGH_PRECISION_DTYPES,
+    OPS,
+    QuantizedTensor,
+    matrix_shape,
+    plain,
+    same_formats,
+)
+
+aten = torch.ops.aten
+
+
+def _op(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            OPS[function] = implementation
+        return implementation
+
+    return add
+
+
+@_op(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def _detach(t: QuantizedTensor) -> QuantizedTensor:
+    return t.with_planes(t.planes)
+
+
+@_op(aten.clone.default)
+def _clone(t: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
+    made = t.with_planes(t.planes.map(torch.clone))
+    made.is_piece = False
+    return made
+
+
+@_op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(t: QuantizedTensor, shape: Sequence[int]) -> QuantizedTensor:
+    return t.with_planes(t.planes, torch.empty(t.shape, device="meta").view(shape).shape)
+
+
+@_op(aten.expand.default)
+def _expand(t: QuantizedTensor, size: Sequence[int], implicit: bool = False) -> Tensor:
+    return _detach(t) if list(size) == list(t.shape) else t.values(t.dtype).expand(size)
+
+
+@_op(aten._to_copy.default)
+def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if dtype is not None and dtype != t.dtype:
+        return aten._to_copy.default(plain(t), **kwargs)
+    moved = {"non_blocking": kwargs.get("non_blocking", False), "pin_memory": kwargs.get("pin_memory")}
+
+    def move(part: Tensor) -> Tensor:
+        return aten._to_copy.default(part, device=device or part.device, **moved)
+
+    made = QuantizedTensor(t.planes.map(move), t.quantizer, t.shape, t.dtype, device=device or t.device)
+    made.context = t.context
+    return made
+
+
+@_op(aten.copy_.default)
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not isinstance(target, QuantizedTensor):
+        return target.copy_(plain(source), non_blocking)
+    if not isinstance(source, QuantizedTensor):
+        return target.quantize_(source)
+    given = _with_usages_of(source, target)
+    if not same_formats(target, given):
+        return target.quantize_(source)
+    for mine, theirs in zip(target.planes, given.planes, strict=True):
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
+    return target
+
+
+def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> QuantizedTensor:
+    """The source with just the planes of the target, derived where that is lossless.
+
+    Where two formats are held and one is missing, nothing may be made up: UsageError before any write.
+    """
+    wanted = target.get_usages()
+    given = source.with_planes(source.planes)
+    try:
+        given.update_usage(**wanted)
+    except UsageError:
+        row, col = target.planes
+        if row is not None and col is not None and row.format != col.format:
+            raise
+        return source
+    return given
+
+
+@_op(aten.slice.Tensor)
+def _slice(
+    t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    extent = t.shape[dim]
+    first, last, _ = slice(start, end).indices(extent)
+    if step == 1 and (first, max(first, last)) == (0, extent):
+        return _detach(t)
+    piece = _narrow(t, dim % t.dim(), first, max(first, last)) if step == 1 else None
+    return aten.slice.Tensor(plain(t), dim, start, end, step) if piece is None else piece
+
+
+@_op(aten.select.int)
+def _select(t: QuantizedTensor, dim: int, index: int) -> Tensor:
+    extent = t.shape[dim]
+    at = index % extent if -extent <= index < extent else index
+    piece = _narrow(t, 0, at, at + 1) if dim % t.dim() == 0 and t.dim() > 1 and 0 <= at < extent else None
+    return aten.select.int(plain(t), dim, index) if piece is None else _view(piece, t.shape[1:])
+
+
+@_op(aten.split.Tensor)
+def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
+    extent = t.shape[dim]
+    return _split_with_sizes(t, [min(size, extent - at) for at in range(0, extent, size)] or [0], dim)
+
+
+@_op(aten.split_with_sizes.default)
+def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    if sum(sizes) != t.shape[dim]:
+        return list(aten.split_with_sizes.default(plain(t), sizes, dim))
+    dim, at, pieces = dim % t.dim(), 0, []
+    for size in sizes:
+        pieces.append(_narrow(t, dim, at, at + size))
+        at += size
+    if all(piece is not None for piece in pieces):
+        return pieces
+    if dim == 0 and t.dim() > 1:
+        held = " and ".join(p.format.name for p in t.planes if p is not None)
+        raise UsageError(
+            f"pieces of {list(sizes)} rows cut the blocks of {held}; split at multiples of {_row_step(t)} rows, or "
+            "dequantize() first"
+        )
+    return list(aten.split_with_sizes.default(plain(t), sizes, dim))
+
+
+def _row_step(t: QuantizedTensor) -> int:
+    """Rows of the matrix at whose multiples no plane is cut."""
+    row, col = t.planes
+    return max(row.format.alignment[0] if row else 1, col.format.alignment[1] if col else 1)
+
+
+def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor | None:
+    """A view of a range along the first or the last dimension, or None where it cuts a block."""
+    if matrix_shape(t.shape) != t.matrix_shape or dim not in (0, t.dim() - 1):
+        return None
+    rows = dim == 0 and t.dim() > 1
+    factor = t.matrix_shape[0] // t.shape[0] if rows and t.shape[0] else 1
+    row, col = t.planes
+    ends = (start * factor, stop * factor)
+    cut_row = row and row.narrow(0 if rows else 1, *ends)
+    cut_col = col and col.narrow(1 if rows else 0, *ends)
+    if (row is not None and cut_row is None) or (col is not None and cut_col is None):
+        return None
+    shape = list(t.shape)
+    shape[dim] = stop - start
+    piece = t.with_planes(Planes(cut_row, cut_col), torch.Size(shape))
+    piece.is_piece = True
+    return piece
+
+
+@_op(aten.as_strided.default)
+def _as_strided(
+    t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    offset = storage_offset or 0
+    if list(stride) == list(t.stride()) and list(size[1:]) == list(t.shape[1:]) and t.dim() > 1:
+        start, rest = divmod(offset, stride[0]) if stride[0] else (0, 1)
+        if rest == 0 and start + size[0] <= t.shape[0]:
+            piece = _slice(t, 0, start, start + size[0])
+            if isinstance(piece, QuantizedTensor):
+                return piece
+    return aten.as_strided.default(plain(t), size, stride, storage_offset)
+
+
+def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], **kwargs: Any) -> Tensor:
+    """A tensor of the planes that `t` holds, of another size, over buffers that `make` gives."""
+    dtype = kwargs.get("dtype") or t.dtype
+    device = kwargs.get("device") or t.device
+    pin = kwargs.get("pin_memory") or False
+    if dtype not in HIGH_PRECISION_DTYPES:
+        return make(tuple(size), dtype=dtype, device=device, pin_memory=pin)
+    shape = torch.Size(size)
+    rows, cols = matrix_shape(shape)
+
+    def new(extents: tuple[int, ...], part_dtype: torch.dtype) -> Tensor:
+        return make(extents, dtype=part_dtype, device=device, pin_memory=pin)
+
+    row, col = t.planes
+    made_row = row and Plane.empty(row.format, (rows, cols), new, dtype)
+    if made_row is not None and t.planes.aliased:
+        made_col = made_row.transposed()
+    else:
+        made_col = col and Plane.empty(col.format, (cols, rows), new, dtype, "col")
+    made = QuantizedTensor(Planes(made_row, made_col), t.quantizer, shape, dtype, device=torch.device(device))
+    made.context = t.context
+    return made
+
+
+@_op(aten.new_zeros.default)
+def _new_zeros(t: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    return _like(t, size, torch.zeros, **kwargs)
+
+
+@_op(aten.new_empty.default)
+def _new_empty(t: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
+    return _like(t, size, torch.empty, **kwargs)
+
+
+@_op(aten.empty_like.default)
+def _empty_like(t: QuantizedTensor, **kwargs: Any) -> Tensor:
+    return _like(t, t.shape, torch.empty, **kwargs)
+
+
+@_op(aten.is_pinned.default)
+def _is_pinned(t: QuantizedTensor, device: Any = None) -> bool:
+    return any(part.is_pinned() for plane in t.planes if plane is not None for part in plane.parts.values())
+
+
+@_op(aten._pin_memory.default)
+def _pin_memory(t: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    return t.with_planes(t.planes.map(lambda part: part.pin_memory()))
+
+
+@_op(aten.record_stream.default)
+def _record_stream(t: QuantizedTensor, stream: Any) -> None:
+    for plane in t.planes:
+        for part in plane.parts.values() if plane is not None else ():
+            part.record_stream(stream)

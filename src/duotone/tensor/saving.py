@@ -1,0 +1,60 @@
+"""Keeping planes for backward: as flat lists of tensors that autograd can hold, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.quantized import QuantizedTensor
+
+Shell = Any
+"""What a plane is besides its buffers: (format, shape, part names), or None for no plane."""
+
+
+def pack(*planes: Plane | None) -> tuple[list[Shell], list[Tensor]]:
+    """Planes as shells and a flat list of their buffers."""
+    shells: list[Shell] = []
+    tensors: list[Tensor] = []
+    for plane in planes:
+        shells.append(None if plane is None else (plane.format, plane.shape, tuple(plane.parts)))
+        tensors.extend(() if plane is None else plane.parts.values())
+    return shells, tensors
+
+
+def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Plane | None]:
+    """The inverse of `pack`; may be called again, for a second backward."""
+    remaining = iter(tensors)
+    planes: list[Plane | None] = []
+    for shell in shells:
+        if shell is None:
+            planes.append(None)
+            continue
+        fmt, shape, names = shell
+        planes.append(Plane(fmt, {name: next(remaining) for name in names}, shape))
+    return planes
+
+
+def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
+    """Take the buffers out of `t`, rowwise first; it keeps only their description until `restore_from_saved`."""
+    shells, tensors = pack(*t.planes)
+    t._shells = shells  # type: ignore[attr-defined]
+    t._rowwise = t._columnwise = None
+    return tensors
+
+
+def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Put the buffers back and return those that belong to others."""
+    shells = t._shells  # type: ignore[attr-defined]
+    count = sum(0 if shell is None else len(shell[2]) for shell in shells)
+    t._rowwise, t._columnwise = Planes(*unpack(shells, tensors[:count]))
+    del t._shells  # type: ignore[attr-defined]
+    return list(tensors[count:])
+
+
+def clear(t: QuantizedTensor) -> None:
+    """Give the memory of every buffer back at once, also where others hold a reference; the shape stays."""
+    for plane in t.planes:
+        for part in plane.parts.values() if plane is not None else ():
+            part.data = part.new_empty(0)
+    t._rowwise = t._columnwise = None
