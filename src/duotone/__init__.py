@@ -10,10 +10,13 @@ from duotone.errors import RecipeError as RecipeError
 from duotone.errors import UsageError as UsageError
 from duotone.errors import UserError as UserError
 from duotone.modules import Linear as Linear
+from duotone.modules import convert_parameters as convert_parameters
+from duotone.modules import name_modules as name_modules
 from duotone.recipes import CustomRecipe as CustomRecipe
 from duotone.recipes import QuantizerRole as QuantizerRole
 from duotone.state import autocast as autocast
 from duotone.state import load_rng_state as load_rng_state
+from duotone.state import quantized_model_init as quantized_model_init
 from duotone.state import rng_state as rng_state
 from duotone.tensor import HybridQuantizer as HybridQuantizer
 from duotone.tensor import IdentityQuantizer as IdentityQuantizer

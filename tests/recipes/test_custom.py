@@ -5,39 +5,114 @@ import torch
 from torch import nn
 
 import duotone
-from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, Quantizer, formats
+from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, Quantizer, formats, recipes
 from duotone.errors import RecipeError
+from duotone.recipes import QuantizerRole, align_size
 from duotone.tensor.vocabulary import MXFP8Quantizer
 
+WEIGHT = QuantizerRole("linear", "weight", "proj")
 
-def test_a_factory_is_called_once_per_slot_and_never_per_step() -> None:
+
+def never(role):
+    raise AssertionError("the factory was called")
+
+
+def test_a_factory_is_called_once_per_slot_of_a_plan_and_never_per_step() -> None:
+    """hybrid 85: forward slots, then backward slots, None where the consumer is unknown; then no more."""
     calls = []
 
     def factory(role):
-        calls.append(str(role))
+        calls.append(role and str(role))
         return MXFP8Quantizer()
 
     m = nn.ModuleDict({"proj": nn.Linear(32, 32)})
     duotone.convert(m, CustomRecipe(qfactory=factory))
-    assert calls == [f"module_type=linear|tensor_type={t}|name=proj" for t in ("input", "weight", "grad_output")]
+    m["proj"](torch.randn(4, 32)).sum().backward()
+    known = [f"module_type=linear|tensor_type={t}|name=proj" for t in ("input", "weight", "grad_output")]
+    plans = len(calls) // 5
+    assert plans >= 1 and calls == [known[0], known[1], None, known[2], None] * plans
     calls.clear()
     for _ in range(3):
         m["proj"](torch.randn(4, 32)).sum().backward()
-    assert len(calls) == 3
+    assert calls == []
 
 
 def test_a_factory_may_return_values_or_handles() -> None:
     hybrid = HybridQuantizer(rowwise_quantizer=MXFP8Quantizer(), columnwise_quantizer=IdentityQuantizer())
-    assert CustomRecipe(qfactory=lambda role: hybrid)(duotone.QuantizerRole()) == Quantizer(formats.get("mxfp8_e4m3"))
+    assert CustomRecipe(qfactory=lambda role: hybrid)(QuantizerRole()) == Quantizer(formats.get("mxfp8_e4m3"))
     value = Quantizer(formats.get("nvfp4"))
-    assert CustomRecipe(qfactory=lambda role: value)(duotone.QuantizerRole()) is value
+    assert CustomRecipe(qfactory=lambda role: value)(QuantizerRole()) is value
 
 
-@pytest.mark.parametrize("returned", [None, "mxfp8", 3])
-def test_a_factory_that_returns_rubbish_is_named_with_its_slot_and_nothing_changes(returned) -> None:
+def test_a_quantizer_of_the_user_is_taken_as_it_is() -> None:
+    class Doubling(Quantizer):
+        pass
+
+    class Own:
+        rowwise = columnwise = formats.get("mxfp8_e4m3")
+
+        def encode(self, x, usage, ctx):
+            raise NotImplementedError
+
+    for made in (Doubling(), Own()):
+        assert CustomRecipe(qfactory=lambda role, made=made: made)(WEIGHT) is made
+
+
+def test_a_boundary_slot_gets_none() -> None:
+    """hybrid 77: the factory of a slot whose consumer is unknown sees None."""
+    seen = []
+    recipe = CustomRecipe(qfactory=lambda role: seen.append(role) or Quantizer())
+    assert recipe.quantizer(None) == Quantizer() and recipe.quantizer(WEIGHT) == Quantizer()
+    assert seen == [None, WEIGHT]
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"), [(None, "None"), ("mxfp8", "str"), (3, "int"), (Quantizer, "the class Quantizer")]
+)
+def test_a_factory_that_returns_rubbish_is_named_with_its_slot_and_nothing_changes(returned, words) -> None:
+    """hybrid 83: the error names the slot and its role, and recommends the identity."""
     m = nn.ModuleDict({"proj": nn.Linear(32, 32)})
-    with pytest.raises(
-        RecipeError, match=r"qfactory returned \w+ for module_type=linear\|tensor_type=input\|name=proj"
-    ):
+    with pytest.raises(RecipeError) as raised:
         duotone.convert(m, CustomRecipe(qfactory=lambda role: returned))
+    message = f"qfactory returned {words} for module_type=linear|tensor_type=input|name=proj; return a Quantizer"
+    assert message in str(raised.value) and "IdentityQuantizer()" in str(raised.value)
     assert type(m["proj"]) is nn.Linear
+    with pytest.raises(RecipeError, match=f"returned {words} for a boundary slot whose consumer is unknown"):
+        CustomRecipe(qfactory=lambda role: returned)(None)
+
+
+def test_a_factory_that_raises_is_named_with_its_slot_and_its_error() -> None:
+    error = KeyError("no such\nlayer")
+
+    def factory(role):
+        raise error
+
+    with pytest.raises(
+        RecipeError, match=r"qfactory raised KeyError for module_type=linear\|tensor_type=weight"
+    ) as found:
+        CustomRecipe(qfactory=factory)(WEIGHT)
+    assert found.value.__cause__ is error and "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("size", [0, -16, 2.0, True, "128"])
+def test_an_alignment_that_is_none_is_refused(size) -> None:
+    """hybrid 88"""
+    with pytest.raises(RecipeError, match=r"quantization_alignment is .*; it must be an integer above 0"):
+        CustomRecipe(qfactory=never, quantization_alignment=size)
+
+
+def test_the_alignment_of_a_recipe_is_known_without_its_factory() -> None:
+    """hybrid 88"""
+    assert align_size(CustomRecipe(qfactory=never)) == 128
+    assert align_size(CustomRecipe(qfactory=never, quantization_alignment=48)) == 48
+    sizes = {name: align_size(recipes.load(name)) for name in ("bf16", "fp8-current", "fp8-block", "mxfp8", "nvfp4")}
+    assert sizes == {"bf16": 16, "fp8-current": 16, "fp8-block": 16, "mxfp8": 32, "nvfp4": 128}
+    assert align_size(recipes.DelayedScaling()) == 16
+    assert align_size(recipes.load("mxfp8-fwd-nvfp4-bwd")) == 128
+
+
+def test_it_shows_its_factory_by_name_and_is_not_read_back() -> None:
+    shown = CustomRecipe(qfactory=never, quantization_alignment=64).to_dict()
+    assert shown["qfactory"].endswith("test_custom.never") and shown["quantization_alignment"] == 64
+    with pytest.raises(RecipeError, match="a recipe of a function cannot be read back: make the CustomRecipe"):
+        recipes.from_dict(shown)

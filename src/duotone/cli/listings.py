@@ -19,17 +19,19 @@ def formats() -> None:
 @click.command()
 @click.argument("name", required=False)
 def recipes(name: str | None) -> None:
-    """List the recipes, or print one as the JSON that a recipe file may hold."""
+    """List the recipes and schedules, or print one as the JSON that a file of it may hold."""
     from duotone import recipes as library
     from duotone.cli.table import print_table
 
     if name is not None:
-        click.echo(json.dumps(library.load(name).to_dict(), indent=2))
+        click.echo(json.dumps(library.load_any(name).to_dict(), indent=2))
         return
     print_table(
         ("recipe", "input", "weight", "grad_output"),
         [[found, *_formats(library.load(found))] for found in library.names()],
     )
+    click.echo()
+    print_table(("schedule", "phases"), [[found, _phases(found)] for found in library.schedule_names()])
 
 
 def _formats(recipe: object) -> list[str]:
@@ -42,3 +44,10 @@ def _formats(recipe: object) -> list[str]:
         planes = [plane.name for plane in (quantizer.rowwise, quantizer.columnwise)]
         cells.append(" / ".join(dict.fromkeys(planes)))
     return cells
+
+
+def _phases(name: str) -> str:
+    """Each recipe of a schedule with its start."""
+    from duotone import recipes as library
+
+    return ", ".join(f"{phase.recipe.name} from {phase.start}" for phase in library.load_schedule(name).phases)

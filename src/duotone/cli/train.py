@@ -12,19 +12,20 @@ from duotone.errors import UserError
 if TYPE_CHECKING:
     from duotone.lab.checkpoint import Checkpoint
     from duotone.lab.trainer import Trainer
+    from duotone.recipes import Recipe, Schedule
 
 CHECKPOINTS = "checkpoints"
 DEFAULT_RECIPE = "mxfp8"
 
 
 @click.command(cls=options.ListCommand)
-@click.option("--recipe", metavar="NAME|FILE", help=f"Recipe or recipe file; {DEFAULT_RECIPE} unless given.")
+@click.option("--recipe", metavar="NAME|FILE", help=f"Recipe, schedule, or file of one; {DEFAULT_RECIPE} unless given.")
 @click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its newest checkpoint.")
 @options.training
 @click.pass_context
 def train(context: click.Context, save_every: int, resume: bool, out: str | None, **given: Any) -> None:
-    """Train a small language model under one recipe, with checkpoints.
+    """Train a small language model under one recipe, or a schedule of them, with checkpoints.
 
     --resume continues with the settings of the checkpoint, bit for bit (on CUDA as far as torch's attention is
     deterministic). Ctrl-C saves a checkpoint and writes a partial report. The exit code is 1 where the run failed,
@@ -43,9 +44,9 @@ def train(context: click.Context, save_every: int, resume: bool, out: str | None
     with Interrupt() as interrupt:
         with progress.choose() as display:
             saving = loop.Saving(folder / CHECKPOINTS, save_every)
-            name = trainer.recipe.name
+            name = trainer.chosen.name
             loop.train(trainer, name, result=result, saving=saving, progress=display, should_stop=interrupt)
-        runs = [document.Run(name, trainer.recipe, result)]
+        runs = [document.Run(name, trainer.chosen, result)]
         written = document.document(trainer.config, trainer.corpus, runs, command=context.obj, partial=result.stopped)
         summary.print_summary(written)
         summary.write_result(written, folder)
@@ -58,11 +59,11 @@ def train(context: click.Context, save_every: int, resume: bool, out: str | None
 def _fresh(folder: Path, given: dict[str, Any]) -> "Trainer":
     """A trainer at its first step; UserError where `folder` holds a run already."""
     from duotone import recipes
-    from duotone.cli.inputs import config_from, make_strict
+    from duotone.cli.inputs import config_from
     from duotone.lab import checkpoint, data, files
     from duotone.lab.trainer import Trainer
 
-    recipe = make_strict(recipes.load(given.pop("recipe") or DEFAULT_RECIPE), given.pop("strict"))
+    recipe = _strict(recipes.load_any(given.pop("recipe") or DEFAULT_RECIPE), given.pop("strict"))
     config = config_from(given)
     files.require_writable(folder)
     if checkpoint.steps(folder / CHECKPOINTS):
@@ -73,7 +74,7 @@ def _fresh(folder: Path, given: dict[str, Any]) -> "Trainer":
 def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoint"]:
     """A trainer where the newest checkpoint of `folder` left it, and that checkpoint."""
     from duotone import recipes
-    from duotone.cli.inputs import config_from, make_strict
+    from duotone.cli.inputs import config_from
     from duotone.lab import checkpoint, data, files
     from duotone.lab.trainer import Trainer
 
@@ -81,9 +82,19 @@ def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoin
     path = checkpoint.latest(folder / CHECKPOINTS)
     saved = checkpoint.load(path)
     name, strict = given.pop("recipe"), given.pop("strict")
-    stored = recipes.from_dict(saved.meta["recipe"], where=str(path))
-    recipe = make_strict(recipes.load(name) if name else stored, strict)
+    stored = recipes.any_from_dict(saved.meta["recipe"], where=str(path))
+    recipe = _strict(recipes.load_any(name) if name else stored, strict)
     config = config_from(given, saved.meta["config"])
     trainer = Trainer(config, recipe, data.load(config.data, context=config.preset.model.context))
     trainer.restore(saved, path)
     return trainer, saved
+
+
+def _strict(chosen: "Recipe | Schedule", strict: bool) -> "Recipe | Schedule":
+    """The recipe, or all recipes of the schedule, for which with `strict` a fallback is an error."""
+    from duotone.cli.inputs import make_strict
+    from duotone.recipes import Schedule
+
+    if isinstance(chosen, Schedule):
+        return chosen.map(lambda recipe: make_strict(recipe, strict))
+    return make_strict(chosen, strict)

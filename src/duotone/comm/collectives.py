@@ -48,4 +48,6 @@ def _resolve(group: str) -> Any:
         return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"process group {group!r} does not exist here ({reason}); pass a group of this process") from None
+        raise UserError(
+            f"process group {group!r} does not exist here ({reason}); pass a group of this process"
+        ) from None

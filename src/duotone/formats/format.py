@@ -198,7 +198,11 @@ class ScaledFormat:
             x = stages.rotate(x)
         rows, cols = x.shape
         blocks = self.block.view(x)
-        block_amax = stages.amax(blocks) if scale is None and not self.is_delayed else blocks.new_empty(self.block.grid(rows, cols))
+        block_amax = (
+            stages.amax(blocks)
+            if scale is None and not self.is_delayed
+            else blocks.new_empty(self.block.grid(rows, cols))
+        )
         given = Blocked(blocks, block_amax, self.element, self.block, (rows, cols), x.dtype, stages, shard)
         scaled = self._scale(given, scale, amax)
         multiplier = scaled.multiplier[:, None, :, None]
@@ -291,7 +295,7 @@ class ScaledFormat:
     def _bits_per_element(self) -> float:
         """Of a 4096 x 4096 matrix, everything counted."""
         specs = self.parts(4096, 4096).values()
-        return sum(8 * math.prod(spec.shape) * spec.dtype.itemsize for spec in specs) / 4096**2
+        return sum(8 * math.prod(s.shape) * s.dtype.itemsize for s in specs if s.dtype is not None) / 4096**2
 
     def _check(
         self, x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None, plane: str

@@ -16,7 +16,7 @@ from duotone.lab.loop import RunResult
 from duotone.lab.model import GPT
 from duotone.lab.presets import ModelConfig
 from duotone.lab.trainer import TrainConfig
-from duotone.recipes import Recipe
+from duotone.recipes import Recipe, Schedule
 
 PERTURBATION = 1e-6
 """Relative noise on the initial weights of the noise run."""
@@ -24,10 +24,10 @@ PERTURBATION = 1e-6
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a document: a recipe by name, what it is there for, and what came of it."""
+    """One run of a document: a recipe or a schedule by name, what it is there for, and what came of it."""
 
     name: str
-    recipe: Recipe
+    recipe: Recipe | Schedule
     result: RunResult
     is_reference: bool = False
     is_noise: bool = False

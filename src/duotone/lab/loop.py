@@ -110,7 +110,6 @@ def _steps(
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES)
     measured = min(first + 2, steps)
     store = observe.Tap()
-    tapped = observe.tap(trainer.recipe, store)
     if first < steps:
         progress.note(_first_step(result))
     while trainer.done < steps and result.error is None and not result.stopped:
@@ -120,7 +119,7 @@ def _steps(
                 if number == measured:
                     loss = _measured_step(trainer, result)
                 else:
-                    loss = trainer.step(tapped if number in sampled else None)
+                    loss = trainer.step(observe.tap(trainer.recipe, store) if number in sampled else None)
         except Exception:
             if not should_stop():
                 raise

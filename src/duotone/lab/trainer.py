@@ -17,7 +17,7 @@ from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.data import Corpus
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.presets import Preset
-from duotone.recipes import Recipe
+from duotone.recipes import Phase, Recipe, Schedule
 
 FLOOR = 0.1
 """The learning rate ends at this share of its peak."""
@@ -55,25 +55,36 @@ def require_device(name: str) -> None:
 
 
 class Trainer:
-    """A bf16 model under `recipe` with fp32 masters.
+    """A bf16 model with fp32 masters under `chosen`, a recipe or a schedule of them.
 
     On a CPU the same arguments give the same bits, step by step. On CUDA torch's attention adds gradients in no
     fixed order when the context is long, so runs of such a preset agree closely, not to the bit.
     `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
     """
 
-    def __init__(self, config: TrainConfig, recipe: Recipe, corpus: Corpus, *, perturbation: float = 0.0) -> None:
+    def __init__(
+        self, config: TrainConfig, chosen: Recipe | Schedule, corpus: Corpus, *, perturbation: float = 0.0
+    ) -> None:
         require_device(config.device)
         torch.manual_seed(config.seed)
         self.config = config
-        self.recipe = recipe
+        self.chosen = chosen
+        schedule = chosen if isinstance(chosen, Schedule) else Schedule((Phase(chosen, 0),))
+        self.schedule = schedule.over(config.steps)
         self.corpus = corpus
         self.device = torch.device(config.device)
         gpt = model.build(config.preset.model, config.seed, perturbation=perturbation).to(self.device)
         masters = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
-        self.model = duotone.convert(model.to_dtype(gpt, torch.bfloat16), recipe)
+        self.model = duotone.convert(model.to_dtype(gpt, torch.bfloat16), self.schedule.at(0))
+        for phase in self.schedule.phases[1:]:
+            duotone.plan(self.model, phase.recipe)  # raises now where a later phase could not run
         self.optimizer = MasterAdamW(self.model, masters)
         self.done = 0
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of the next step."""
+        return self.schedule.at(self.done)
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
         """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss."""
@@ -88,12 +99,15 @@ class Trainer:
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
-        """Mean loss in nats over the preset's held-out batches, under the recipe; the training goes on unmoved."""
+        """Mean loss in nats over the preset's held-out batches, under the recipe of the step that was taken last.
+
+        The training goes on unmoved.
+        """
         preset = self.config.preset
         shape = {"count": preset.batch, "context": preset.model.context}
         batches = self.corpus.heldout_batches(preset.heldout_batches, **shape)
         seeds = duotone.rng_state(self.model)
-        with duotone.autocast(recipe=self.recipe):
+        with duotone.autocast(recipe=self.schedule.at(max(0, self.done - 1))):
             losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
         duotone.load_rng_state(self.model, seeds)
         return torch.stack(losses).mean().item()
@@ -109,7 +123,7 @@ class Trainer:
         training = {**self.optimizer.state(), **seeds, "torch_rng": torch.get_rng_state()}
         meta = {
             "config": self.config.to_dict(),
-            "recipe": self.recipe.to_dict(),
+            "recipe": self.chosen.to_dict(),
             "data_digest": self.corpus.digest,
             "history": history,
         }
@@ -132,7 +146,7 @@ class Trainer:
         self.done = saved.step
 
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
-        wanted = _as_json({"config": self.config.to_dict(), "recipe": self.recipe.to_dict()})
+        wanted = _as_json({"config": self.config.to_dict(), "recipe": self.chosen.to_dict()})
         for what, value in wanted.items():
             if saved.meta[what] != value:
                 raise UserError(

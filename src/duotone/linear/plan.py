@@ -50,6 +50,10 @@ class Setting:
     output_role: QuantizerRole | None = None
     grad_input_role: QuantizerRole | None = None
 
+    def without_held(self) -> "Setting":
+        """As if no operand were quantized yet."""
+        return replace(self, weight_held=None, input_held=None)
+
     def role(self, tensor_type: str) -> QuantizerRole:
         return QuantizerRole(self.module_type, tensor_type, self.name)
 
@@ -176,7 +180,9 @@ def build_plan(setting: Setting) -> LinearPlan:
         input_usage=Usage(True, columnwise and setting.weight_grad),
         weight_usage=Usage(True, columnwise and setting.input_grad),
         grad_usage=Usage(setting.input_grad, setting.weight_grad),
-        **gemms,
+        fprop=gemms["fprop"],
+        dgrad=gemms["dgrad"],
+        wgrad=gemms["wgrad"],
         input_grad=setting.input_grad,
         weight_grad=setting.weight_grad,
         stochastic=(drawn[0], drawn[1], drawn[2]),

@@ -44,7 +44,6 @@ class PlannedLinear(Planned):
         seed = seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
         return linear(plan, x, weight, bias, seed)
 
-
     def quantize_weight(self) -> None:
         """Inside of `quantized_model_init`, keep planes of the weight only."""
         construction = CURRENT.construction

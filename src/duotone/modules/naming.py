@@ -1,6 +1,6 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
-from torch import nn
+from torch import Tensor, nn
 
 from duotone.modules.planned import Planned
 from duotone.recipes.roles import Site
@@ -25,7 +25,7 @@ def sites_of(root: nn.Module) -> dict[str, Site]:
     sites = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        shape = tuple(weight.shape) if isinstance(getattr(weight, "shape", None), tuple) else None
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
         sites[name] = Site(*_stack(name, modules), shape=shape)
     return sites
 

@@ -1,8 +1,6 @@
 """Planned: what every module that follows plans has in common, mixed in before an nn.Module."""
 
 import copy
-import itertools
-import weakref
 from typing import Any, ClassVar
 
 import torch
@@ -11,8 +9,9 @@ from torch import Tensor, nn
 from duotone.errors import RecipeError
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, Setting, build_plan
+from duotone.modules import traced
 from duotone.modules.parameters import moved
-from duotone.recipes.recipe import Recipe, recipe_of
+from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
@@ -25,9 +24,6 @@ FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 UNNAMED = Site(named=False)
 OWN = ("recipe", "rules", "module_name", "site", "layout", "_plans", "_last", "_roles", "_number")
 """Attributes that `adopt` gives and `release` takes away."""
-
-_MODULES: "weakref.WeakValueDictionary[str, Planned]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count(1)
 
 
 class Planned:
@@ -86,8 +82,7 @@ class Planned:
         self._register()
 
     def _register(self) -> None:
-        self._number = str(next(_NUMBERS))
-        _MODULES[self._number] = self
+        self._number = traced.register(self)
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
@@ -152,7 +147,7 @@ class Planned:
         group = "" if region is None else region.group
         if torch.compiler.is_compiling():
             where = (x.device.type, str(x.dtype), group)
-            return getattr(TRACED, _trace_plan(self._number, recipe.key, *grads, tracked, *where))
+            return getattr(traced.PLANS, traced.plan_name(self._number, recipe.key, *grads, tracked, *where))
         mode = USE if not tracked else RECORD if torch._C._current_graph_task_id() == -1 else RECOMPUTE
         key = (recipe.key, grads, mode, x.dtype, x.device.type, group, held(x), held(weight))
         last = self._last
@@ -247,30 +242,6 @@ class Planned:
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.layout = self.layout
         return made
-
-
-class TracedPlans:
-    """Plans of traced calls as attributes, by name: an object, because traces see its attributes as they are now."""
-
-
-TRACED = TracedPlans()
-
-
-def _trace_plan(
-    module: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
-) -> str:
-    """Build the plan of a traced call outside of the trace; the name under which `TRACED` holds it is a constant."""
-    planned = _MODULES[module]
-    call = (device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad), None)
-    parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
-    name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot
-    if not hasattr(TRACED, name):
-        setattr(TRACED, name, planned.resolve(recipe_of(recipe), call, group, RECORD if tracked else USE))
-    return name
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_trace_plan._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def held(x: Tensor) -> Quantizer | None:

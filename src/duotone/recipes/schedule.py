@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from duotone.errors import RecipeError, UserError
@@ -74,7 +75,7 @@ class Schedule:
             self._check_order([phase.start for phase in self.phases if phase.is_fraction is kind])
 
     def _check_order(self, starts: list[int | float]) -> None:
-        for earlier, later in zip(starts, starts[1:], strict=False):
+        for earlier, later in pairwise(starts):
             if earlier >= later:
                 run = f" over {self.steps} steps" if self.steps is not None else ""
                 raise RecipeError(
@@ -100,7 +101,7 @@ class Schedule:
             raise UserError(f"a step is an integer from 0 on; got {step!r}")
         if any(phase.is_fraction for phase in self.phases):
             raise UserError(
-                f"schedule {self.title} has phases at fractions of the run: call schedule.over(steps) once, then at(step)"
+                f"schedule {self.title} has phases at fractions of the run: call schedule.over(steps), then at(step)"
             )
         return self.phases[bisect_right(self.phases, step, key=lambda phase: phase.start) - 1]
 

@@ -1,7 +1,7 @@
 """Factories for `CustomRecipe(qfactory=...)`, named as in Transformer Engine; each also ships as a recipe, see RECIPES.
 
-All take a role or None and give a new quantizer or request on each call. `rowwise_dequantized` is for inputs and weights
-whose backward uses another format than forward: backward then differentiates what forward computed.
+All take a role or None and give a new quantizer or request on each call. `rowwise_dequantized` is for inputs and
+weights whose backward uses another format than forward: backward then differentiates what forward computed.
 """
 
 from collections.abc import Callable

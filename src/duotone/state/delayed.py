@@ -84,7 +84,7 @@ class DelayedState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint without this state leaves it as it is; another length keeps the newest entries."""
-        metadata, strict, missing, unexpected, errors = args
+        metadata, strict, _, unexpected, errors = args
         key = f"{prefix}amax_history"
         given = state_dict.get(key)
         if given is not None and given.dim() == 2 and given.shape != self.amax_history.shape:

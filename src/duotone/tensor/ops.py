@@ -102,9 +102,7 @@ def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> Quantiz
 
 
 @_op(aten.slice.Tensor)
-def _slice(
-    t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor:
+def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
     extent = t.shape[dim]
     first, last, _ = slice(start, end).indices(extent)
     if step == 1 and (first, max(first, last)) == (0, extent):

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from duotone.errors import UsageError, UserError
 from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ SIDES = ("rowwise", "columnwise")
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(ShardHooks, torch.Tensor):
     """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M), either of them absent.
 
     `context` is used by the next write: a tensor that is a shard says so there, and delayed scaling has its slots. It
@@ -53,9 +54,7 @@ class QuantizedTensor(torch.Tensor):
     ) -> "QuantizedTensor":
         plane = planes.rowwise or planes.columnwise
         device = plane.parts["codes"].device if plane is not None else device
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
-        )
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
         self._rowwise, self._columnwise = planes
         self.quantizer = quantizer
         self.context = LOCAL
@@ -63,7 +62,7 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     @property
-    def planes(self) -> Planes:
+    def planes(self) -> Planes:  # type: ignore[override]
         return Planes(self._rowwise, self._columnwise)
 
     @property
@@ -230,15 +229,17 @@ class QuantizedTensor(torch.Tensor):
         return self.__dict__.get(INIT_VALUE)
 
     def clear_high_precision_init_val(self) -> None:
-        self.__dict__.pop(INIT_VALUE, None)
+        vars(self).pop(INIT_VALUE, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
-        made: QuantizedTensor = self.with_planes(self.planes.map(torch.clone)).requires_grad_(self.requires_grad)
+        made = self.with_planes(self.planes.map(torch.clone))
+        made.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, self.requires_grad)  # type: ignore[assignment]
+            made = torch.nn.Parameter(made, self.requires_grad)
+            assert isinstance(made, QuantizedTensor)
         made.context = LOCAL
         if INIT_VALUE in self.__dict__:
-            made.__dict__[INIT_VALUE] = self.__dict__[INIT_VALUE]
+            setattr(made, INIT_VALUE, self.__dict__[INIT_VALUE])
         memo[id(self)] = made
         return made
 

@@ -137,10 +137,11 @@ class Quantizer:
 
         row_format = self.rowwise if usage.rowwise else None
         col_format = self.columnwise if usage.columnwise else None
-        row = row_format and Plane.empty(row_format, (rows, cols), new, dtype)
+        row = None if row_format is None else Plane.empty(row_format, (rows, cols), new, dtype)
         col = self._empty_columnwise(row, col_format, (rows, cols), new, dtype)
         made = QuantizedTensor(Planes(row, col), self, torch.Size(shape), dtype, device=device)
-        return made.requires_grad_(requires_grad)
+        made.requires_grad_(requires_grad)
+        return made
 
     def _empty_columnwise(
         self,
@@ -155,7 +156,7 @@ class Quantizer:
         if fmt.is_derivable:
             source = row if row is not None and row.format == fmt else Plane.empty(fmt, shape, new, dtype)
             return source.transposed()
-        return Plane.empty(fmt, shape[::-1], new, dtype, "col")
+        return Plane.empty(fmt, (shape[1], shape[0]), new, dtype, "col")
 
     def _columnwise(self, x: Tensor, row: Plane | None, ctx: QuantizeContext) -> Plane:
         assert self.columnwise is not None
@@ -175,9 +176,7 @@ class Quantize(torch.autograd.Function):
     """A tensor to its quantized form; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, quantizer: Quantizer, usage: Usage, context: QuantizeContext
-    ) -> QuantizedTensor:
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, usage: Usage, context: QuantizeContext) -> QuantizedTensor:
         return quantizer.make(x, usage, context)
 
     @staticmethod

@@ -45,10 +45,10 @@ def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
 
 def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Put the buffers back and return those that belong to others."""
-    shells = t._shells  # type: ignore[attr-defined]
+    shells: list[Shell] = t.__dict__["_shells"]
     count = sum(0 if shell is None else len(shell[2]) for shell in shells)
     t._rowwise, t._columnwise = Planes(*unpack(shells, tensors[:count]))
-    del t._shells  # type: ignore[attr-defined]
+    delattr(t, "_shells")
     return list(tensors[count:])
 
 
