@@ -1,5 +1,6 @@
 """Taps: the same bits, and the statistics of what they lost."""
 
+import copy
 import math
 
 import pytest
@@ -15,12 +16,11 @@ from duotone.tensor import Plane
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_tapped_recipe_computes_the_same_bits(name: str) -> None:
     recipe = recipes.load(name)
-    m = duotone.convert(nn.Linear(96, 64, dtype=torch.bfloat16), recipe)
-    start, x, dy = duotone.rng_state(m), torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
+    start = duotone.convert(nn.Linear(96, 64, dtype=torch.bfloat16), recipe)
+    x, dy = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
     outcomes = []
     for used in (recipe, observe.tap(recipe, observe.Tap())):
-        duotone.load_rng_state(m, start)
-        m.zero_grad()
+        m = copy.deepcopy(start)
         leaf = x.clone().requires_grad_()
         with duotone.autocast(recipe=used):
             y = m(leaf)

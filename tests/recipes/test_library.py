@@ -8,7 +8,8 @@ import pytest
 
 from duotone import recipes
 from duotone.errors import RecipeError
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes import QuantizerRole, Site
+from duotone.tensor import History
 
 ROLES = [QuantizerRole("linear", kind, "a.b") for kind in ("input", "weight", "grad_output")]
 
@@ -86,7 +87,7 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
     [
         ("", "needs [[rules]]"),
         ("rules = []", "at least one rule"),
-        ("rule = 3", "no key 'rule'; allowed are name, strict, backward_override, rules"),
+        ("rule = 3", "no key 'rule'; allowed are name, strict, backward_override"),
         ("[[rules]]\nformt = 'mxfp8_e4m3'", "rule 1 has no key 'formt'; allowed are module"),
         ("[[rules]]\nformat = 'mxfp9'", "format 'mxfp9' is unknown; did you mean"),
         (
@@ -105,6 +106,22 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("recipe = 'nvfp4'\ndisable_rht = 'no'", "disable_rht is 'no'; allowed are true and false"),
         ("name = 3\n[[rules]]\nformat = 'mxfp4'", "name is 3; it must be a string"),
         ("name = ", "is not valid TOML"),
+        ("[[rules]]\nlayer = 'first'\nformat = 'mxfp4'", "rule 1: layer is 'first'; give an index or a range"),
+        ("[[rules]]\nmodule_regex = '('\nformat = 'mxfp4'", "rule 1: module_regex '(' is no regular expression"),
+        ("base = 'mxfp9'", "recipe 'mxfp9' is unknown; did you mean mxfp8? allowed are bf16"),
+        ("base = 3", "base is 3; give the name of a recipe, a file, or a table of one"),
+        ("base = 'absent.toml'", "absent.toml cannot be read"),
+        ("base = 'mxfp8-then-bf16-fprop'", "mxfp8-then-bf16-fprop is a schedule, not a recipe"),
+        ("recipe = 'mxfp8'\nevaluation = 'bf61'", "recipe 'bf61' is unknown; did you mean bf16?"),
+        ("recipe = 'mxfp8'\nevaluation = {recipe = 'nvfp5'}", "evaluation: recipe 'nvfp5' is unknown"),
+        ("recipe = 'fp8-delayed'\nbackward_override = 'dequantized'", "delayed scaling allows None only"),
+        ("recipe = ['mxfp8']", "recipe ['mxfp8'] is unknown"),
+        ("recipe = 'custom'", "make the CustomRecipe in Python, or write rules"),
+        ("base = 'mxfp8'\n[delayed]\nlength = 3", "[delayed] has no key 'length'; allowed are margin"),
+        ("base = 'mxfp8'\n[delayed]\namax_history_len = 0", "[delayed]: amax_history_len is 0; it must be"),
+        ("base = 'mxfp8'\n[delayed]\nreduce_amax = 0", "reduce_amax is 0; allowed are true and false"),
+        ("base = 'mxfp8'\ndelayed = 3", "delayed is 3; give a table with margin"),
+        ("[[phases]]\nfrom = 0\nrecipe = 'mxfp8'", "is a schedule, not a recipe: use duotone.recipes.load_schedule"),
     ],
 )
 def test_wrong_files_are_refused_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -139,3 +156,129 @@ def test_fields_outside_their_range_are_refused_at_construction() -> None:
     ):
         with pytest.raises(RecipeError):
             make()
+
+
+EVERYTHING = """
+name = "all keys"
+strict = true
+backward_override = "dequantized"
+emulate_mixed = true
+evaluation = "bf16"
+base = {recipe = "nvfp4", disable_rht = true}
+
+[delayed]
+margin = 1
+amax_history_len = 16
+amax_compute_algo = "most_recent"
+reduce_amax = false
+
+[[rules]]
+module = "*.up"
+module_regex = '.*\\.(up|"q")'
+module_type = "*linear"
+tensor_type = "weight"
+layer = -1
+in_features = ">=64"
+out_features = "%32"
+rowwise = "fp8_e4m3_delayed"
+columnwise = "identity"
+columnwise_source = "rowwise_dequantized"
+
+[[rules]]
+layer = "0:2"
+fprop = "identity"
+dgrad = "mxfp8_e4m3"
+wgrad = "mxfp8_e4m3"
+"""
+
+
+def everything(tmp_path: Path) -> recipes.Recipe:
+    (tmp_path / "all.toml").write_text(EVERYTHING)
+    return recipes.load(str(tmp_path / "all.toml"))
+
+
+def test_a_file_may_use_every_key(tmp_path: Path) -> None:
+    recipe = everything(tmp_path)
+    assert recipe == recipes.RuleRecipe(
+        title="all keys",
+        strict=True,
+        backward_override="dequantized",
+        emulate_mixed=True,
+        evaluation=recipes.HighPrecision(),
+        base=recipes.NVFP4BlockScaling(disable_rht=True),
+        history=History(1, 16, "most_recent", reduce_amax=False),
+        rules=(
+            recipes.Rule(
+                module="*.up",
+                module_regex='.*\\.(up|"q")',
+                module_type="*linear",
+                tensor_type="weight",
+                layer=-1,
+                in_features=">=64",
+                out_features="%32",
+                rowwise="fp8_e4m3_delayed",
+                columnwise="identity",
+                columnwise_source="rowwise_dequantized",
+            ),
+            recipes.Rule(layer="0:2", fprop="identity", dgrad="mxfp8_e4m3", wgrad="mxfp8_e4m3"),
+        ),
+    )
+
+
+@pytest.mark.parametrize("make", [lambda _: recipes.load("fp8-delayed"), everything, lambda _: odd_names()])
+def test_a_recipe_goes_to_json_and_toml_and_comes_back_as_it_was(make, tmp_path: Path) -> None:
+    recipe = make(tmp_path)
+    (tmp_path / "a.json").write_text(json.dumps(recipe.to_dict()))
+    (tmp_path / "a.toml").write_text(recipes.dumps(recipe))
+    for path in ("a.json", "a.toml"):
+        again = recipes.load(str(tmp_path / path))
+        assert again == recipe and hash(again) == hash(recipe) and again.key == recipe.key
+    assert pickle.loads(pickle.dumps(recipe)) == recipe
+
+
+def odd_names() -> recipes.Recipe:
+    """Texts that need escapes, and a recipe inside a recipe inside a recipe."""
+    rule = recipes.Rule(module='a"b\\c\n\x7f\u00e9\U0001f600', format="mxfp8_e4m3")
+    inner = recipes.RuleRecipe(rules=(rule,), title="inner = [1]")
+    return recipes.RuleRecipe(rules=(), title="outer", base=inner, evaluation=inner)
+
+
+def test_base_and_evaluation_are_found_beside_the_file_that_names_them(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "a.toml").write_text('base = "parts/b.toml"\nevaluation = "nvfp4"\n[[rules]]\nlayer=0\nformat="mxfp4"')
+    (tmp_path / "parts" / "b.toml").write_text('base = "c.json"\n[[rules]]\nlayer=1\nformat="mxfp6_e2m3"')
+    (tmp_path / "parts" / "c.json").write_text('{"recipe": "mxfp8", "fp8_format": "HYBRID"}')
+    recipe = recipes.load(str(tmp_path / "a.toml"))
+    made = [recipe.quantizer(ROLES[2], Site(layer, 3)).rowwise.name for layer in range(3)]
+    assert made == ["mxfp4", "mxfp6_e2m3", "mxfp8_e5m2"]
+    assert recipe.evaluation == recipes.load("nvfp4") and recipe.base.name == "b"
+
+
+@pytest.mark.parametrize("key", ["base", "evaluation"])
+def test_files_that_refer_to_each_other_in_a_cycle_are_named_in_one_line(tmp_path: Path, key: str) -> None:
+    rule = '\n[[rules]]\nformat = "mxfp4"'
+    (tmp_path / "start.toml").write_text(f'{key} = "a.toml"' + rule)
+    (tmp_path / "a.toml").write_text(f'{key} = "b.toml"' + rule)
+    (tmp_path / "b.toml").write_text('base = "./a.toml"' + rule)
+    with pytest.raises(RecipeError) as raised:
+        recipes.load(str(tmp_path / "start.toml"))
+    message = "recipe files refer to each other in a cycle: a.toml -> b.toml -> a.toml; let one of them name no other"
+    assert str(raised.value) == message
+    (tmp_path / "self.toml").write_text('base = "self.toml"')
+    with pytest.raises(RecipeError, match=r"cycle: self.toml -> self.toml"):
+        recipes.load(str(tmp_path / "self.toml"))
+
+
+def test_a_file_that_two_others_name_is_no_cycle(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[[rules]]\nformat = 'mxfp4'")
+    (tmp_path / "a.toml").write_text("base = 'c.toml'\nevaluation = 'c.toml'")
+    recipe = recipes.load(str(tmp_path / "a.toml"))
+    assert recipe.base == recipe.evaluation == recipes.load(str(tmp_path / "c.toml"))
+
+
+def test_an_error_in_a_file_that_another_names_says_both(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("base = 'b.toml'")
+    (tmp_path / "b.toml").write_text("[[rules]]\nformat = 'mxfp9'")
+    with pytest.raises(RecipeError, match=r"a\.toml: .*b\.toml: rule 1: format 'mxfp9' is unknown") as raised:
+        recipes.load(str(tmp_path / "a.toml"))
+    assert "\n" not in str(raised.value)

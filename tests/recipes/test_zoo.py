@@ -1,7 +1,9 @@
 """The factory zoo: each function, the recipe of the same name, and what both give to each role."""
 
 import pytest
+import torch
 
+import duotone
 from duotone import recipes
 from duotone.recipes import CustomRecipe, QuantizerRole, zoo
 
@@ -94,3 +96,39 @@ def test_attention_of_the_nvfp4_linear_factory_is_fp8_with_a_delayed_softmax():
         "a.core.dpa_grad_input": "fp8_e5m2_tensor",
     }
     assert (got["s"].history.amax_history_len, got["s"].history.amax_compute_algo) == (1, "most_recent")
+
+
+def bits(recipe, module_type=duotone.Linear):
+    """Output and gradients of a linear under the recipe, from the same numbers each time."""
+    torch.manual_seed(7)
+    m = module_type(64, 128, params_dtype=torch.bfloat16, name="a", recipe=recipe)
+    found = []
+    for _ in range(2):
+        x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        y = m(x)
+        y.backward(torch.randn_like(y))
+        found += [y.detach(), x.grad, m.weight.grad.clone()]
+    return found
+
+
+@pytest.mark.parametrize("name", list(zoo.RECIPES)[:6])
+def test_each_base_factory_is_its_built_in_recipe_bit_for_bit(name):
+    """hybrid 87: outputs, input and weight gradients, over two steps."""
+    expected, got = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    if name != "bf16":
+        assert not torch.equal(got[0], bits(recipes.load("bf16"))[0])
+
+
+@pytest.mark.parametrize("name", list(zoo.RECIPES)[6:])
+def test_each_other_factory_is_its_recipe_file_bit_for_bit(name):
+    expected, got = bits(recipes.load(name)), bits(CustomRecipe(qfactory=zoo.RECIPES[name]))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+
+
+def test_mxfp8_forward_and_high_precision_backward_is_the_dequantized_override_bit_for_bit():
+    """hybrid 86: the row of mxfp8_fwd_high_precision_bwd_factory."""
+    expected = bits(recipes.MXFP8BlockScaling(backward_override="dequantized"))
+    got = bits(CustomRecipe(qfactory=zoo.mxfp8_fwd_high_precision_bwd_factory))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, expected, strict=True))
+    assert not torch.equal(got[1], bits(recipes.load("mxfp8"))[1])

@@ -172,7 +172,11 @@ def build_plan(setting: Setting) -> LinearPlan:
     columnwise, backward = source.needs_columnwise, setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
     return LinearPlan(
-        **made,
+        input=made["input"],
+        weight=made["weight"],
+        output=made["output"],
+        grad_output=made["grad_output"],
+        grad_input=made["grad_input"],
         source=source,
         input_from=input_from,
         weight_from=weight_from,
