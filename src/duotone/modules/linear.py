@@ -90,6 +90,11 @@ class Linear(PlannedLinear, nn.Linear):
         self.adopt(recipe or HIGH_PRECISION, (), name)
         self.quantize_weight()
 
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
+        self.layout = _layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
+        self.forget_plans()
+
 
 def _layout(mode: str | None, group: Any, sequence_parallel: bool) -> Layout:
     if mode is None and sequence_parallel:

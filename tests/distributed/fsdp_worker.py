@@ -1,0 +1,139 @@
+"""FSDP2 over quantized parameters: three SGD steps equal the single process bit for bit, for whatever format."""
+
+import copy
+import functools
+import operator
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check, same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import duotone
+from duotone import recipes
+from duotone.errors import UsageError
+from duotone.recipes import Recipe, Rule, RuleRecipe
+
+HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
+
+
+def model(recipe: Recipe) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
+    with torch.no_grad():
+        for layer in (made[0], made[2]):
+            layer.weight[:128] *= 4  # the shards' own amaxes differ
+    duotone.convert(made, recipe)
+    duotone.convert_parameters(made, recipe)
+    return made
+
+
+def train(m: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(1)
+    x, y = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.5)
+    losses, gradients = [], []
+    for _ in range(steps):
+        loss = ((m(x) - y).float() ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        gradients += [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in m.parameters()]
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, [g.clone() for g in gradients]
+
+
+def shard(m: nn.Sequential) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (m[0], m[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(m, mesh=mesh)
+
+
+def compare(recipe: Recipe) -> nn.Module:
+    sharded = model(recipe)
+    single = copy.deepcopy(sharded)
+    shard(sharded)
+    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (sharded, single)), strict=True):
+        same(got, want, "losses and gradients")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for mine, whole in zip(sharded.parameters(), single.parameters(), strict=True):
+        piece, local = whole.chunk(world)[rank], mine._local_tensor
+        if not hasattr(whole, "planes"):
+            same(local, piece, "bias")
+            continue
+        for got, want in zip(local.planes, piece.planes, strict=True):
+            for name, part in want.parts.items():
+                same(got.parts[name], part, f"{want.format.name} {name}")
+    return sharded
+
+
+@check
+def mxfp8(folder: Path) -> None:
+    compare(recipes.load("mxfp8"))
+
+
+@check
+def hybrid_of_mxfp8_and_fp8(folder: Path) -> None:
+    compare(HYBRID)
+
+
+@check
+def fp8_per_tensor(folder: Path) -> None:
+    compare(recipes.load("fp8-current"))
+
+
+@check
+def nvfp4_2d_weights(folder: Path) -> None:
+    compare(recipes.load("nvfp4"))
+
+
+@check
+def fp8_per_row(folder: Path) -> None:
+    compare(recipes.load("fp8-rowwise"))
+
+
+@check
+def fp8_block(folder: Path) -> None:
+    compare(recipes.load("fp8-block"))
+
+
+@check
+def reshard_after_forward_off_is_the_same(folder: Path) -> None:
+    whole, kept = model(HYBRID), model(HYBRID)
+    shard(whole)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (kept[0], kept[2]):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(kept, mesh=mesh, reshard_after_forward=False)
+    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (kept, whole)), strict=True):
+        same(got, want)
+
+
+@check
+def shards_that_cut_blocks_are_refused_before_anything_is_sent(folder: Path) -> None:
+    m = nn.Sequential(nn.Linear(128, 48 * dist.get_world_size(), bias=False)).bfloat16()
+    duotone.convert(m, recipes.load("mxfp8"))
+    duotone.convert_parameters(m, recipes.load("mxfp8"))
+    try:
+        fully_shard(m, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    except UsageError as error:
+        assert "multiples of 32" in str(error), error
+    else:
+        raise AssertionError("a shard of 48 rows cuts the columnwise blocks of 32")
+
+
+@check
+def a_trained_shard_pickles_without_its_group(folder: Path) -> None:
+    m = compare(HYBRID)
+    local = m[0].weight._local_tensor
+    assert local.context.shard is not None
+    torch.save(local, folder / f"shard-{dist.get_rank()}.pt")
+
+
+if __name__ == "__main__":
+    checks.main()

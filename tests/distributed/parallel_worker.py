@@ -1,0 +1,237 @@
+"""Column- and row-parallel linears with sequence parallelism against single-process references."""
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check, same
+from torch import Tensor, nn
+
+import duotone
+from duotone import CustomRecipe, Quantizer, formats, recipes
+from duotone.errors import UserError
+from duotone.tensor import LOCAL, Planes
+
+TOKENS, WIDE, NARROW = 64, 128, 96
+SEEN: dict[str, Planes] = {}
+
+
+@dataclass(frozen=True)
+class Recording(Quantizer):
+    """Keeps the planes that it made under the tensor's type."""
+
+    kind: str = ""
+
+    def encode(self, x, usage=duotone.tensor.BOTH, ctx=LOCAL):  # type: ignore[no-untyped-def]
+        SEEN[self.kind] = super().encode(x, usage, ctx)
+        return SEEN[self.kind]
+
+
+def recording(role):  # type: ignore[no-untyped-def]
+    if role is None:
+        return Quantizer()
+    fmt = formats.get("fp8_e5m2_tensor" if role.tensor_type == "grad_output" else "fp8_e4m3_tensor")
+    return Recording(fmt, fmt, kind=role.tensor_type)
+
+
+FP8 = CustomRecipe(qfactory=recording)
+
+
+def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(3)
+    x, dy = torch.randn(TOKENS, WIDE).bfloat16(), torch.randn(TOKENS, NARROW).bfloat16()
+    x[TOKENS // 2 :] *= 8  # the shards' own amaxes differ
+    dy[TOKENS // 2 :] *= 16
+    return x, torch.randn(NARROW, WIDE).bfloat16(), torch.randn(NARROW).bfloat16(), dy
+
+
+def piece(t: Tensor, dim: int = 0) -> Tensor:
+    return t.chunk(dist.get_world_size(), dim)[dist.get_rank()].contiguous()
+
+
+def parallel(mode: str, weight: Tensor, bias: Tensor, recipe=FP8, group=None, sequence=True) -> duotone.Linear:  # type: ignore[no-untyped-def]
+    m = duotone.Linear(
+        WIDE, NARROW, params_dtype=torch.bfloat16, recipe=recipe, parallel_mode=mode,
+        tp_group=group or dist.group.WORLD, sequence_parallel=sequence,
+    )  # fmt: skip
+    with torch.no_grad():
+        m.weight.copy_(piece(weight, 0 if mode == "column" else 1))
+        m.bias.copy_(piece(bias) if mode == "column" else bias)
+    return m
+
+
+def run(m: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = m(leaf)
+    y.backward(dy)
+    return y.detach(), leaf.grad, m.weight.grad, m.bias.grad
+
+
+def reference(weight: Tensor, bias: Tensor | None, x: Tensor, dy: Tensor, recipe=FP8) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+    """One shard's layer on whole activations in this process alone."""
+    m = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=torch.bfloat16)
+    with torch.no_grad():
+        m.weight.copy_(weight)
+        if bias is not None:
+            m.bias.copy_(bias)
+    duotone.convert(m, recipe)
+    leaf = x.clone().requires_grad_()
+    y = m(leaf)
+    y.backward(dy)
+    return y.detach(), leaf.grad, m.weight.grad
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.double() for part in parts]).sum(0)
+
+
+def near(got: Tensor, exact: Tensor, parts: list[Tensor], what: str) -> None:
+    """Within one bf16 rounding (2^-8 relative) for each rank's addition to the sum."""
+    bound = 2.0**-8 * torch.stack([p.double().abs() for p in parts]).sum(0) * len(parts)
+    worst = ((got.double() - exact).abs() - bound).max()
+    assert worst <= 0, f"{what}: {worst} above one rounding per rank"
+
+
+@check
+def column_parallel_with_sequence_parallelism(folder: Path) -> None:
+    x, weight, bias, dy = data()
+    m = parallel("column", weight, bias)
+    y, dx, dw, db = run(m, piece(x), piece(dy, 1))
+    fmt = formats.get("fp8_e4m3_tensor")
+    whole = fmt.encode(x)
+    same(SEEN["input"].rowwise.parts["codes"], piece(whole["codes"]), "input codes")
+    same(SEEN["input"].rowwise.parts["scale"], whole["scale"], "input scale")
+    want = reference(piece(weight), piece(bias), x, piece(dy, 1))
+    same(y, want[0], "output")
+    same(dw, want[2], "weight gradient")
+    same(db, piece(dy, 1).sum(0), "bias gradient")
+    shards = [
+        reference(w, None, x, d)[1]
+        for w, d in zip(weight.chunk(dist.get_world_size()), dy.chunk(dist.get_world_size(), 1), strict=True)
+    ]
+    near(dx, piece(summed(shards)), [piece(s) for s in shards], "input gradient")
+
+
+@check
+def row_parallel_with_sequence_parallelism(folder: Path) -> None:
+    x, weight, bias, dy = data()
+    world = dist.get_world_size()
+    m = parallel("row", weight, bias)
+    y, dx, dw, db = run(m, piece(x, 1), piece(dy))
+    whole = formats.get("fp8_e5m2_tensor").encode(dy)
+    same(SEEN["grad_output"].rowwise.parts["codes"], piece(whole["codes"]), "grad_output codes")
+    same(SEEN["grad_output"].rowwise.parts["scale"], whole["scale"], "grad_output scale")
+    want = reference(piece(weight, 1), None, piece(x, 1), dy)
+    same(dx, want[1], "input gradient")
+    same(dw, want[2], "weight gradient")
+    parts = [reference(w, None, s, dy)[0] for w, s in zip(weight.chunk(world, 1), x.chunk(world, 1), strict=True)]
+    # One rounding more for the bias, which is added once, after the sum.
+    near(y, piece(summed(parts)) + bias.double(), [*map(piece, parts), bias.expand_as(y)], "output")
+    near(db, dy.double().sum(0), [part.sum(0) for part in dy.chunk(world)], "bias gradient")
+
+
+@check
+def without_sequence_parallelism(folder: Path) -> None:
+    x, weight, bias, dy = data()
+    world = dist.get_world_size()
+    y, _, dw, _ = run(parallel("column", weight, bias, sequence=False), x, piece(dy, 1))
+    want = reference(piece(weight), piece(bias), x, piece(dy, 1))
+    same(y, want[0])
+    same(dw, want[2])
+    y, dx, _, db = run(parallel("row", weight, bias, sequence=False), piece(x, 1), dy)
+    parts = [reference(w, None, s, dy)[0] for w, s in zip(weight.chunk(world, 1), x.chunk(world, 1), strict=True)]
+    near(y, summed(parts) + bias.double(), [*parts, bias.expand_as(y)], "output")
+    same(dx, reference(piece(weight, 1), None, piece(x, 1), dy)[1])
+    same(db, dy.sum(0))
+
+
+@check
+def blocks_reduce_nothing_and_equal_the_gathered_tensor(folder: Path) -> None:
+    x, weight, bias, dy = data()
+    for name in ("mxfp8", "fp8-rowwise", "nvfp4", "mxfp8-fwd-nvfp4-bwd"):
+        recipe = recipes.load(name)
+        m = parallel("column", weight, bias, recipe)
+        m.duotone_seed.fill_(5)
+        y = m(piece(x))
+        same(y.detach(), reference(piece(weight), piece(bias), x, piece(dy, 1), recipe)[0], name)
+
+
+@check
+def a_rank_without_rows_takes_part(folder: Path) -> None:
+    """core 60."""
+    quantizer = Quantizer(formats.get("fp8_e4m3_tensor"), formats.get("nvfp4"))
+    x = torch.full((32, 32), float(2 + dist.get_rank())) if dist.get_rank() else torch.empty(0, 32)
+    shard = duotone.tensor.QuantizeContext(duotone.comm.ShardContext(dist.group.WORLD.group_name))
+    planes = quantizer.encode(x, ctx=shard)
+    largest = 1.0 + dist.get_world_size()
+    same(planes.rowwise.parts["scale"], formats.get("fp8_e4m3_tensor").encode(torch.full((1, 1), largest))["scale"])
+    same(planes.columnwise.parts["amax"], torch.tensor([largest]))
+
+
+@check
+def each_backward_reduces_in_the_group_of_its_forward(folder: Path) -> None:
+    """core 56: forward under A, then B, then both backwards."""
+    x, weight, bias, dy = data()
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    m = parallel("row", weight, bias)
+    leaves = [piece(x, 1).requires_grad_(), piece(x, 1).requires_grad_()]
+    under_a = m(leaves[0])
+    m.set_tensor_parallel_group(alone)
+    under_b = m(leaves[1])
+    under_b.backward(dy)
+    same(SEEN["grad_output"].rowwise.parts["scale"], formats.get("fp8_e5m2_tensor").encode(dy)["scale"])
+    under_a.backward(piece(dy))
+    same(SEEN["grad_output"].rowwise.parts["codes"], piece(formats.get("fp8_e5m2_tensor").encode(dy)["codes"]))
+    same(leaves[0].grad, leaves[1].grad)
+
+
+@check
+def an_exception_between_forward_and_backward_leaves_nothing(folder: Path) -> None:
+    """core 61, 57."""
+    x, weight, bias, dy = data()
+    m = parallel("column", weight, bias)
+    try:
+        m(piece(x)[:, :64])
+    except UserError:
+        pass
+    plain = reference(piece(weight), piece(bias), x, piece(dy, 1))
+    same(m(piece(x)).detach(), plain[0])
+    # The same recipe in a module of one process does not communicate: rank 0 alone runs it.
+    if dist.get_rank() == 0:
+        reference(piece(weight), piece(bias), x, piece(dy, 1))
+
+
+@check
+def delayed_scaling_takes_the_largest_amax_of_the_group(folder: Path) -> None:
+    """core 72: scales equal on all ranks with reduce_amax, local without."""
+    rank = dist.get_rank()
+    for reduce in (True, False):
+        m = nn.Linear(32, 32, bias=False)
+        duotone.convert(m, recipes.DelayedScaling(reduce_amax=reduce, amax_history_len=2))
+        x = torch.full((8, 32), float(1 + rank)).requires_grad_()
+        with duotone.autocast(recipe=m.recipe, amax_reduction_group=dist.group.WORLD):
+            y = m(x)
+        y.backward(torch.full_like(y, float(1 + rank)))
+        largest = float(dist.get_world_size() if reduce else 1 + rank)
+        same(m.duotone_forward.scale[:1], torch.tensor([448.0]) / largest, "forward")
+        same(m.duotone_backward.scale[:1], torch.tensor([57344.0]) / largest, "backward")
+
+
+@check
+def nothing_live_is_pickled(folder: Path) -> None:
+    """core 22, 23, 57."""
+    x, weight, bias, dy = data()
+    m = parallel("column", weight, bias, recipes.load("fp8-current"))
+    run(m, piece(x), piece(dy, 1))
+    plan = m.plan_for(piece(x), m.weight)
+    for name, value in (("quantizer", plan.input), ("recipe", m.recipe), ("module", m)):
+        (folder / f"{name}-{dist.get_rank()}.pkl").write_bytes(pickle.dumps(value))
+    quantized = plan.input.quantize(piece(x), ctx=plan.input_context)
+    (folder / f"tensor-{dist.get_rank()}.pkl").write_bytes(pickle.dumps(quantized))
+
+
+if __name__ == "__main__":
+    checks.main()
