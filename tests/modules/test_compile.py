@@ -1,0 +1,128 @@
+"""torch.compile(fullgraph=True) of converted models equals eager bit for bit, and equal recipes do not compile again."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import duotone
+from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
+from duotone.recipes import Recipe, Rule, RuleRecipe
+from duotone.recipes.builtin import BUILTIN
+from duotone.tensor import MXFP8Quantizer
+
+HYBRID = "mxfp8-fwd-nvfp4-bwd"
+
+
+def factory(role):
+    """MXFP8 forward, high-precision backward on what forward multiplied; stateless and of module level."""
+    if role is None or role.tensor_type == "grad_output":
+        return IdentityQuantizer()
+    return HybridQuantizer(
+        rowwise_quantizer=MXFP8Quantizer(),
+        columnwise_quantizer=IdentityQuantizer(),
+        columnwise_source="rowwise_dequantized",
+    )
+
+
+RECIPES: dict[str, Recipe] = {
+    **{name: recipes.load(name) for name in BUILTIN},
+    HYBRID: recipes.load(HYBRID),
+    "custom": CustomRecipe(qfactory=factory),
+    "override": recipes.MXFP8BlockScaling(backward_override="dequantized"),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def step(run, m: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    m.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = run(leaf)
+    y.backward(dy)
+    return [y.detach(), leaf.grad, *(p.grad.clone() for p in m.parameters()), *(b.clone() for b in m.buffers())]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_converted_model_compiles_whole_and_equals_eager(name: str) -> None:
+    """Outputs, gradients, seeds and delayed scales of three steps, which stochastic rounding and scaling move."""
+    eager = duotone.convert(TwoLayers().bfloat16(), RECIPES[name])
+    compiled = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(compiled, fullgraph=True, backend=counter)
+    for _ in range(3):
+        x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
+        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(got, want)
+    assert counter.frame_count == 1
+
+
+def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
+    m = duotone.convert(TwoLayers().bfloat16(), recipes.load("bf16"))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(m, fullgraph=True, backend=counter)
+    x = torch.randn(32, 64).bfloat16()
+    outputs = []
+    for recipe in (recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.load("mxfp8")):
+        with duotone.autocast(recipe=recipe):
+            outputs.append(run(x))
+    assert counter.frame_count == 1 and torch.equal(outputs[0], outputs[2])
+    with duotone.autocast(recipe=recipes.MXFP8BlockScaling(fp8_format="E5M2")):
+        assert not torch.equal(run(x), outputs[0])
+    assert counter.frame_count == 2
+
+
+def test_a_schedule_compiles_once_per_phase() -> None:
+    last = RuleRecipe(rules=(Rule(fprop="identity", dgrad="mxfp8_e4m3", wgrad="mxfp8_e4m3"),))
+    schedule = recipes.Schedule(phases=(recipes.Phase(recipes.load("mxfp8"), 0), recipes.Phase(last, 3)))
+    m = duotone.convert(TwoLayers().bfloat16(), recipes.load("mxfp8"))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(m, fullgraph=True, backend=counter)
+    frames = []
+    for at in range(6):
+        with duotone.autocast(recipe=schedule.at(at)):
+            run(torch.randn(32, 64).bfloat16()).sum().backward()
+        frames.append(counter.frame_count)
+    assert frames == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_delayed_region_around_compiled_code_rolls_once_at_its_end() -> None:
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    eager = duotone.convert(TwoLayers().bfloat16(), recipe)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for _ in range(3):
+        x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
+        outcomes = []
+        for call, m in ((run, compiled), (eager, eager)):
+            with duotone.autocast(recipe=recipe):
+                y = call(x)
+            after_region = m.up.duotone_forward.scale.clone()
+            y.backward(dy)
+            outcomes.append([y, after_region, *m.buffers()])
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+def test_evaluation_under_no_grad_compiles_whole() -> None:
+    m = duotone.convert(TwoLayers().bfloat16(), recipes.load("nvfp4"))
+    run = torch.compile(m, fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(run(x), m(x))
