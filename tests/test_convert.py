@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import duotone
-from duotone import recipes
+from duotone import formats, recipes
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import Rule
 
@@ -189,5 +189,79 @@ def test_strict_rules_that_match_nothing_are_an_error() -> None:
     rules = (Rule(module="layer.0.*", format="mxfp8_e4m3"),)
     with pytest.raises(RecipeError, match="strict: no rule of recipe rules matches"):
         duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipes.RuleRecipe(rules=rules, strict=True))
-    m = duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipes.RuleRecipe(rules=rules))
-    assert {row.reason for row in duotone.plan(m)} == {"the recipe keeps both operands in high precision"}
+
+
+def test_rules_that_match_nothing_are_a_warning_and_a_plan_row() -> None:
+    """Rules by type alone, and the default rules of convert, are for models in general and are not reported."""
+    rules = (Rule(module="layer.0.*", format="mxfp8_e4m3"), Rule(module_type="grouped_linear", format="nvfp4"))
+    recipe = recipes.RuleRecipe(rules=rules)
+    m = nn.Sequential(nn.Linear(32, 32))
+    with pytest.warns(UserWarning, match=r"'layer.0.\*', .* matches no tensor of the model"):
+        duotone.convert(m, recipe)
+    reasons = {row.module: row.reason for row in duotone.plan(m)}
+    assert "layer.0.*" in reasons["a rule"] and set(reasons) == {"0", "a rule"}
+    assert reasons["0"] == "the recipe keeps both operands in high precision"
+    narrow = (Rule(module="1", format="identity"),)
+    with pytest.warns(UserWarning, match="'module': '1'"):
+        duotone.convert(m, recipes.load("mxfp8"), narrow)
+    strict = recipes.MXFP8BlockScaling(strict=True)
+    with pytest.raises(RecipeError, match=r"strict: the rule .* matches no tensor"):
+        duotone.convert(m, strict, narrow)
+    assert m[0].recipe == recipes.load("mxfp8")
+
+
+def test_mixed_formats_that_no_hardware_multiplies_are_an_error_that_names_both_slots() -> None:
+    """hybrid 56; emulate_mixed makes them a visible row."""
+    rules = (Rule(tensor_type="weight", format="nvfp4"), Rule(format="mxfp8_e4m3"))
+    m = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(RecipeError, match=r"input rowwise with weight rowwise: mxfp8_e4m3 .* with nvfp4"):
+        duotone.convert(m, recipes.RuleRecipe(rules=rules))
+    assert type(m[0]) is nn.Linear
+    duotone.convert(m, recipes.RuleRecipe(rules=rules, emulate_mixed=True))
+    rows = {row.gemm: row for row in duotone.plan(m)}
+    assert "mixed formats" in rows["fprop"].reason and "mixed formats" in rows["dgrad"].reason
+    assert "mixed" not in rows["wgrad"].reason and not rows["fprop"].native
+    x = torch.randn(8, 32)
+    row, weight = formats.get("mxfp8_e4m3").encode(x), formats.get("nvfp4").encode(m[0].weight.detach())
+    exact = (
+        formats.get("mxfp8_e4m3").decode(row, torch.float64) @ formats.get("nvfp4").decode(weight, torch.float64).t()
+    )
+    assert torch.allclose(m(x).double(), exact + m[0].bias.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_an_evaluation_recipe_applies_where_training_is_off() -> None:
+    recipe = recipes.MXFP8BlockScaling(evaluation=recipes.load("nvfp4"))
+    m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    twin = copy.deepcopy(m)
+    duotone.convert(m, recipe)
+    x = torch.randn(8, 32)
+    expected = {}
+    for name in ("mxfp8", "nvfp4"):
+        expected[name] = duotone.convert(copy.deepcopy(twin), recipes.load(name))(x)
+    assert torch.equal(m(x), expected["mxfp8"])
+    assert torch.equal(m.eval()(x), expected["nvfp4"])
+    with duotone.autocast(recipe=recipe):
+        assert torch.equal(m(x), expected["nvfp4"]) and torch.equal(m.train()(x), expected["mxfp8"])
+    m[1].eval()
+    assert not torch.equal(m(x), expected["mxfp8"]) and not torch.equal(m(x), expected["nvfp4"])
+
+
+def test_a_schedule_is_checked_phase_by_phase() -> None:
+    """A phase that would change the format of a quantized parameter is refused unless it converts parameters."""
+    mx, nv = recipes.load("mxfp8"), recipes.load("nvfp4")
+    m = duotone.convert_parameters(duotone.convert(nn.Sequential(nn.Linear(32, 32)), mx), mx)
+    schedule = recipes.Schedule(phases=(recipes.Phase(mx, 0), recipes.Phase(nv, 5)))
+    with pytest.raises(RecipeError, match=r"held in mxfp8_e4m3 and recipe nvfp4 asks .* duotone.convert_parameters"):
+        duotone.convert(m, schedule)
+    converting = recipes.Schedule(phases=(recipes.Phase(mx, 0), recipes.Phase(nv, 5, convert_parameters=True)))
+    duotone.convert(m, converting)
+    assert m[0].recipe == mx
+    for step in (4, 5):
+        phase = converting.phase(step)
+        if phase.convert_parameters:
+            duotone.convert_parameters(m, phase.recipe)
+        with duotone.autocast(recipe=phase.recipe):
+            m(torch.randn(4, 32)).sum().backward()
+    assert m[0].weight.planes.rowwise.format.name == "nvfp4_16x16"
+    plain = duotone.convert(nn.Sequential(nn.Linear(32, 32)), schedule)
+    assert plain[0].recipe == mx

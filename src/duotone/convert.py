@@ -4,6 +4,7 @@ A converted nn.Linear only changes its class: parameters, names, hooks and state
 """
 
 import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -12,12 +13,15 @@ from torch import nn
 
 from duotone.errors import RecipeError, UserError
 from duotone.linear import Setting, build_plan
+from duotone.linear.plan import ask_recipe
 from duotone.modules.linear import Linear, PlannedLinear
 from duotone.modules.naming import sites_of
 from duotone.modules.planned import Planned, held
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match, unmatched
+from duotone.recipes.schedule import Phase, Schedule
+from duotone.tensor import Quantizer
 
 
 @dataclass(frozen=True)
@@ -36,26 +40,62 @@ class PlanRow:
         return asdict(self)
 
 
-def convert(model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEAD) -> nn.Module:
+def convert(model: nn.Module, recipe: Recipe | Schedule, rules: Sequence[Rule] = OUTPUT_HEAD) -> nn.Module:
     """Make every nn.Linear of `model` follow `recipe`, in place, and return the model.
 
     `rules` go before any recipe, enclosing autocasts included; the default keeps the output head in high precision.
-    Subclasses of nn.Linear with a forward of their own are left alone; `plan` shows them. Raises before it changes
-    anything where the recipe cannot be used.
+    A schedule is checked phase by phase, and its first recipe becomes the modules' own. Subclasses of nn.Linear with a
+    forward of their own are left alone; `plan` shows them. Rules that match nothing are a warning and a plan row.
+    Raises before it changes anything where a recipe cannot be used.
     """
     _validate(recipe, rules)
     rules, sites = tuple(rules), sites_of(model)
+    phases = recipe.phases if isinstance(recipe, Schedule) else (Phase(recipe, 0),)
+    first = phases[0].recipe
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    converted = [(name, module) for name, module in linears if not _reason_left_alone(module)]
+    converted = {name: module for name, module in linears if not _reason_left_alone(module)}
+    given: dict[str, dict[str, Quantizer]] = {}
+    for phase in reversed(phases):
+        _refuse_left_alone(linears, phase.recipe)
+        for name, module in converted.items():
+            given[name] = _check(module, name, phase, rules, sites[name])
+    _report_unmatched(first, rules, [(name, sites[name]) for name in converted])
+    for name, module in converted.items():
+        _adopt(module, first, rules, name, sites[name], given[name])
+    return model
+
+
+def _refuse_left_alone(linears: Sequence[tuple[str, nn.Linear]], recipe: Recipe) -> None:
     for name, module in linears:
         if recipe.strict and _reason_left_alone(module):
             raise RecipeError(f"strict: {name} stays in high precision: {_reason_left_alone(module)}")
-    for name, module in converted:
-        setting = Setting(recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype)
-        build_plan(replace(setting, site=sites[name], weight_held=held(module.weight)))
-    for name, module in converted:
-        _adopt(module, recipe, rules, name, sites[name])
-    return model
+
+
+def _check(module: nn.Linear, name: str, phase: Phase, rules: tuple[Rule, ...], site: Site) -> dict[str, Quantizer]:
+    """Build the plan of one module in one phase; gives what the recipe gave its slots."""
+    setting = Setting(phase.recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype, site=site)
+    given = ask_recipe(setting)
+    build_plan(setting if phase.convert_parameters else replace(setting, weight_held=held(module.weight)), given)
+    return given
+
+
+def _report_unmatched(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[tuple[str, Site]]) -> None:
+    for rule in unmatched_rules(recipe, rules, places):
+        if recipe.strict:
+            raise RecipeError(f"strict: the rule {rule.to_dict()} matches no tensor of the model; correct or remove it")
+        warnings.warn(f"the rule {rule.to_dict()} matches no tensor of the model", stacklevel=3)
+
+
+def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[tuple[str, Site]]) -> list[Rule]:
+    """The rules that ask for a place or a size and decide nothing there: those of the recipe, and convert's own ones.
+
+    Rules by type alone are for models in general; that a model has no such tensor is no mistake.
+    """
+    subjects = [(QuantizerRole("linear", kind, name), site) for name, site in places for kind in TENSOR_TYPES]
+    asked = () if rules == OUTPUT_HEAD else rules
+    left = [subject for subject in subjects if first_match(rules, *subject) is None]
+    found = [*unmatched(asked, subjects), *unmatched(getattr(recipe, "rules", ()), left)]
+    return [rule for rule in found if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -87,14 +127,19 @@ def plan(
             rows.append(_left_alone(name, _reason_left_alone(module) or "not converted"))
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             rows.append(_left_alone(name, "an embedding is a look-up, not a GEMM"))
+    planned = [module for module in model.modules() if isinstance(module, PlannedLinear)]
+    if planned:
+        places = [(module.module_name, module.site) for module in planned]
+        for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
+            rows.append(_left_alone("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
     return rows
 
 
 def _rows(
     name: str, module: PlannedLinear, recipe: Recipe, device: str | None, dtype: torch.dtype | None
 ) -> Iterator[PlanRow]:
-    setting = module.setting(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
-    for gemm in build_plan(setting).gemms:
+    made = module.plan_of(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
+    for gemm in made.gemms:
         yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, gemm.rule.name, gemm.rule.native, gemm.reason)
 
 
@@ -131,16 +176,18 @@ def _original_class(kind: type) -> type:
     return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))
 
 
-def _adopt(module: nn.Linear, recipe: Recipe, rules: tuple[Rule, ...], name: str, site: Site) -> None:
+def _adopt(
+    module: nn.Linear, recipe: Recipe, rules: tuple[Rule, ...], name: str, site: Site, given: dict[str, Quantizer]
+) -> None:
     if not isinstance(module, PlannedLinear):
         module.__class__ = _converted_class(type(module))  # type: ignore[arg-type]
     assert isinstance(module, PlannedLinear)
-    module.adopt(recipe, rules, name, site)
+    module.adopt(recipe, rules, name, site, given)
     module.prepare(recipe)
 
 
-def _validate(recipe: Recipe, rules: Sequence[Rule]) -> None:
-    if not isinstance(recipe, Recipe):
+def _validate(recipe: Recipe | Schedule, rules: Sequence[Rule]) -> None:
+    if not isinstance(recipe, Recipe | Schedule):
         raise UserError(f"convert takes a recipe; got {type(recipe).__name__}; use duotone.recipes.load(name)")
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:

@@ -125,3 +125,47 @@ def test_a_new_run_does_not_overwrite_an_old_one(refused, stopped, arguments):
 def test_nothing_to_resume_is_told_and_nothing_made(refused, tmp_path):
     assert "no checkpoint to resume from" in refused("train", "--resume", "--out", tmp_path / "absent")
     assert not (tmp_path / "absent").exists()
+
+
+SCHEDULE = """
+[[phases]]
+from = 0
+recipe = "nvfp4"
+[[phases]]
+from = 0.5
+recipe = "mxfp8-fwd-bf16-bwd"
+"""
+
+
+def test_a_schedule_is_resumed_in_its_later_phase_and_ends_as_an_uninterrupted_run(
+    duotone, text_file, tmp_path, monkeypatch
+):
+    (tmp_path / "half.toml").write_text(SCHEDULE)
+    command = ["train", "--preset", "tiny", "--steps", "6", "--recipe", tmp_path / "half.toml", "--data", text_file]
+    assert duotone(*command, "--out", tmp_path / "whole")[0] == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        assert duotone(*command, "--out", tmp_path / "parts")[0] == 130
+    code, _, progress = duotone("train", "--resume", "--out", tmp_path / "parts")
+    assert code == 0 and "from step 4" in progress
+    assert_same_run(newest(tmp_path / "parts"), newest(tmp_path / "whole"))
+    (run,) = json.loads((tmp_path / "whole" / "result.json").read_text())["runs"]
+    assert run["name"] == "half" and [phase["from"] for phase in run["recipe"]["phases"]] == [0, 0.5]
+    code, _, _ = duotone(*command[:-4], "--recipe", "nvfp4", "--data", text_file, "--out", tmp_path / "nvfp4")
+    alone = newest(tmp_path / "nvfp4").meta["history"]["train_loss"]
+    scheduled = newest(tmp_path / "whole").meta["history"]["train_loss"]
+    assert scheduled[:3] == alone[:3] and scheduled[4:] != alone[4:]
+
+
+def test_strict_reaches_every_phase_of_a_schedule(refused, text_file, tmp_path):
+    (tmp_path / "rules.toml").write_text("[[rules]]\ntensor_type = 'input'\nformat = 'mxfp8_e4m3'")
+    (tmp_path / "wrong.toml").write_text(SCHEDULE.replace("mxfp8-fwd-bf16-bwd", "rules.toml"))
+    command = ["train", "--preset", "tiny", "--steps", "6", "--data", text_file, "--strict", "--out", tmp_path / "out"]
+    message = refused(*command, "--recipe", tmp_path / "wrong.toml")
+    assert "strict: no rule of recipe rules matches" in message
+    assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_comparison_takes_recipes_alone(refused, tmp_path):
+    message = refused("compare", "--recipes", "mxfp8-then-bf16-fprop", "--out", tmp_path / "out")
+    assert "mxfp8-then-bf16-fprop is a schedule, not a recipe" in message and "duotone train --recipe" in message

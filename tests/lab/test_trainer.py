@@ -5,8 +5,9 @@ import torch
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import checkpoint, data
+from duotone.lab import checkpoint, data, loop
 from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.recipes import Phase, Schedule
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 
@@ -64,6 +65,70 @@ def test_a_restored_trainer_continues_bit_for_bit(request, tmp_path, corpus, rec
     assert [second.step() for _ in range(3)] == losses[3:]
     assert second.heldout_loss() == straight.heldout_loss()
     assert_same_bits(state_of(second), state_of(straight))
+
+
+def two_phases(start=3):
+    return Schedule((Phase(recipes.load("nvfp4"), 0), Phase(recipes.load("bf16"), start)), title="two")
+
+
+def test_a_schedule_trains_each_step_under_the_recipe_of_its_phase(config, corpus):
+    scheduled = Trainer(config, two_phases(0.5), corpus)
+    plain = Trainer(config, recipes.load("nvfp4"), corpus)
+    for _ in range(3):
+        assert scheduled.recipe.name == "nvfp4" and scheduled.step() == plain.step()
+    assert scheduled.recipe.name == "bf16"
+    assert scheduled.heldout_loss() == plain.heldout_loss()  # of the phase that the last step was in
+    for _ in range(3):
+        assert scheduled.step() == plain.step(recipes.load("bf16"))
+    assert_same_bits(state_of(scheduled), state_of(plain))
+    assert scheduled.heldout_loss() != plain.heldout_loss()
+
+
+def delayed_phases():
+    """Delayed scaling sets in late, and then changes the length of its history."""
+    given = (
+        recipes.load("mxfp8"),
+        recipes.DelayedScaling(amax_history_len=4),
+        recipes.DelayedScaling(amax_history_len=2),
+    )
+    return Schedule(tuple(Phase(recipe, start) for recipe, start in zip(given, (0, 2, 4), strict=True)))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("make", [two_phases, delayed_phases])
+def test_a_schedule_continues_bit_for_bit_from_before_at_and_after_a_change_of_phase(
+    tmp_path, config, corpus, stop, make
+):
+    straight = Trainer(config, make(), corpus)
+    losses = [straight.step() for _ in range(6)]
+    first = Trainer(config, make(), corpus)
+    for _ in range(stop):
+        first.step()
+    path = checkpoint.save(tmp_path, first.checkpoint({}))
+    second = Trainer(config, make(), corpus)
+    second.restore(checkpoint.load(path), path)
+    assert [second.step() for _ in range(6 - stop)] == losses[stop:]
+    assert second.heldout_loss() == straight.heldout_loss()
+    assert_same_bits(state_of(second), state_of(straight))
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(tmp_path, config, corpus):
+    path = checkpoint.save(tmp_path, Trainer(config, two_phases(), corpus).checkpoint({}))
+    with pytest.raises(UserError, match="another recipe: phases"):
+        Trainer(config, two_phases(4), corpus).restore(checkpoint.load(path), path)
+
+
+def test_a_phase_that_could_not_run_is_refused_before_the_first_step(config, corpus):
+    mixed = recipes.RuleRecipe(rules=(recipes.Rule(fprop="mxfp8_e4m3", dgrad="identity", wgrad="nvfp4_rht"),))
+    wrong = recipes.RuleRecipe(rules=(recipes.Rule(tensor_type="input", format="mxfp8_e4m3"),), strict=True)
+    Trainer(config, Schedule((Phase(mixed, 0), Phase(mixed, 5))), corpus)
+    with pytest.raises(UserError, match="strict: no rule of recipe rules matches"):
+        Trainer(config, Schedule((Phase(mixed, 0), Phase(wrong, 5))), corpus)
+
+
+def test_sampled_statistics_are_of_the_phase_of_their_step(config, corpus):
+    result = loop.train(Trainer(config, two_phases(5), corpus), "two")
+    assert {row["format"] for row in result.statistics} >= {"nvfp4", "identity"}
 
 
 def changed_text(corpus, config, tmp_path):

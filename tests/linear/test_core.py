@@ -113,6 +113,100 @@ def test_backward_override_keeps_forward_bits_and_states_its_operands(name) -> N
         assert torch.equal(db, dy.sum(0))
 
 
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("shape", [(32, 96), (0, 96), (2, 16, 96), (96,)], ids=str)
+def test_backward_override_in_all_four_patterns_of_gradients(override, shape) -> None:
+    """hybrid 93, 106: what is owed has the bits of the case that owes everything; the rest is not there."""
+    recipe = recipes.MXFP8BlockScaling(backward_override=override)
+    x, dy = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 64).bfloat16()
+    module = duotone.convert(layer(), recipe)
+    everything = run(module, x, dy)
+    for input_grad, weight_grad in itertools.product([True, False], repeat=2):
+        module.zero_grad()
+        module.weight.requires_grad_(weight_grad)
+        leaf = x.clone().requires_grad_(input_grad)
+        y = module(leaf)
+        y.backward(dy)
+        assert torch.equal(y, everything[0])
+        assert leaf.grad is None if not input_grad else torch.equal(leaf.grad, everything[1])
+        assert module.weight.grad is None if not weight_grad else torch.equal(module.weight.grad, everything[2])
+        assert torch.equal(module.bias.grad, everything[3])
+
+
+@pytest.mark.parametrize("override", [None, "high_precision", "dequantized"])
+@pytest.mark.parametrize("needs", list(itertools.product([True, False], repeat=2)), ids=str)
+def test_forward_saves_exactly_what_the_override_says(override, needs) -> None:
+    """hybrid 91, 92, 103: kinds of the saved tensors, in order; high precision keeps no quantized plane."""
+    input_grad, weight_grad = needs
+    module = duotone.convert(
+        nn.Linear(96, 64, bias=False, dtype=torch.bfloat16), recipes.MXFP8BlockScaling(backward_override=override)
+    )
+    module.weight.requires_grad_(weight_grad)
+    x = torch.randn(32, 96).bfloat16().requires_grad_(input_grad)
+    seen: list[Tensor] = []
+
+    def pack(t: Tensor) -> Tensor:
+        seen.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    codes, scale = torch.uint8, torch.uint8
+    kept = {
+        None: [[((96, 32), codes), ((96, 1), scale)], [((96, 64), codes), ((96, 2), scale)]],
+        "high_precision": [[((32, 96), torch.bfloat16)], [((64, 96), torch.bfloat16)]],
+        "dequantized": [[((32, 96), codes), ((32, 3), scale)], [((64, 96), codes), ((64, 3), scale)]],
+    }[override]
+    expected = (kept[0] if weight_grad else []) + (kept[1] if input_grad else [])
+    assert [(tuple(t.shape), t.dtype) for t in seen] == expected
+    if override == "high_precision":
+        originals = ([x] if weight_grad else []) + ([module.weight] if input_grad else [])
+        assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in originals]
+
+
+SAME_FORMAT = {
+    name: recipes.RuleRecipe(
+        rules=tuple(
+            recipes.Rule(tensor_type=kind, rowwise=q.rowwise.name, columnwise=q.columnwise.name)
+            for kind in ("input", "weight", "grad_output")
+            for q in [recipes.load(name)(QuantizerRole("linear", kind))]
+        )
+    )
+    for name in ("fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+}
+
+
+@pytest.mark.parametrize("name", SAME_FORMAT)
+def test_a_hybrid_of_the_same_formats_is_its_built_in_recipe(name) -> None:
+    """hybrid 53, core 19: outputs and gradients bit for bit, stochastic rounding included."""
+    x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 64).bfloat16()
+    module = duotone.convert(layer(k=128), recipes.load(name))
+    start = duotone.rng_state(module)
+    expected = run(module, x, dy)
+    duotone.load_rng_state(module, start)
+    with duotone.autocast(recipe=SAME_FORMAT[name]):
+        assert all(torch.equal(a, b) for a, b in zip(run(module, x, dy), expected, strict=True))
+
+
+def test_identity_backward_is_the_high_precision_override_and_its_dequantized_source_the_other() -> None:
+    """hybrid 73, 105."""
+    x, dy = torch.randn(64, 128).bfloat16(), torch.randn(64, 64).bfloat16()
+    module = duotone.convert(layer(k=128), recipes.load("mxfp8"))
+
+    def results(recipe):
+        with duotone.autocast(recipe=recipe):
+            return run(module, x, dy)
+
+    for override, source in (("high_precision", "original"), ("dequantized", "rowwise_dequantized")):
+        expected = results(recipes.MXFP8BlockScaling(backward_override=override))
+        rules = (
+            recipes.Rule(tensor_type="grad_output", format="identity"),
+            recipes.Rule(rowwise="mxfp8_e4m3", columnwise="identity", columnwise_source=source),
+        )
+        got = results(recipes.RuleRecipe(rules=rules))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
 def saved_bytes(module: nn.Module, x: Tensor) -> int:
     """Bytes of the storages that autograd keeps for backward, parameters left out."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}

@@ -44,18 +44,51 @@ def test_a_factory_may_return_values_or_handles() -> None:
     assert CustomRecipe(qfactory=lambda role: value)(QuantizerRole()) is value
 
 
-def test_a_quantizer_of_the_user_is_taken_as_it_is() -> None:
+class Own:
+    """No subclass of Quantizer, and no more than a quantizer needs."""
+
+    rowwise = columnwise = formats.get("mxfp8_e4m3")
+
+    def __init__(self) -> None:
+        self.encoded = []
+
+    def encode(self, x, usage, ctx):
+        self.encoded.append(tuple(x.shape))
+        return Quantizer(self.rowwise, self.columnwise).encode(x, usage, ctx)
+
+
+def test_a_subclass_of_quantizer_is_taken_as_it_is() -> None:
     class Doubling(Quantizer):
         pass
 
-    class Own:
-        rowwise = columnwise = formats.get("mxfp8_e4m3")
+    made = Doubling()
+    assert CustomRecipe(qfactory=lambda role: made)(WEIGHT) is made
 
-        def encode(self, x, usage, ctx):
-            raise NotImplementedError
 
-    for made in (Doubling(), Own()):
-        assert CustomRecipe(qfactory=lambda role, made=made: made)(WEIGHT) is made
+def test_an_object_with_two_formats_and_encode_trains_like_a_quantizer() -> None:
+    own = Own()
+
+    def train(factory):
+        torch.manual_seed(3)
+        m = duotone.Linear(64, 32, name="a", recipe=CustomRecipe(qfactory=factory))
+        x = torch.randn(32, 64, requires_grad=True)
+        y = m(x)
+        y.sum().backward()
+        return y, x.grad, m.weight.grad
+
+    got, expected = train(lambda role: own), train(lambda role: MXFP8Quantizer())
+    assert all(mine.equal(theirs) for mine, theirs in zip(got, expected, strict=True))
+    assert sorted(own.encoded) == [(32, 32), (32, 64), (32, 64)]
+    recipe = CustomRecipe(qfactory=lambda role: own)
+    assert recipe(WEIGHT) == recipe(WEIGHT) and recipe(WEIGHT).inner is own
+
+
+def test_an_object_whose_formats_are_none_is_refused_with_its_slot() -> None:
+    class Wrong(Own):
+        rowwise = "mxfp8_e4m3"
+
+    with pytest.raises(RecipeError, match=r"qfactory returned Wrong for module_type=linear.*a quantizer takes formats"):
+        CustomRecipe(qfactory=lambda role: Wrong())(WEIGHT)
 
 
 def test_a_boundary_slot_gets_none() -> None:

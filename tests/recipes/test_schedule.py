@@ -6,7 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
+import duotone
 from duotone import recipes
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import CustomRecipe, Phase, Schedule
@@ -197,3 +201,26 @@ def test_the_last_tenth_of_the_shipped_schedule_runs_forward_alone_in_high_preci
 def test_a_function_may_be_the_recipe_of_a_phase():
     schedule = Schedule((Phase(CustomRecipe(qfactory=recipes.zoo.mxfp8_factory), 0),))
     assert pickle.loads(pickle.dumps(schedule)) == schedule
+
+
+def test_compiled_code_is_compiled_once_per_phase_and_gives_the_bits_of_eager():
+    schedule = three(0, 2, 4)
+
+    def run(compiled):
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).bfloat16()
+        duotone.convert(model, schedule.at(0))
+        counter = CompileCounterWithBackend("aot_eager")
+        call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
+        found = []
+        for step in range(6):
+            x = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)
+            with duotone.autocast(recipe=schedule.at(step)):
+                y = call(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad]
+        return found, counter.frame_count
+
+    (got, frames), (expected, _) = run(True), run(False)
+    assert frames == 3
+    assert all(mine.equal(theirs) for mine, theirs in zip(got, expected, strict=True))

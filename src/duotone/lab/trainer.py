@@ -17,6 +17,7 @@ from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.data import Corpus
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.presets import Preset
+from duotone.modules.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule
 
 FLOOR = 0.1
@@ -76,10 +77,16 @@ class Trainer:
         gpt = model.build(config.preset.model, config.seed, perturbation=perturbation).to(self.device)
         masters = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
         self.model = duotone.convert(model.to_dtype(gpt, torch.bfloat16), self.schedule.at(0))
-        for phase in self.schedule.phases[1:]:
-            duotone.plan(self.model, phase.recipe)  # raises now where a later phase could not run
+        for phase in reversed(self.schedule.phases):
+            self._prepare(phase.recipe)
         self.optimizer = MasterAdamW(self.model, masters)
         self.done = 0
+
+    def _prepare(self, recipe: Recipe) -> None:
+        """Make the delayed-scaling states of a phase, which its checkpoints hold; raises where it could not run."""
+        for module in self.model.modules():
+            if isinstance(module, Planned):
+                module.prepare(recipe)
 
     @property
     def recipe(self) -> Recipe:
@@ -134,6 +141,7 @@ class Trainer:
 
         UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data.
         """
+        self._prepare(self.schedule.at(max(0, saved.step - 1)))
         checkpoint.require_same_model(saved, self.model, path)
         self._require_same_run(saved, path)
         with torch.no_grad():

@@ -155,9 +155,17 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
 """Delayed-scaling slots of a linear: two directions of input and weight, and of grad_output."""
 
 
-def build_plan(setting: Setting) -> LinearPlan:
-    """Resolve a setting. Raises RecipeError where a GEMM cannot run as the recipe says."""
-    made = {slot: _quantizer(setting, role) for slot, role in setting.slots.items()}
+def ask_recipe(setting: Setting) -> dict[str, Quantizer]:
+    """What rules and recipe give each slot, each asked once."""
+    return {slot: _quantizer(setting, role) for slot, role in setting.slots.items()}
+
+
+def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> LinearPlan:
+    """Resolve a setting, with the quantizers that the recipe gave before where it was asked already.
+
+    Raises RecipeError where a GEMM cannot run as the recipe says.
+    """
+    made = dict(given or ask_recipe(setting))
     source = SOURCES[setting.recipe.backward_override]
     input_from, weight_from = _hold(setting, made)
     if not source.needs_columnwise:

@@ -18,8 +18,9 @@ def convert_parameters(
 ) -> nn.Module:
     """Hold the weight of every planned module in the formats that `recipe` gives it, in place; returns the model.
 
-    Values come from `masters`, by full parameter name, where it has them, else from the weights, dequantized. Weights that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe
-    becomes the modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
+    Values come from `masters`, by full parameter name, where it has them, else from the weights, dequantized. Weights
+    that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
+    modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
     """
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
     made: dict[int, tuple[nn.Parameter, nn.Parameter, Quantizer]] = {}

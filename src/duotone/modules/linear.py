@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear import Layout, build_plan, layout_of, linear
 from duotone.linear.layout import WHOLE
+from duotone.modules import boundary
 from duotone.modules.parameters import quantized_parameter
 from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
@@ -26,8 +27,12 @@ class PlannedLinear(Planned):
     bias: nn.Parameter | None
     module_type = "linear"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(*lead, in_features) -> (*lead, out_features)."""
+    def forward(self, x: Tensor, *, fp8_output: bool = False, fp8_grad: bool = False) -> Tensor:
+        """(*lead, in_features) -> (*lead, out_features).
+
+        `fp8_output` gives the output, `fp8_grad` the gradient of the input, as quantized tensors in the formats that
+        the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
+        """
         weight, bias = self.weight, self.bias
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -42,7 +47,12 @@ class PlannedLinear(Planned):
         if region is not None and region.calibrating is not None:
             self.calibrate(region, x, weight)
         seed = seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
-        return linear(plan, x, weight, bias, seed)
+        if not (fp8_output or fp8_grad):
+            return linear(plan, x, weight, bias, seed)
+        boundary.warn_without_role(self, fp8_output, fp8_grad)
+        x = boundary.quantize_gradient(x, plan) if fp8_grad else x
+        y = linear(plan, x, weight, bias, seed)
+        return boundary.quantize_output(y, plan) if fp8_output else y
 
     def quantize_weight(self) -> None:
         """Inside of `quantized_model_init`, keep planes of the weight only."""

@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from duotone.errors import RecipeError
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, Setting, build_plan
+from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, Setting, ask_recipe, build_plan
 from duotone.modules import traced
 from duotone.modules.parameters import moved
+from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
@@ -22,7 +22,7 @@ from duotone.tensor.context import QuantizeContext
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 UNNAMED = Site(named=False)
-OWN = ("recipe", "rules", "module_name", "site", "layout", "_plans", "_last", "_roles", "_number")
+OWN = ("recipe", "rules", "module_name", "site", "layout", "_plans", "_last", "_given", "_roles", "_number")
 """Attributes that `adopt` gives and `release` takes away."""
 
 
@@ -46,11 +46,22 @@ class Planned:
     _modules: dict[str, nn.Module | None]
     _plans: dict[Any, LinearPlan]
     _last: tuple[Any, LinearPlan] | None
+    _given: dict[str, dict[str, Quantizer]]
     _roles: tuple[QuantizerRole | None, QuantizerRole | None]
     _number: str
 
-    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], name: str = "", site: Site | None = None) -> None:
-        """Take a recipe, rules and a place; keeps the seed where there is one already."""
+    def adopt(
+        self,
+        recipe: Recipe,
+        rules: tuple[Rule, ...],
+        name: str = "",
+        site: Site | None = None,
+        given: dict[str, Quantizer] | None = None,
+    ) -> None:
+        """Take a recipe, rules and a place; keeps the seed where there is one already.
+
+        `given` is what the recipe gave the slots, where it was asked already.
+        """
         self._register()
         self.recipe, self.rules = recipe, rules
         self.layout = getattr(self, "layout", WHOLE)
@@ -62,6 +73,8 @@ class Planned:
             self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
         for state in (FORWARD_STATE, BACKWARD_STATE):
             self._modules.pop(state, None)
+        if given is not None:
+            self._given[recipe.key] = given
 
     def release(self) -> None:
         """Give up everything that `adopt` and plans added."""
@@ -78,7 +91,7 @@ class Planned:
 
     def forget_plans(self) -> None:
         """Build plans anew at the next call, in compiled code too: its constants go by the module's number."""
-        self._plans, self._last = {}, None
+        self._plans, self._last, self._given = {}, None, {}
         self._register()
 
     def _register(self) -> None:
@@ -157,12 +170,21 @@ class Planned:
         if plan is None:
             plan = self.resolve(recipe, (x.device.type, x.dtype, grads, held(x)), group, mode)
             self._plans[key] = plan
+        if plan.is_delayed and mode != USE:
+            self._states(plan)  # another recipe may have given the states other parameters since
         self._last = (key, plan)
         return plan
 
+    def plan_of(self, recipe: Recipe, device: str, dtype: torch.dtype, *call: Any) -> LinearPlan:
+        """The plan under a recipe, whose factory is asked once per slot and never again."""
+        setting = self.setting(recipe, device, dtype, *call)
+        if recipe.key not in self._given:
+            self._given[recipe.key] = ask_recipe(setting)
+        return build_plan(setting, self._given[recipe.key])
+
     def resolve(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
         """Build the plan of a call (device, dtype, grads, input held), with the states that delayed scaling needs."""
-        plan = build_plan(self.setting(recipe, *call))
+        plan = self.plan_of(recipe, *call)
         if plan.is_delayed:
             plan = plan.with_slots(*self._states(plan), group, mode)
             if isinstance(self.weight, QuantizedTensor):
@@ -171,7 +193,9 @@ class Planned:
         return plan
 
     def _states(self, plan: LinearPlan) -> tuple[str, str]:
-        history = _agreed_history(self.module_name, plan.quantizers)
+        delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
+        check_requests(delayed)
+        history = next((made.history for made in delayed.values() if made.history is not None), History())
         forward = self._state(FORWARD_STATE, FORWARD_SLOTS, history)
         backward = self._state(BACKWARD_STATE, BACKWARD_SLOTS, history)
         largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
@@ -230,7 +254,7 @@ class Planned:
     def __getstate__(self) -> dict[str, Any]:
         # Plans name states of this process, and a group by its name could be another one elsewhere.
         unbound = type(self.layout)("", self.layout.sequence_parallel)
-        return {**self.__dict__, "_plans": {}, "_last": None, "layout": unbound}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_given": {}, "layout": unbound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -261,18 +285,3 @@ def _largest(made: Quantizer) -> list[float]:
 
 def _delayed_formats(made: Quantizer) -> Any:
     return zip((made.rowwise, made.columnwise), made.delayed, strict=True)
-
-
-def _agreed_history(module: str, quantizers: dict[str, Quantizer]) -> History:
-    """The one set of delayed-scaling parameters of a module. RecipeError where two slots disagree."""
-    found = {kind: made.history or History() for kind, made in quantizers.items() if any(made.delayed)}
-    (first, agreed), *others = found.items()
-    for kind, history in others:
-        for field in history.__dataclass_fields__:
-            mine, theirs = getattr(agreed, field), getattr(history, field)
-            if mine != theirs:
-                raise RecipeError(
-                    f"{module}: {field} of delayed scaling is {mine!r} for {first} and {theirs!r} for {kind}; "
-                    "all slots of a module share one history, so give them the same"
-                )
-    return agreed

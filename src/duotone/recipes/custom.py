@@ -4,10 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from duotone.errors import RecipeError
+from torch import Tensor
+
+from duotone.errors import RecipeError, UserError
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 Factory = Callable[[QuantizerRole | None], Any]
@@ -52,10 +56,32 @@ class CustomRecipe(Recipe):
         if missing or isinstance(value, type):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
             raise RecipeError(f"qfactory returned {_words(made)} for {slot}; {remedy}")
-        return value
+        return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
     def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
         return self(role)
+
+
+@dataclass(frozen=True)
+class AdaptedQuantizer(Quantizer):
+    """An object with `rowwise`, `columnwise` and `encode` as the quantizer that plans expect."""
+
+    inner: Any = None
+
+    @property
+    def is_stochastic(self) -> bool:
+        return getattr(self.inner, "is_stochastic", Quantizer(self.rowwise, self.columnwise).is_stochastic)
+
+    def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        return self.inner.encode(x, usage, ctx)
+
+
+def _adapted(value: Any, slot: str) -> Quantizer:
+    source, history = getattr(value, "columnwise_source", "original"), getattr(value, "history", None)
+    try:
+        return AdaptedQuantizer(value.rowwise, value.columnwise, source, history, value)
+    except UserError as error:
+        raise RecipeError(f"qfactory returned {_words(value)} for {slot}: {error}") from None
 
 
 def _words(made: Any) -> str:

@@ -1,5 +1,7 @@
 """A recipe: a frozen value that answers, for the role of a tensor, which quantizer makes its planes."""
 
+import itertools
+import weakref
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -37,14 +39,14 @@ class Recipe:
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
         self._check_evaluation()
-        object.__setattr__(self, "key", key_of(self))
+        _intern(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "key"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("key", "_first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        object.__setattr__(self, "key", key_of(self))
+        _intern(self)
 
     def _check_evaluation(self) -> None:
         given = self.evaluation
@@ -78,20 +80,30 @@ class Recipe:
         return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
 
 
-_KEYS: dict[Recipe, str] = {}
-_RECIPES: dict[str, Recipe] = {}
+_FIRST: "weakref.WeakValueDictionary[int, Recipe]" = weakref.WeakValueDictionary()
+_RECIPES: "weakref.WeakValueDictionary[str, Recipe]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
 
 
-def key_of(recipe: Recipe) -> str:
-    """The key of a recipe, which is kept for the life of the process. RecipeError where a field cannot be hashed."""
+def _intern(recipe: Recipe) -> None:
+    """Give a recipe the key of its equals; RecipeError where a field cannot be hashed.
+
+    Every recipe keeps the first of its equals alive, so that the key finds one as long as any of them lives.
+    """
     try:
-        known = _KEYS.get(recipe)
+        number = hash(recipe)
     except TypeError as error:
         raise RecipeError(f"{type(recipe).__name__} is no value: {error}; give fields that can be hashed") from None
-    if known is None:
-        known = _KEYS[recipe] = f"recipe {len(_KEYS)}"
-        _RECIPES[known] = recipe
-    return known
+    first = _FIRST.get(number)
+    while first is not None and first != recipe:
+        number += 1  # another recipe of the same hash
+        first = _FIRST.get(number)
+    if first is None:
+        object.__setattr__(recipe, "key", f"recipe {next(_NUMBERS)}")
+        _FIRST[number] = _RECIPES[recipe.key] = recipe
+        return
+    object.__setattr__(recipe, "key", first.key)
+    object.__setattr__(recipe, "_first", first)
 
 
 def recipe_of(key: str) -> Recipe:

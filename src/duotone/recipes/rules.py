@@ -91,7 +91,7 @@ class Rule:
 
     def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
         """Whether the rule decides the role. RecipeError where it asks for a name or layer that nobody has set."""
-        if role is None or not self._matches_type(role):
+        if role is None or not self.concerns(role):
             return False
         asked = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
         if asked and not site.named:
@@ -106,7 +106,13 @@ class Rule:
             and self._matches_shape(site.shape)
         )
 
-    def _matches_type(self, role: QuantizerRole) -> bool:
+    @property
+    def asks_for_place(self) -> bool:
+        """Whether the rule names modules, layers or sizes, so that some model should have them."""
+        return any(getattr(self, field) is not None for field in (*BY_PLACE, *SIZES))
+
+    def concerns(self, role: QuantizerRole) -> bool:
+        """Whether the rule is for tensors of this type, wherever they are."""
         return (
             (self.module_type is None or fnmatchcase(role.module_type, self.module_type))
             and (self.tensor_type is None or self.tensor_type == role.tensor_type)

@@ -1,0 +1,208 @@
+"""Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from duotone.errors import UsageError, UserError
+from duotone.formats import Format
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+
+if TYPE_CHECKING:
+    from duotone.tensor.quantized import QuantizedTensor
+    from duotone.tensor.quantizer import Quantizer
+
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Writes(Tensor):
+    """Mixed into QuantizedTensor."""
+
+    planes: Planes
+    matrix_shape: tuple[int, int]
+    quantizer: "Quantizer"
+    context: QuantizeContext
+    is_piece: bool
+
+    def quantize_(
+        self,
+        source: Tensor,
+        *,
+        noop_flag: Tensor | None = None,
+        quantizer: "Quantizer | None" = None,
+        usage: Usage = BOTH,
+        ctx: QuantizeContext = LOCAL,
+    ) -> Any:
+        """Rewrite the held planes that `usage` names from a tensor of the same shape; buffers keep their address.
+
+        A `noop_flag` (one element, on the device) that is not 0 leaves every byte and amax as it was. `quantizer` and
+        what `ctx` leaves open are the tensor's own; the quantizer must make the formats that are held.
+        """
+        written = quantizer or self.quantizer
+        self.require_writable()
+        self._require_formats((written.rowwise, written.columnwise), usage)
+        _check(source, noop_flag)
+        if source.shape != self.shape:
+            raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
+        row, col = self.planes
+        held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
+        matrix = plain(source.detach()).to(device=self.device, dtype=self.dtype).reshape(self.matrix_shape)
+        keep = None if noop_flag is None else noop_flag.reshape(()) != 0
+        if keep is not None:
+            matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
+        fresh = written.encode(matrix, held, self._write_context(ctx))
+        self._require_formats(tuple(p and p.format for p in fresh), usage)
+        for mine, new in zip(self.planes, fresh, strict=True):
+            if mine is not None and new is not None:
+                mine.copy_(new if keep is None else _unless(keep, mine, new))
+        if not self.is_inference():
+            torch.autograd.graph.increment_version(self)
+        return self
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether this is a piece under a scale that the rest of its tensor needs too."""
+        return self.is_piece and any(p is not None and (p.spans(0) or p.spans(1)) for p in self.planes)
+
+    def require_writable(self) -> None:
+        if self.planes == (None, None):
+            raise UsageError(f"{self!r} holds no plane, so a write would be lost; make a new one with its quantizer")
+        if self.shares_scale:
+            raise UsageError("a piece of a tensor shares its scale with the rest; write the whole tensor")
+
+    def _require_formats(self, offered: tuple[Format | None, ...], usage: Usage) -> None:
+        for mine, theirs, wanted in zip(self.planes, offered, usage, strict=True):
+            if wanted and mine is not None and theirs is not None and mine.format != theirs:
+                raise UserError(
+                    f"the quantizer makes {theirs.name} where the tensor holds {mine.format.name}; "
+                    "convert it with duotone.convert_parameters"
+                )
+
+    def _write_context(self, given: QuantizeContext = LOCAL) -> QuantizeContext:
+        """`given`, completed by the tensor's own; delayed planes without a slot keep the scale they have."""
+        own = self.context
+        slots = own.slots if given.slots == (None, None) else given.slots
+        if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
+            row, col = (None if p is None else _KeptScale(p.parts["scale"]) for p in self.planes if _is_scaled(p))
+            slots = (row or col, col)
+        return QuantizeContext(given.shard or own.shard, slots, own.seed if given.seed is None else given.seed)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        """Adopt the planes of a quantized tensor of the same formats; quantize any other one into new buffers.
+
+        Shape, nominal dtype and device follow, as those of any tensor do.
+        """
+        self._adopt(new if isinstance(new, Writes) and same_formats(self, new) else self._quantized(new))
+
+    def _quantized(self, new: Tensor) -> Any:
+        _check(new)
+        if self.planes == (None, None):
+            self.require_writable()
+        shape = self.matrix_shape if new.shape == self.shape else matrix_shape(new.shape)
+        matrix = plain(new.detach()).reshape(shape)
+        usage = Usage(*(plane is not None for plane in self.planes))
+        planes = self.quantizer.encode(matrix, usage, self._write_context())
+        return self.with_planes(planes, new.shape, dtype=new.dtype, device=new.device)  # type: ignore[attr-defined]
+
+    def _adopt(self, made: Any) -> None:
+        torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+        self._rowwise, self._columnwise = made.planes
+        self.quantizer, self.is_piece = made.quantizer, made.is_piece
+
+    def update_quantizer(self, quantizer: "Quantizer") -> None:
+        """Describe later writes by another quantizer of the same formats; the data stays as it is."""
+        if not hasattr(quantizer, "encode"):
+            kind = type(quantizer).__name__
+            raise UserError(f"update_quantizer takes a Quantizer; got {kind}: of a handle, pass its .value")
+        offered = (quantizer.rowwise, quantizer.columnwise)
+        for mine, theirs in zip(self.planes, offered, strict=True):
+            if mine is not None and theirs is None:
+                raise UserError(f"the quantizer makes nothing where the tensor holds {mine.format.name}; drop it first")
+        self._require_formats(offered, BOTH)
+        self.quantizer = quantizer
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As of any tensor, also where what `index` names is read as a plain copy."""
+        with torch.no_grad():
+            piece = self[index]
+        if isinstance(piece, Writes) and not piece.shares_scale:
+            super().__setitem__(index, value)
+            return
+        values = self.dequantize().clone()
+        values[index] = plain(value)
+        self.copy_(values)
+
+
+class _KeptScale:
+    """The slot of a delayed plane that has none: the encode scale that its stored inverse tells."""
+
+    def __init__(self, inverse: Tensor) -> None:
+        self.inverse = inverse
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return torch.ones_like(self.inverse) / self.inverse
+
+
+def _check(source: Any, noop_flag: Tensor | None = None) -> None:
+    if not isinstance(source, Tensor):
+        raise UserError(f"only a tensor can be quantized; got {type(source).__name__}: make it one")
+    check_dtype(source)
+    if noop_flag is not None and noop_flag.numel() != 1:
+        raise UserError(f"a noop_flag has one element; got shape {tuple(noop_flag.shape)}")
+
+
+def check_dtype(x: Tensor) -> None:
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise UserError(f"a quantizer takes bf16, fp16 and fp32; got {x.dtype}: cast it first")
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """(*lead, K) -> (M, K)."""
+    return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
+
+
+def plain(value: Any) -> Any:
+    """A quantized tensor's values; anything else as it is."""
+    return value.values(value.dtype) if isinstance(value, Writes) else value
+
+
+def same_formats(a: Any, b: Any) -> bool:
+    """Whether the two hold the same planes in the same formats."""
+    return [p and p.format for p in a.planes] == [p and p.format for p in b.planes]
+
+
+def _unless(keep: Tensor, old: Plane, new: Plane) -> Plane:
+    return Plane(new.format, {n: torch.where(keep, old.parts[n], part) for n, part in new.parts.items()}, new.shape)
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that the schema says are written, matched by name, lists flattened."""
+    found: list[Any] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            found.extend(given if isinstance(given, list | tuple) else [given])
+    return found
+
+
+def run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a writing operation on dequantized values and requantize every argument that it wrote."""
+    targets = written_arguments(func, args, kwargs)
+    for target in targets:
+        if isinstance(target, Writes):
+            target.require_writable()
+    plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    returned: dict[int, QuantizedTensor] = {}
+    for target, value in zip(targets, written_arguments(func, plain_args, plain_kwargs), strict=True):
+        if isinstance(target, Writes):
+            returned[id(value)] = target.quantize_(value)
+    return tree_map(lambda r: returned.get(id(r), r), result)
