@@ -1,4 +1,4 @@
-"""torch.compile(fullgraph=True) of converted models equals eager bit for bit, and equal recipes do not compile again."""
+"""torch.compile(fullgraph=True) of converted models equals eager bit for bit; equal recipes compile once."""
 
 import copy
 from collections.abc import Iterator

@@ -6,6 +6,7 @@ from torch import nn
 
 import duotone
 from duotone import recipes
+from duotone.errors import RecipeError, UserError
 
 
 def test_it_has_the_parameters_of_nn_linear_and_no_more_in_its_state_dict() -> None:
@@ -50,3 +51,93 @@ def test_a_plan_is_built_once_per_recipe_dtype_and_gradients() -> None:
         without = ours.plan_for(x, ours.weight)
     assert without is not first and not without.weight_grad
     assert ours.plan_for(x, ours.weight) is first
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block"])
+def test_shapes_and_strides_give_the_bits_of_the_contiguous_matrix(name) -> None:
+    """1-D, 3-D, transposed and sliced inputs, and batches of no rows."""
+    module = duotone.Linear(64, 32, recipe=recipes.load(name), params_dtype=torch.bfloat16)
+    matrix = torch.randn(24, 64).bfloat16()
+    expected = module(matrix)
+    wide = torch.randn(24, 128).bfloat16()
+    wide[:, ::2] = matrix
+    for given in (matrix.t().contiguous().t(), wide[:, ::2], matrix.view(2, 12, 64), matrix.view(2, 3, 4, 64)):
+        got = module(given.detach().requires_grad_())
+        assert got.shape == (*given.shape[:-1], 32) and torch.equal(got.reshape(24, 32), expected)
+        got.sum().backward()
+    assert torch.equal(module(matrix[3]), module(matrix[3:4])[0])
+    for empty in ((0, 64), (2, 0, 64), (0, 3, 64)):
+        x = torch.zeros(empty, dtype=torch.bfloat16, requires_grad=True)
+        module.zero_grad()
+        y = module(x)
+        y.sum().backward()
+        assert y.shape == (*empty[:-1], 32) and x.grad.shape == empty
+        assert not module.weight.grad.any() and not module.bias.grad.any()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-delayed"])
+def test_nan_and_infinity_stay_in_their_rows_of_the_output(name) -> None:
+    """A NaN element reaches its own row. So does infinity, but for NVFP4, whose global amax scales every row."""
+    module = duotone.Linear(64, 32, recipe=recipes.load(name), params_dtype=torch.bfloat16)
+    x = torch.randn(24, 64).bfloat16()
+    clean = module(x)
+    x[3, 5] = float("nan")
+    y = module(x)
+    others = torch.arange(24) != 3
+    assert torch.isfinite(y[others]).all()
+    if name in ("mxfp8", "fp8-current"):
+        assert y[3].isnan().all()
+    if name in ("mxfp8", "nvfp4", "fp8-current"):
+        assert torch.equal(y[others], clean[others])  # the NaN is ignored by every amax
+    x[3, 5] = float("inf")
+    assert torch.isfinite(module(x)[others]).all() == (name != "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(4, 64, dtype=torch.float64), "got (4, 64) in torch.float64: cast or reshape the input"),
+        (torch.randn(4, 64), "got (4, 64) in torch.float32"),
+        (torch.randn(4, 63).bfloat16(), "takes (..., 64) in torch.bfloat16; got (4, 63)"),
+        (torch.tensor(1.0).bfloat16(), "got () in torch.bfloat16"),
+        (torch.ones(4, 64, dtype=torch.int64), "torch.int64"),
+    ],
+    ids=str,
+)
+def test_a_wrong_input_is_one_line_and_changes_nothing(x, message) -> None:
+    module = duotone.Linear(64, 32, recipe=recipes.load("nvfp4"), params_dtype=torch.bfloat16, name="block.up")
+    seed = module.duotone_seed.clone()
+    with pytest.raises(UserError) as error:
+        module(x)
+    assert message in str(error.value) and "block.up" in str(error.value) and "\n" not in str(error.value)
+    assert torch.equal(module.duotone_seed, seed)
+
+
+def test_a_float64_module_is_refused_by_formats_and_runs_in_high_precision() -> None:
+    module = duotone.Linear(64, 32, params_dtype=torch.float64, name="up")
+    x = torch.randn(4, 64, dtype=torch.float64)
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
+    with duotone.autocast(recipe=recipes.load("mxfp8")), pytest.raises(RecipeError, match="up is in torch.float64"):
+        module(x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parallel_mode": "diagonal", "tp_group": object()}, "parallel_mode 'diagonal' is unknown"),
+        ({"parallel_mode": "row"}, "needs a tp_group"),
+        ({"sequence_parallel": True}, "needs parallel_mode"),
+    ],
+)
+def test_wrong_parallel_arguments_are_one_line(arguments, message) -> None:
+    with pytest.raises(UserError, match=message):
+        duotone.Linear(64, 32, **arguments)
+
+
+def test_seeds_of_a_model_that_was_built_on_the_meta_device_are_made_when_it_is_materialised() -> None:
+    with torch.device("meta"):
+        m = nn.Sequential(nn.Linear(64, 32))
+    duotone.convert(m, recipes.load("nvfp4"))
+    real = duotone.convert(nn.Sequential(nn.Linear(64, 32)), recipes.load("nvfp4"))
+    m.to_empty(device="cpu")
+    assert torch.equal(m[0].duotone_seed, real[0].duotone_seed)

@@ -2,7 +2,6 @@
 
 from duotone.linear.core import linear as linear
 from duotone.linear.layout import Layout as Layout
-from duotone.linear.layout import layout_of as layout_of
 from duotone.linear.plan import GemmPlan as GemmPlan
 from duotone.linear.plan import LinearPlan as LinearPlan
 from duotone.linear.plan import Setting as Setting

@@ -10,11 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from duotone.comm import ShardContext, all_reduce, group_size, reduce_scatter
-from duotone.errors import UserError
 from duotone.tensor import wire
 from duotone.tensor.plane import Plane
-
-MODES = (None, "column", "row")
 
 
 @dataclass(frozen=True)
@@ -102,10 +99,4 @@ class RowParallel(Layout):
 
 WHOLE = Layout()
 LAYOUTS = {None: Layout, "column": ColumnParallel, "row": RowParallel}
-
-
-def layout_of(mode: str | None, group: str, sequence_parallel: bool) -> Layout:
-    """The layout of a `parallel_mode`. Raises UserError where the mode is unknown."""
-    if mode not in LAYOUTS:
-        raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column', 'row'")
-    return LAYOUTS[mode](group, sequence_parallel) if mode else WHOLE
+"""By `parallel_mode`."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear import Layout, build_plan, layout_of, linear
-from duotone.linear.layout import WHOLE
+from duotone.linear import Layout, build_plan, linear
+from duotone.linear.layout import LAYOUTS, WHOLE
 from duotone.modules import boundary
 from duotone.modules.parameters import quantized_parameter
 from duotone.modules.planned import Planned
@@ -107,8 +107,10 @@ class Linear(PlannedLinear, nn.Linear):
 
 
 def _layout(mode: str | None, group: Any, sequence_parallel: bool) -> Layout:
+    if mode not in LAYOUTS:
+        raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
     if mode is None and sequence_parallel:
         raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
     if mode is not None and group is None:
         raise UserError(f"parallel_mode {mode!r} needs a tp_group; pass the process group of the tensor-parallel ranks")
-    return layout_of(mode, "" if group is None else group.group_name, sequence_parallel) if mode else WHOLE
+    return LAYOUTS[mode](group.group_name, sequence_parallel) if mode else WHOLE

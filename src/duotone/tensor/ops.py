@@ -3,6 +3,7 @@
 docs/tensors.md lists what gives a plain tensor instead.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +12,8 @@ from torch import Tensor
 
 from duotone.errors import UsageError
 from duotone.tensor.plane import Plane, Planes
-from duotone.tensor.quantized import (
-    HIGH_PRECISION_DTYPES,
-    OPS,
-    QuantizedTensor,
-    matrix_shape,
-    plain,
-    same_formats,
-)
+from duotone.tensor.quantized import OPS, QuantizedTensor
+from duotone.tensor.writes import HIGH_PRECISION_DTYPES, matrix_shape, plain, same_formats, unshared
 
 aten = torch.ops.aten
 
@@ -39,9 +34,7 @@ def _detach(t: QuantizedTensor) -> QuantizedTensor:
 
 @_op(aten.clone.default)
 def _clone(t: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
-    made = t.with_planes(t.planes.map(torch.clone))
-    made.is_piece = False
-    return made
+    return t.with_memory(t.planes.map(torch.clone))
 
 
 @_op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -64,24 +57,28 @@ def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
     def move(part: Tensor) -> Tensor:
         return aten._to_copy.default(part, device=device or part.device, **moved)
 
-    made = QuantizedTensor(t.planes.map(move), t.quantizer, t.shape, t.dtype, device=device or t.device)
-    made.context = t.context
-    return made
+    return t.with_memory(t.planes.map(move), device=device)
 
 
 @_op(aten.copy_.default)
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QuantizedTensor):
         return target.copy_(plain(source), non_blocking)
-    if not isinstance(source, QuantizedTensor):
-        return target.quantize_(source)
+    target.require_writable()
+    if not isinstance(source, QuantizedTensor) or source.shape != target.shape:
+        values = plain(source).to(target.dtype)
+        return target.quantize_(values.expand(target.shape) if _expands(values.shape, target.shape) else values)
     given = _with_usages_of(source, target)
-    if not same_formats(target, given):
+    if not same_formats(target, given) or given.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
     for mine, theirs in zip(target.planes, given.planes, strict=True):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return target
+
+
+def _expands(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
 
 
 def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> QuantizedTensor:
@@ -108,7 +105,7 @@ def _slice(t: QuantizedTensor, dim: int = 0, start: int | None = None, end: int 
     if step == 1 and (first, max(first, last)) == (0, extent):
         return _detach(t)
     piece = _narrow(t, dim % t.dim(), first, max(first, last)) if step == 1 else None
-    return aten.slice.Tensor(plain(t), dim, start, end, step) if piece is None else piece
+    return aten.slice.Tensor(unshared(t), dim, start, end, step) if piece is None else piece
 
 
 @_op(aten.select.int)
@@ -116,19 +113,21 @@ def _select(t: QuantizedTensor, dim: int, index: int) -> Tensor:
     extent = t.shape[dim]
     at = index % extent if -extent <= index < extent else index
     piece = _narrow(t, 0, at, at + 1) if dim % t.dim() == 0 and t.dim() > 1 and 0 <= at < extent else None
-    return aten.select.int(plain(t), dim, index) if piece is None else _view(piece, t.shape[1:])
+    return aten.select.int(unshared(t), dim, index) if piece is None else _view(piece, t.shape[1:])
 
 
 @_op(aten.split.Tensor)
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
     extent = t.shape[dim]
+    if size <= 0:
+        return list(aten.split.Tensor(unshared(t), size, dim))
     return _split_with_sizes(t, [min(size, extent - at) for at in range(0, extent, size)] or [0], dim)
 
 
 @_op(aten.split_with_sizes.default)
 def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     if sum(sizes) != t.shape[dim]:
-        return list(aten.split_with_sizes.default(plain(t), sizes, dim))
+        return list(aten.split_with_sizes.default(unshared(t), sizes, dim))
     dim, at, pieces = dim % t.dim(), 0, []
     for size in sizes:
         pieces.append(_narrow(t, dim, at, at + size))
@@ -141,13 +140,14 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
             f"pieces of {list(sizes)} rows cut the blocks of {held}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
         )
-    return list(aten.split_with_sizes.default(plain(t), sizes, dim))
+    return list(aten.split_with_sizes.default(unshared(t), sizes, dim))
 
 
 def _row_step(t: QuantizedTensor) -> int:
-    """Rows of the matrix at whose multiples no plane is cut."""
+    """Extents of the first dimension at whose multiples no plane is cut."""
     row, col = t.planes
-    return max(row.format.alignment[0] if row else 1, col.format.alignment[1] if col else 1)
+    step = math.lcm(row.format.alignment[0] if row else 1, col.format.alignment[1] if col else 1)
+    return step // math.gcd(step, t.matrix_shape[0] // t.shape[0])
 
 
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor | None:
@@ -174,13 +174,15 @@ def _as_strided(
     t: QuantizedTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor:
     offset = storage_offset or 0
+    if (list(size), list(stride), offset) == (list(t.shape), list(t.stride()), 0):
+        return _detach(t)
     if list(stride) == list(t.stride()) and list(size[1:]) == list(t.shape[1:]) and t.dim() > 1:
         start, rest = divmod(offset, stride[0]) if stride[0] else (0, 1)
         if rest == 0 and start + size[0] <= t.shape[0]:
             piece = _slice(t, 0, start, start + size[0])
             if isinstance(piece, QuantizedTensor):
                 return piece
-    return aten.as_strided.default(plain(t), size, stride, storage_offset)
+    return aten.as_strided.default(unshared(t), size, stride, storage_offset)
 
 
 def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], **kwargs: Any) -> Tensor:
@@ -190,8 +192,10 @@ def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], 
     pin = kwargs.get("pin_memory") or False
     if dtype not in HIGH_PRECISION_DTYPES:
         return make(tuple(size), dtype=dtype, device=device, pin_memory=pin)
+    if t.planes == (None, None):
+        raise UsageError(f"{t!r} holds no plane, so nothing like it can be made; make it with its quantizer")
     shape = torch.Size(size)
-    rows, cols = matrix_shape(shape)
+    rows, cols = t.matrix_shape if shape == t.shape else matrix_shape(shape)
 
     def new(extents: tuple[int, ...], part_dtype: torch.dtype) -> Tensor:
         return make(extents, dtype=part_dtype, device=device, pin_memory=pin)
@@ -202,9 +206,7 @@ def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], 
         made_col = made_row.transposed()
     else:
         made_col = col and Plane.empty(col.format, (cols, rows), new, dtype, "col")
-    made = QuantizedTensor(Planes(made_row, made_col), t.quantizer, shape, dtype, device=torch.device(device))
-    made.context = t.context
-    return made
+    return t.with_memory(Planes(made_row, made_col), shape, dtype=dtype, device=torch.device(device))
 
 
 @_op(aten.new_zeros.default)
@@ -229,7 +231,7 @@ def _is_pinned(t: QuantizedTensor, device: Any = None) -> bool:
 
 @_op(aten._pin_memory.default)
 def _pin_memory(t: QuantizedTensor, device: Any = None) -> QuantizedTensor:
-    return t.with_planes(t.planes.map(lambda part: part.pin_memory()))
+    return t.with_memory(t.planes.map(lambda part: part.pin_memory()))
 
 
 @_op(aten.record_stream.default)

@@ -26,21 +26,20 @@ def _plane(described: Any) -> Plane | None:
     if described is None:
         return None
     name, shape, parts = described
-    return Plane(formats.get(name), dict(parts), (shape[0], shape[1]))
+    fmt, shape = formats.get(name), (shape[0], shape[1])
+    specs = fmt.parts(*shape)
+    if {n: (s.shape, s.dtype or parts["codes"].dtype) for n, s in specs.items()} != {
+        n: (tuple(p.shape), p.dtype) for n, p in parts.items()
+    }:
+        raise UserError(f"the buffers of a pickled {name} plane are not those of a {shape} matrix; save it again")
+    return Plane(fmt, dict(parts), shape)
 
 
-def rebuild(
-    version: int,
-    rowwise: Any,
-    columnwise: Any,
-    quantizer: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    parameter: bool | None,
-) -> Tensor:
-    """A tensor from its pickled form; `parameter` is its requires_grad where it was an nn.Parameter, else None."""
+def rebuild(version: int, *fields: Any) -> Tensor:
+    """A tensor from its pickled form, in which a quantizer that is no subclass is a tuple of names."""
     if version != VERSION:
         raise UserError(f"a quantized tensor of pickle version {version}; this release reads {VERSION}: convert it")
+    rowwise, columnwise, quantizer, shape, dtype, parameter = fields
     row = _plane(rowwise)
     planes = Planes(row, row.transposed() if row and columnwise == DERIVED else _plane(columnwise))
     if isinstance(quantizer, tuple):
@@ -55,6 +54,7 @@ def _reduce(t: QuantizedTensor) -> Any:
     if type(quantizer) is Quantizer:
         row, col = quantizer.rowwise, quantizer.columnwise
         quantizer = (row and row.name, col and col.name, quantizer.columnwise_source, quantizer.history)
+    # An nn.Parameter brings its requires_grad.
     parameter = t.requires_grad if isinstance(t, nn.Parameter) else None
     row, col = t.planes
     aliased = t.planes.aliased
@@ -64,3 +64,4 @@ def _reduce(t: QuantizedTensor) -> Any:
 
 copyreg.pickle(QuantizedTensor, _reduce)  # type: ignore[arg-type]
 torch.serialization.add_safe_globals([rebuild, formats.get, History])
+torch.serialization.add_safe_globals([(formats.IDENTITY, "duotone.formats.identity.IDENTITY")])  # type: ignore[list-item]

@@ -54,14 +54,17 @@ class Plane:
         dtype: torch.dtype,
         plane: str = "row",
     ) -> "Plane":
-        """A plane whose buffers `new(shape, dtype)` makes, in the memory order that encode gives."""
-        if plane == "row":
-            specs = fmt.parts(*shape)
-            return Plane(fmt, {name: new(s.shape, s.dtype or dtype) for name, s in specs.items()}, shape)
+        """A plane whose buffers `new(shape, dtype)` makes, in the memory order that encode gives.
+
+        A delayed scale is 1, because a write without a slot keeps it.
+        """
         parts = {}
         for name, spec in fmt.parts(*shape).items():
-            parts[name] = new(spec.shape[::-1], spec.dtype or dtype)
-            parts[name] = parts[name].t() if len(spec.shape) == 2 else parts[name]
+            turned = plane == "col" and len(spec.shape) == 2
+            part = new(spec.shape[::-1] if turned else spec.shape, spec.dtype or dtype)
+            parts[name] = part.t() if turned else part
+        if fmt.is_delayed:
+            parts["scale"].fill_(1)
         return Plane(fmt, parts, shape)
 
     def transposed(self) -> "Plane | None":
@@ -92,12 +95,11 @@ class Plane:
         extent, step = self.shape[dim], self.format.alignment[dim]
         if start % step or (stop % step and stop != extent):
             return None
-        parts = {}
-        for name, spec in self.format.parts(*self.shape).items():
-            covered = spec.entries[dim]
-            part = self.parts[name]
-            parts[name] = part if covered is None else part.narrow(dim, start // covered, -(-(stop - start) // covered))
         shape = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
+        parts = {}
+        for name, spec in self.format.parts(*shape).items():
+            covered, part = spec.entries[dim], self.parts[name]
+            parts[name] = part if covered is None else part.narrow(dim, start // covered, spec.shape[dim])
         return Plane(self.format, parts, shape)
 
     def spans(self, dim: int) -> bool:
@@ -122,8 +124,7 @@ class Planes(NamedTuple):
         row, col = self
         if row is None or col is None or row.format != col.format:
             return False
-        mine, theirs = row.parts["codes"], col.parts["codes"]
-        return mine.numel() > 0 and mine.untyped_storage().data_ptr() == theirs.untyped_storage().data_ptr() != 0
+        return same_memory(row.parts["codes"], col.parts["codes"])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Planes":
         """Both planes over changed buffers; a view of the other plane stays one."""
@@ -132,3 +133,8 @@ class Planes(NamedTuple):
             changed = row.map(change)
             return Planes(changed, changed.transposed())
         return Planes(row and row.map(change), col and col.map(change))
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two buffers are views of one storage, also where that has no address: meta, fake, empty."""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

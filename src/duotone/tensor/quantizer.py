@@ -12,7 +12,8 @@ from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
-from duotone.tensor.quantized import QuantizedTensor, matrix_shape
+from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.writes import check_dtype, matrix_shape, plain
 
 SOURCES = ("original", "rowwise_dequantized")
 
@@ -105,16 +106,21 @@ class Quantizer:
         Gradients pass through unchanged. Raises UserError where the dtype is none that formats encode.
         """
         if out is not None:
-            return out.quantize_(x, quantizer=self, usage=usage, noop_flag=noop_flag, seed=ctx.seed)
+            if not isinstance(out, QuantizedTensor):
+                raise TypeError(
+                    f"quantize writes a QuantizedTensor; got {type(out).__name__}: make one with make_empty"
+                )
+            return out.quantize_(x, quantizer=self, usage=usage, noop_flag=noop_flag, ctx=ctx)
+        if noop_flag is not None:
+            raise UserError("a noop_flag keeps the bytes of `out`, and no `out` was given; pass the tensor to keep")
         if torch.is_grad_enabled() and x.requires_grad:
             return Quantize.apply(x, self, usage, ctx)  # type: ignore[no-any-return]
         return self.make(x, usage, ctx)
 
     def make(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> QuantizedTensor:
         """`quantize` without a gradient."""
-        x = x.detach()
-        if isinstance(x, QuantizedTensor):
-            x = x.values(x.dtype)
+        check_dtype(x)
+        x = plain(x.detach())
         planes = self.encode(x.reshape(matrix_shape(x.shape)), usage, ctx)
         return QuantizedTensor(planes, self, x.shape, x.dtype, device=x.device)
 

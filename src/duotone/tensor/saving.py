@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from duotone.errors import UsageError, UserError
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import QuantizedTensor
 
@@ -37,6 +38,8 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Plane | N
 
 def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
     """Take the buffers out of `t`, rowwise first; it keeps only their description until `restore_from_saved`."""
+    if "_shells" in vars(t):
+        raise UsageError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
     shells, tensors = pack(*t.planes)
     t._shells = shells  # type: ignore[attr-defined]
     t._rowwise = t._columnwise = None
@@ -45,8 +48,12 @@ def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
 
 def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Put the buffers back and return those that belong to others."""
-    shells: list[Shell] = t.__dict__["_shells"]
+    if "_shells" not in vars(t):
+        raise UsageError(f"nothing was taken out of {t!r}; call prepare_for_saving first")
+    shells: list[Shell] = vars(t)["_shells"]
     count = sum(0 if shell is None else len(shell[2]) for shell in shells)
+    if len(tensors) < count:
+        raise UserError(f"{t!r} needs its {count} buffers back; got {len(tensors)}: pass all that were saved")
     t._rowwise, t._columnwise = Planes(*unpack(shells, tensors[:count]))
     delattr(t, "_shells")
     return list(tensors[count:])

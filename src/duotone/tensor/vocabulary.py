@@ -13,8 +13,9 @@ from duotone.errors import UserError
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
-from duotone.tensor.quantized import QuantizedTensor, matrix_shape
+from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.writes import matrix_shape
 
 
 class QuantizerHandle:
@@ -49,7 +50,7 @@ class QuantizerHandle:
     ) -> QuantizedTensor:
         """(*lead, K) -> a quantized tensor; `out` is rewritten in place and returned. `dtype` is ignored."""
         if out is not None:
-            return self.update_quantized(tensor, out)
+            return self.update_quantized(tensor, out, ctx=ctx, seed=seed)
         return self.value.quantize(tensor, usage=self._usage, ctx=self._context(ctx, seed))
 
     __call__ = quantize
@@ -59,12 +60,17 @@ class QuantizerHandle:
         return [self.quantize(tensor) for tensor in tensors]
 
     def update_quantized(
-        self, source: Tensor, target: QuantizedTensor, *, noop_flag: Tensor | None = None
+        self,
+        source: Tensor,
+        target: QuantizedTensor,
+        *,
+        noop_flag: Tensor | None = None,
+        ctx: QuantizeContext = LOCAL,
+        seed: Tensor | None = None,
     ) -> QuantizedTensor:
         """Rewrite those held planes of `target` that the usages name; a `noop_flag` that is not 0 keeps every byte."""
-        if not isinstance(target, QuantizedTensor):
-            raise TypeError(f"update_quantized writes a QuantizedTensor; got {type(target).__name__}")
-        return target.quantize_(source, quantizer=self.value, usage=self._usage, noop_flag=noop_flag)
+        ctx = self._context(ctx, seed)
+        return self.value.quantize(source, out=target, usage=self._usage, noop_flag=noop_flag, ctx=ctx)
 
     def make_empty(self, shape: tuple[int, ...], **kwargs: Any) -> QuantizedTensor:
         """The buffers that `quantize` would make, uninitialised; keywords are those of `Quantizer.make_empty`."""
@@ -189,9 +195,27 @@ class NVFP4Quantizer(QuantizerHandle):
         with_rht: bool = False,
         with_2d_quantization: bool = False,
         stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
         **usage: bool,
     ) -> None:
-        stem, rounding = "nvfp4" + "_16x16" * with_2d_quantization, "_sr" * stochastic_rounding
+        if nvfp4_e4m3_max not in (448, 256) or nvfp4_4over6_err_mode not in ("MAE", "MSE"):
+            given = f"{nvfp4_e4m3_max!r} and {nvfp4_4over6_err_mode!r}"
+            raise UserError(f"nvfp4_e4m3_max is 448 or 256 and nvfp4_4over6_err_mode MAE or MSE; got {given}")
+        if nvfp4_use_4over6 and (with_rht or stochastic_rounding):
+            raise UserError("nvfp4_use_4over6 was given with with_rht or stochastic_rounding; choose one of them")
+        if row_scaled_nvfp4 and (with_rht or with_2d_quantization or stochastic_rounding):
+            raise UserError(
+                "row_scaled_nvfp4 allows no with_rht, with_2d_quantization or stochastic_rounding; omit them"
+            )
+        if row_scaled_nvfp4 and not usage.get("rowwise", True):
+            raise UserError("row_scaled_nvfp4 was given with rowwise=False; its scales are those of the rows: keep it")
+        stem = "nvfp4" + "_16x16" * with_2d_quantization + "_row" * row_scaled_nvfp4
+        if nvfp4_use_4over6:
+            stem += "_4over6" + "_448" * (nvfp4_e4m3_max == 448) + "_mse" * (nvfp4_4over6_err_mode == "MSE")
+        rounding = "_sr" * stochastic_rounding
         value = Quantizer(formats.get(stem + rounding), formats.get(stem + "_rht" * with_rht + rounding))
         super().__init__(value, **usage)
 
@@ -214,7 +238,7 @@ class HybridQuantizer(QuantizerHandle):
                     "(a request for delayed scaling works only as a top-level slot: use a delayed format in Quantizer)"
                 )
         if rowwise_quantizer is columnwise_quantizer:
-            raise ValueError("rowwise_quantizer and columnwise_quantizer are the same object; make two quantizers")
+            raise UserError("rowwise_quantizer and columnwise_quantizer are the same object; make two quantizers")
         row, col = rowwise_quantizer.value, columnwise_quantizer.value
         super().__init__(Quantizer(row.rowwise, col.columnwise, columnwise_source, row.history or col.history), **usage)
         self.slots = (rowwise_quantizer.slots[0], columnwise_quantizer.slots[1] or columnwise_quantizer.slots[0])

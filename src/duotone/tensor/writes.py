@@ -1,5 +1,6 @@
 """Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,10 +10,9 @@ from torch.utils._pytree import tree_map
 from duotone.errors import UsageError, UserError
 from duotone.formats import Format
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
 
 if TYPE_CHECKING:
-    from duotone.tensor.quantized import QuantizedTensor
     from duotone.tensor.quantizer import Quantizer
 
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +26,7 @@ class Writes(Tensor):
     quantizer: "Quantizer"
     context: QuantizeContext
     is_piece: bool
+    values: Callable[[torch.dtype], Tensor]  # type: ignore[assignment]
 
     def quantize_(
         self,
@@ -49,7 +50,8 @@ class Writes(Tensor):
             raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
         row, col = self.planes
         held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
-        matrix = plain(source.detach()).to(device=self.device, dtype=self.dtype).reshape(self.matrix_shape)
+        values = source.values(self.dtype) if isinstance(source, Writes) else source.detach()
+        matrix = values.to(device=self.device, dtype=self.dtype).reshape(self.matrix_shape)
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
         if keep is not None:
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
@@ -86,7 +88,7 @@ class Writes(Tensor):
         own = self.context
         slots = own.slots if given.slots == (None, None) else given.slots
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
-            row, col = (None if p is None else _KeptScale(p.parts["scale"]) for p in self.planes if _is_scaled(p))
+            row, col = (_KeptScale(p.parts["scale"]) if p and p.format.is_delayed else None for p in self.planes)
             slots = (row or col, col)
         return QuantizeContext(given.shard or own.shard, slots, own.seed if given.seed is None else given.seed)
 
@@ -166,12 +168,25 @@ def check_dtype(x: Tensor) -> None:
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """(*lead, K) -> (M, K)."""
-    return (shape[:-1].numel(), shape[-1]) if shape else (1, 1)
+    if not shape:
+        return 1, 1
+    rows = 1
+    for extent in shape[:-1]:
+        rows *= extent
+    return rows, shape[-1]
 
 
 def plain(value: Any) -> Any:
     """A quantized tensor's values; anything else as it is."""
     return value.values(value.dtype) if isinstance(value, Writes) else value
+
+
+def unshared(value: Any) -> Any:
+    """`plain`, but never the memory of one plane of two: writing that would set the planes apart."""
+    values = plain(value)
+    if isinstance(value, Writes) and None not in value.planes and not value.planes.aliased:
+        return values.clone() if any(p and same_memory(values, p.parts["codes"]) for p in value.planes) else values
+    return values
 
 
 def same_formats(a: Any, b: Any) -> bool:
@@ -199,9 +214,9 @@ def run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    plain_args, plain_kwargs = tree_map(plain, (args, kwargs))
+    plain_args, plain_kwargs = tree_map(unshared, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    returned: dict[int, QuantizedTensor] = {}
+    returned: dict[int, Any] = {}
     for target, value in zip(targets, written_arguments(func, plain_args, plain_kwargs), strict=True):
         if isinstance(target, Writes):
             returned[id(value)] = target.quantize_(value)

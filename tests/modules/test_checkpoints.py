@@ -1,0 +1,101 @@
+"""Checkpoints of converted models and of quantized parameters: plain tensors, both ways, bit for bit."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import duotone
+from duotone import CustomRecipe, HybridQuantizer, QuantizedTensor, recipes
+from duotone.tensor import Float8CurrentScalingQuantizer, MXFP8Quantizer
+
+HYBRID = recipes.load("mxfp8-fwd-nvfp4-bwd")
+
+
+def model(recipe, *, held: bool) -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    duotone.convert(made, recipe)
+    return duotone.convert_parameters(made, recipe) if held else made
+
+
+def through_a_file(state) -> dict[str, torch.Tensor]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(m: nn.Module, steps: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    out = []
+    for _ in range(steps):
+        x = torch.randn(16, 64, generator=generator).bfloat16()
+        optimizer.zero_grad()
+        y = m(x)
+        y.square().mean().backward()
+        optimizer.step()
+        out.append(y.detach())
+    return out
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4", "fp8-current"])
+def test_an_nn_linear_checkpoint_loads_unchanged_and_back(name) -> None:
+    """core 77: stateless recipes add no key."""
+    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    converted = model(recipes.load(name), held=False)
+    assert converted.state_dict().keys() == plain.state_dict().keys()
+    converted.load_state_dict(through_a_file(plain.state_dict()))
+    plain.load_state_dict(through_a_file(converted.state_dict()))
+
+
+def test_a_closure_as_factory_does_not_reach_the_checkpoint() -> None:
+    """hybrid 47."""
+    secret = []
+
+    def factory(role):
+        secret.append(role)
+        return HybridQuantizer(
+            rowwise_quantizer=MXFP8Quantizer(),
+            columnwise_quantizer=Float8CurrentScalingQuantizer(),
+        )
+
+    recipe = CustomRecipe(qfactory=factory, emulate_mixed=True)
+    for held in (False, True):
+        state = through_a_file(model(recipe, held=held).state_dict())
+        assert set(state) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_a_bf16_checkpoint_loads_into_a_hybrid_model_by_quantizing_it() -> None:
+    """hybrid 48."""
+    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    held = model(HYBRID, held=True)
+    addresses = [part.data_ptr() for part in held[0].weight.planes.columnwise.parts.values()]
+    held.load_state_dict(through_a_file(plain.state_dict()))
+    assert [part.data_ptr() for part in held[0].weight.planes.columnwise.parts.values()] == addresses
+    expected = held[0].weight.quantizer.quantize(plain[0].weight.detach())
+    for got, want in zip(held[0].weight.planes, expected.planes, strict=True):
+        assert all(torch.equal(got.parts[name], part) for name, part in want.parts.items())
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block", "mxfp8-fwd-nvfp4-bwd"])
+def test_training_goes_on_from_a_checkpoint_of_quantized_parameters_bit_for_bit(name) -> None:
+    """hybrid 48, core 40: bytes are taken over, and the next steps are those of the run that was not interrupted."""
+    recipe = recipes.load(name)
+    first, second = model(recipe, held=True), model(recipe, held=True)
+    train(first)
+    state = through_a_file(first.state_dict())
+    assert isinstance(state["0.weight"], QuantizedTensor)
+    second.load_state_dict(state)
+    duotone.load_rng_state(second, duotone.rng_state(first))
+    for got, want in zip(train(second), train(first), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_quantized_checkpoint_loads_into_a_plain_model() -> None:
+    held = model(HYBRID, held=True)
+    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32)).bfloat16()
+    plain.load_state_dict(through_a_file(held.state_dict()))
+    assert type(plain[0].weight) is nn.Parameter
+    assert torch.equal(plain[0].weight, held[0].weight.dequantize())
