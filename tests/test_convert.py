@@ -265,3 +265,29 @@ def test_a_schedule_is_checked_phase_by_phase() -> None:
     assert m[0].weight.planes.rowwise.format.name == "nvfp4_16x16"
     plain = duotone.convert(nn.Sequential(nn.Linear(32, 32)), schedule)
     assert plain[0].recipe == mx
+
+
+def test_a_forward_that_was_replaced_on_the_instance_is_left_alone() -> None:
+    m = nn.Sequential(nn.Linear(32, 32))
+    m[0].forward = lambda x: x
+    duotone.convert(m, recipes.load("mxfp8"))
+    (row,) = duotone.plan(m)
+    assert row.gemm == "-" and "replaced on the instance" in row.reason
+    x = torch.randn(4, 32)
+    assert m(x) is x
+
+
+def test_revert_refuses_a_module_that_was_parametrized_since_and_changes_nothing() -> None:
+    m = duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipes.load("mxfp8"))
+    nn.utils.parametrizations.weight_norm(m[1])
+    with pytest.raises(UserError, match="1 was parametrized after it was converted"):
+        duotone.revert(m)
+    assert isinstance(m[0], duotone.Linear)
+    nn.utils.parametrize.remove_parametrizations(m[1], "weight")
+    duotone.revert(m)
+    assert [type(layer) for layer in m] == [nn.Linear, nn.Linear]
+
+
+def test_an_encoder_layer_shows_that_its_fast_path_bypasses_its_linears() -> None:
+    m = duotone.convert(nn.TransformerEncoderLayer(32, 2, 64), recipes.load("mxfp8"))
+    assert any("fast path" in row.reason for row in duotone.plan(m))

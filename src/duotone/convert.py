@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.errors import RecipeError, UserError
 from duotone.linear import Setting, build_plan
@@ -38,6 +39,12 @@ class PlanRow:
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
+
+
+FAST_PATH = (
+    "in evaluation without gradients its fast path uses the weights of its linears without calling them; "
+    "torch.backends.mha.set_fastpath_enabled(False) turns that off"
+)
 
 
 def convert(model: nn.Module, recipe: Recipe | Schedule, rules: Sequence[Rule] = OUTPUT_HEAD) -> nn.Module:
@@ -99,7 +106,14 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[tu
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert`, in place, and return the model: every module gets its class back, and seeds and states go."""
+    """Undo `convert`, in place, and return the model: every module gets its class back, and seeds and states go.
+
+    Quantized parameters stay as they are; `convert_parameters(model, HighPrecision())` makes them plain before. Raises
+    UserError, before anything changes, where a module was parametrized after it was converted.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Planned) and is_parametrized(module):  # type: ignore[arg-type]
+            raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
     for module in model.modules():
         if isinstance(module, Planned):
             assert isinstance(module, nn.Module)
@@ -127,6 +141,8 @@ def plan(
             rows.append(_left_alone(name, _reason_left_alone(module) or "not converted"))
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
             rows.append(_left_alone(name, "an embedding is a look-up, not a GEMM"))
+        elif isinstance(module, nn.TransformerEncoderLayer):
+            rows.append(_left_alone(name, FAST_PATH))
     planned = [module for module in model.modules() if isinstance(module, PlannedLinear)]
     if planned:
         places = [(module.module_name, module.site) for module in planned]
@@ -150,7 +166,11 @@ def _left_alone(name: str, reason: str) -> PlanRow:
 def _reason_left_alone(module: nn.Linear) -> str:
     """Why convert leaves a linear as it is, or "" where it converts."""
     kind = type(module)
-    if isinstance(module, PlannedLinear) or kind is nn.Linear:
+    if isinstance(module, PlannedLinear):
+        return ""
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if kind is nn.Linear:
         return ""
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return "its owner uses the weight without calling the module"
