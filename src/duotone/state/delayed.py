@@ -2,8 +2,10 @@
 
 The op is opaque to compilers, so that eager and compiled code record alike; it finds its state by a number, which is a
 constant of the graph. Who rolls when: a region of autocast its forward states when the outermost one ends; a backward
-all others (gradient states, and forward states that no region encloses) from one callback at its end. Forward code that
-runs inside a backward recomputes, and neither records nor rolls.
+all others (gradient states, and forward states that no region encloses) from one callback at its end.
+
+Forward code that runs inside a backward recomputes: with the scale that forward had, and without recording. Only where
+forward ran without a graph inside an autograd.Function, as reentrant checkpoints do, it is the recompute that records.
 """
 
 import itertools
@@ -41,6 +43,9 @@ class DelayedState(nn.Module):
         length = parameters.amax_history_len
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
         self.before: Tensor | None = None
+        """The scales before the newest roll, while a recompute may ask for them."""
+        self.deferred = False
+        """Whether the newest forward left the recording to its recompute."""
         self._register()
 
     def _register(self) -> None:
@@ -63,23 +68,30 @@ class DelayedState(nn.Module):
     def adopt(self, parameters: History) -> None:
         """Follow other parameters; the newest entries of the history and the scales stay."""
         if parameters.amax_history_len != self.amax_history.shape[0]:
-            self.amax_history = history.resized(self.amax_history, parameters.amax_history_len)
+            with torch.inference_mode(False):  # an inference tensor could not be written in training
+                self.amax_history = history.resized(self.amax_history, parameters.amax_history_len)
         self.history = parameters
 
-    def scale_for(self, x: Tensor, slot: int, mode: int) -> Tensor:
-        """The encode scale of the slot, fp32 (1,); records the amax of `x` where the mode says so."""
-        if mode == RECOMPUTE and self.before is not None:
-            return self.before[slot : slot + 1].clone()
-        if mode == RECORD:
-            self.before = None
+    def records(self, mode: int) -> bool:
+        """Whether an amax that comes in this mode is recorded; a forward in a mode of its own starts a new step."""
+        if mode == RECOMPUTE:
+            return self.deferred
+        if mode != USE:
+            self.before, self.deferred = None, mode == DEFER
+        return mode == RECORD
+
+    def scale_for(self, x: Tensor, slot: int, record: bool, recompute: bool = False) -> Tensor:
+        """The encode scale of the slot, fp32 (1,): that of the forward for its recompute; records the amax of `x`."""
+        if record:
             live = self.amax_history[0, slot : slot + 1]
             live.copy_(torch.maximum(live, amax_of(x)))
-        return self.scale[slot : slot + 1].clone()
+        scale = self.before if recompute and self.before is not None else self.scale
+        return scale[slot : slot + 1].clone()
 
     @torch.no_grad()
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
-        self.before = self.scale.clone()
+        self.before, self.deferred = self.scale.clone(), False
         self.scale.copy_(history.rolled(self.amax_history, self.scale, self.largest, self.history))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -93,15 +105,25 @@ class DelayedState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
 
 
-USE, RECORD, RECOMPUTE = 0, 1, 2
+USE, RECORD, RECOMPUTE, DEFER = range(4)
+"""No gradient: scale without recording; forward; forward code inside a backward; a forward whose recompute records."""
+
+
+def mode_now() -> int:
+    """The mode of forward code that runs now."""
+    if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
+        return RECOMPUTE
+    if torch.is_grad_enabled():
+        return RECORD
+    # Only the forward of an autograd.Function is without gradients in both modes, as is inference mode.
+    return USE if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled() else DEFER
 
 
 @dataclass(frozen=True)
 class DelayedSlot:
     """One place in a `DelayedState`, as a value: the state's number, the index, and who reduces with it.
 
-    `mode` is RECORD, USE (no gradient: scale without recording) or RECOMPUTE. `backward` slots roll at the end of the
-    backward that records them.
+    `backward` slots roll at the end of the backward that records them.
     """
 
     state: str
@@ -121,35 +143,46 @@ class Pending:
         self.forward: dict[str, set[str]] = {}
         self.backward: dict[str, set[str]] = {}
         self.depth = 0
-        self.task = -1
+        self.end: weakref.ref[EndOfBackward] | None = None
 
-    def add(self, slot: DelayedSlot) -> None:
+    def add(self, slot: DelayedSlot, recorded: bool) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
+        if self.end is not None and self.end() is None:
+            self.end = None  # a backward that failed: its amaxes wait for the next one, and nobody reduces for it
+            self.backward.clear()
         if in_backward:
             self.schedule()
-        elif self.task != -1:
-            self.task = -1  # a backward that failed: its amaxes wait for the next one, and nobody reduces for it
-            self.backward.clear()
-        if slot.mode == RECORD:
-            inside = self.depth > 0 and not slot.backward
+        if recorded:
+            inside = self.depth > 0 and not in_backward and not slot.backward
             states = self.forward if inside else self.backward
             states.setdefault(slot.state, set()).add(slot.group)
 
     def schedule(self) -> None:
-        """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds the task set."""
-        if self.task == -1:
-            self.task = torch._C._current_graph_task_id()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+        """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds it scheduled."""
+        if self.end is None:
+            end = EndOfBackward()
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+            self.end = weakref.ref(end)
 
-    def _end_of_backward(self) -> None:
-        self.task = -1
+    def end_of_backward(self) -> None:
+        self.end = None
         finished, self.backward = self.backward, {}
         roll(finished)
 
     def end_of_region(self, *, failed: bool) -> None:
         finished, self.forward = self.forward, {}
-        if not failed:
-            roll(finished)
+        if failed:
+            return
+        for number in finished:
+            finished[number] |= self.backward.pop(number, set())  # an optimizer's write, say: one roll for both
+        roll(finished)
+
+
+class EndOfBackward:
+    """The callback of a running backward. The engine alone holds it, so that it dies with a backward that fails."""
+
+    def __call__(self) -> None:
+        PENDING.end_of_backward()
 
 
 PENDING = Pending()
@@ -181,8 +214,10 @@ _LIBRARY.define(
 
 
 def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
-    PENDING.add(DelayedSlot(state, index, group, mode, backward))
-    return state_of(state).scale_for(x, index, mode)
+    found = state_of(state)
+    record = found.records(mode)
+    PENDING.add(DelayedSlot(state, index, group, mode, backward), record)
+    return found.scale_for(x, index, record, mode == RECOMPUTE)
 
 
 def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
