@@ -205,22 +205,22 @@ def test_buffers_are_those_that_the_format_declares(q) -> None:
                 assert (tuple(part.shape), part.dtype) == (spec.shape, spec.dtype or torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("name", "row", "col"),
-    [
-        ("fp8", {"codes": (48, 80), "scale": (1,)}, {"codes": (80, 48), "scale": (1,)}),
-        ("mxfp8", {"codes": (48, 80), "scale": (48, 3)}, {"codes": (80, 48), "scale": (80, 2)}),
-        ("1x128", {"codes": (48, 80), "scale": (48, 1)}, {"codes": (80, 48), "scale": (80, 1)}),
-        ("128x128", {"codes": (48, 80), "scale": (1, 1)}, {"codes": (80, 48), "scale": (1, 1)}),
-        ("nvfp4", {"codes": (48, 40), "scale": (48, 5), "amax": (1,)}, {"codes": (80, 24), "scale": (80, 3), "amax": (1,)}),
-        ("nvfp4_row", {"codes": (48, 40), "scale": (48, 5), "amax": (48,)}, {"codes": (80, 24), "scale": (80, 3), "amax": (80,)}),
-    ],
-)  # fmt: skip
-def test_shapes_of_codes_and_scales(name, row, col) -> None:
+SHAPES_OF_PARTS = {
+    "fp8": ([(48, 80), (1,)], [(80, 48), (1,)]),
+    "mxfp8": ([(48, 80), (48, 3)], [(80, 48), (80, 2)]),
+    "1x128": ([(48, 80), (48, 1)], [(80, 48), (80, 1)]),
+    "128x128": ([(48, 80), (1, 1)], [(80, 48), (1, 1)]),
+    "nvfp4": ([(48, 40), (48, 5), (1,)], [(80, 24), (80, 3), (1,)]),
+    "nvfp4_row": ([(48, 40), (48, 5), (48,)], [(80, 24), (80, 3), (80,)]),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES_OF_PARTS)
+def test_shapes_of_codes_and_scales(name) -> None:
     """core 15."""
     t = QUANTIZERS[name].quantize(torch.randn(48, 80))
-    for plane, expected in zip(t.planes, (row, col), strict=True):
-        assert {part: tuple(value.shape) for part, value in plane.parts.items()} == expected
+    for plane, expected in zip(t.planes, SHAPES_OF_PARTS[name], strict=True):
+        assert [tuple(part.shape) for part in plane.parts.values()] == expected
 
 
 def test_multi_quantize_is_the_loop() -> None:
@@ -273,8 +273,7 @@ def test_awkward_values_give_what_the_format_gives(q, usage, awkward) -> None:
 
 def test_stochastic_rounding_needs_repeats_and_varies_with_its_seed() -> None:
     """core 16."""
-    q, x = pair("nvfp4_sr"), torch.full((64, 64), 0.3)
-    x[0, 0] = 6.0
+    q, x = pair("nvfp4_sr"), torch.rand(64, 64)
     with pytest.raises(UserError, match="needs a seed"):
         q.quantize(x)
 
@@ -283,8 +282,9 @@ def test_stochastic_rounding_needs_repeats_and_varies_with_its_seed() -> None:
 
     assert same(at(5), at(5)) and not same(at(5), at(6))
     assert not torch.equal(at(5).dequantize(), at(5).planes.columnwise.dequantize(torch.float32).t())
-    mean = torch.stack([at(seed).dequantize() for seed in range(64)]).mean(0)[16:]
-    assert abs(float(mean.mean()) - 0.3) < 2e-3
+    below = x < x.reshape(64, 4, 16).amax(2, keepdim=True).expand(64, 4, 16).reshape(64, 64)  # a scale may cut the rest
+    mean = torch.stack([at(seed).dequantize() for seed in range(64)]).mean(0)
+    assert abs(float((mean - x)[below & (x < 0.8)].mean())) < 1e-3
     t = at(1)
     assert same(q.quantize(x, out=t, ctx=QuantizeContext(seed=torch.tensor([9]))), at(9))
 
@@ -314,7 +314,7 @@ def test_delayed_planes_without_a_slot_keep_their_scale() -> None:
     for q in (QUANTIZERS["fp8_delayed"], QUANTIZERS["delayed|mxfp8"], pair("fp8_e4m3_delayed", "identity")):
         for make in (lambda t: t, lambda t: t.new_zeros(32, 64), torch.empty_like):
             x = torch.randn(32, 64)
-            t = make(q.quantize(x, ctx=QuantizeContext(slots=(Slot(1.0), None))))
+            t = make(q.quantize(x.clone(), ctx=QuantizeContext(slots=(Slot(1.0), None))))
             t.copy_(x * 3)
             assert t.rowwise_scale.item() == 1.0
             assert same(t, q.quantize(x * 3, ctx=QuantizeContext(slots=(Slot(1.0), None))))
@@ -346,7 +346,7 @@ def test_every_registered_format_round_trips(name) -> None:
 
 def test_inference_and_no_grad() -> None:
     """core 1, 49: what is made under inference_mode is read and written there and outside."""
-    x, q = torch.randn(32, 64, requires_grad=True), QUANTIZERS["mxfp8"]
+    x, q = torch.randn(64, 64, requires_grad=True), QUANTIZERS["mxfp8"]
     with torch.no_grad():
         assert not q.quantize(x).requires_grad
     with torch.inference_mode():

@@ -11,3 +11,4 @@ from duotone.formats.parts import PartSpec as PartSpec
 from duotone.formats.registry import get as get
 from duotone.formats.registry import names as names
 from duotone.formats.registry import register as register
+from duotone.formats.registry import with_floor as with_floor

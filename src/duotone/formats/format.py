@@ -1,7 +1,7 @@
 """A format: element codec x block geometry x scale rule x transforms, as one frozen value."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,8 @@ class Format(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def with_epsilon(self, epsilon: float, name: str) -> "Format": ...
 
     @property
     def precision(self) -> int:
@@ -135,6 +137,12 @@ class ScaledFormat:
 
     def __deepcopy__(self, memo: Any) -> "ScaledFormat":
         return self
+
+    def with_epsilon(self, epsilon: float, name: str) -> "ScaledFormat":
+        """The format whose amaxes count as at least `epsilon`. UserError where its scales know no such floor."""
+        if not hasattr(self.rule, "epsilon") or self.is_delayed:
+            raise UserError(f"{self.name} has no amax floor; choose a format with fp32 scales")
+        return replace(self, name=name, rule=replace(self.rule, epsilon=epsilon))
 
     @property
     def precision(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duotone.errors import UserError
 from duotone.formats.format import Factors, check_matrix
 from duotone.formats.geometry import TENSOR, Block
 from duotone.formats.parts import Parts, PartSpec, Shard
@@ -33,6 +34,10 @@ class Identity:
 
     def __deepcopy__(self, memo: Any) -> "Identity":
         return self
+
+    def with_epsilon(self, epsilon: float, name: str) -> "Identity":
+        del epsilon, name
+        raise UserError("identity has no amax floor; choose a format with fp32 scales")
 
     @property
     def outer_block(self) -> Block:

@@ -20,9 +20,15 @@ def register(fmt: "Format") -> "Format":
 
 
 def get(name: str) -> "Format":
-    """The format of that name. Raises RecipeError where there is none."""
+    """The format of that name. Raises RecipeError where there is none.
+
+    "<name>_eps<value>" is the format of fp32 scales whose amaxes count as at least that value.
+    """
     if isinstance(name, str) and name in _FORMATS:
         return _FORMATS[name]
+    stem, floored, value = str(name).rpartition("_eps")
+    if floored and stem in _FORMATS:
+        return _variant(stem, value, name)
     near = ", ".join(difflib.get_close_matches(str(name), _FORMATS, n=3, cutoff=0.4))
     hint = f"did you mean {near}? " if near else ""
     raise RecipeError(f"format {name!r} is unknown; {hint}`duotone formats` lists all")
@@ -31,3 +37,23 @@ def get(name: str) -> "Format":
 def names() -> list[str]:
     """All registered names, in order of registration."""
     return list(_FORMATS)
+
+
+def with_floor(name: str, epsilon: float) -> str:
+    """The name of the format whose amaxes count as at least `epsilon`; the same one for 0."""
+    return f"{name}_eps{epsilon!r}" if epsilon else name
+
+
+_VARIANTS: "dict[str, Format]" = {}
+
+
+def _variant(stem: str, value: str, name: str) -> "Format":
+    if name not in _VARIANTS:
+        try:
+            epsilon = float(value)
+        except ValueError:
+            epsilon = -1.0
+        if not 0.0 < epsilon < float("inf"):
+            raise RecipeError(f"format {name!r}: the amax floor {value!r} is no positive number; write {stem}_eps1e-12")
+        _VARIANTS[name] = _FORMATS[stem].with_epsilon(epsilon, name)
+    return _VARIANTS[name]

@@ -62,16 +62,19 @@ class Fp32Scale:
     """An fp32 scale MAX/amax, or the power of two below it; 1 where amax is 0 or not finite.
 
     `overflow` is the scale where MAX/amax overflows: "fp32" the largest fp32, "input" that of the input's dtype.
+    An amax below `epsilon` counts as `epsilon`.
     """
 
     power_of_two: bool = False
     overflow: str = "fp32"
+    epsilon: float = 0.0
     accepts_scale = True
     family = "fp32"
 
     @property
     def name(self) -> str:
-        return "fp32 power of two" if self.power_of_two else "fp32"
+        floor = f", amax at least {self.epsilon:g}" if self.epsilon else ""
+        return ("fp32 power of two" if self.power_of_two else "fp32") + floor
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         down, across = block.grid(rows, cols)
@@ -81,6 +84,8 @@ class Fp32Scale:
     def decide(self, x: Blocked) -> Scaled:
         largest = FLT_MAX if self.overflow == "fp32" else torch.finfo(x.dtype).max
         amax = x.agreed(x.amax, x.block.spans)
+        if self.epsilon:
+            amax = torch.where(amax < self.epsilon, self.epsilon, amax)
         scale = divide(x.element.max, amax)
         scale = torch.where(torch.isinf(scale), largest, scale)
         return self.given(torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale), x)

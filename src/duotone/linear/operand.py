@@ -5,6 +5,7 @@ Chosen when the plan is built; execution only calls `planes`.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from duotone.errors import UsageError
@@ -32,7 +33,10 @@ class Held:
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
-        x.update_usage(usage.rowwise or None, usage.columnwise or None)
+        row, col = x.planes
+        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
+            with torch.inference_mode(False):  # an inference tensor could not be written in training
+                x.update_usage(usage.rowwise or None, usage.columnwise or None)
         row, col = x.planes
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 

@@ -1,16 +1,29 @@
 """convert_parameters: the weights of a whole model to other formats, or to high precision, or not at all."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
-from duotone.linear.plan import build_plan
+from duotone.linear.plan import LinearPlan, ask_recipe, build_plan
+from duotone.modules import states
 from duotone.modules.parameters import quantized_parameter, replace
 from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.tensor import QuantizedTensor, Quantizer
+
+
+@dataclass
+class Conversion:
+    """One weight on its way: the parameter object, what it will be, and the values that this encodes."""
+
+    old: nn.Parameter
+    new: nn.Parameter
+    quantizer: Quantizer
+    values: Tensor
 
 
 def convert_parameters(
@@ -22,50 +35,94 @@ def convert_parameters(
     that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
     modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
     """
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    made: dict[int, tuple[nn.Parameter, nn.Parameter, Quantizer]] = {}
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"convert_parameters takes a recipe; got {type(recipe).__name__}")
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+    given_masters = _masters(model, planned, masters or {})
     owners = _owners(model)
+    made: dict[int, Conversion] = {}
+    plans: list[tuple[Planned, LinearPlan, dict[str, Quantizer]]] = []
     for name, module in planned:
         weight = module.weight
-        setting = module.setting(recipe, weight.device.type, weight.dtype)
-        quantizer = build_plan(setting.without_held()).weight
+        setting = module.setting(recipe, weight.device.type, weight.dtype).without_held()
+        given = ask_recipe(setting)
+        plan = build_plan(setting, given)
+        states.history_of(plan)
+        plans.append((module, plan, given))
         before = made.get(id(weight))
-        if before is not None and before[2] != quantizer:
-            raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
-        plain = quantizer.rowwise == quantizer.columnwise == IDENTITY
-        if not plain and owners[id(weight)] > sum(id(m.weight) == id(weight) for _, m in planned):
-            raise UserError(
-                f"the weight of {name} is tied to a module that is not converted; keep it in high precision"
-            )
         if before is None:
-            made[id(weight)] = (
-                weight,
-                _new(weight, quantizer, (masters or {}).get(names[id(weight)]), preserve),
-                quantizer,
-            )
-    for old, new, _ in made.values():
-        if new is not old:
-            replace(old, new)
-    for _, module in planned:
+            _refuse_foreign_tie(name, plan.weight, owners[id(weight)] - sum(m.weight is weight for _, m in planned))
+            made[id(weight)] = _converted(name, module, plan, given_masters.get(id(weight)), preserve)
+        elif before.quantizer != plan.weight:
+            raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
+    _publish(list(made.values()))
+    for module, plan, given in plans:
         module.recipe = recipe
+        if not plan.is_delayed:
+            states.drop(module)
+        module.forget_plans()
+        module._given[recipe.key] = given
         module.prepare(recipe)
+    for conversion in made.values():
+        if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
+            states.record(conversion.old.context, conversion.values)
     return model
 
 
-def _new(weight: nn.Parameter, quantizer: Quantizer, master: Tensor | None, preserve: bool) -> nn.Parameter:
+def _converted(name: str, module: Planned, plan: LinearPlan, master: Tensor | None, preserve: bool) -> Conversion:
+    weight, quantizer = module.weight, plan.weight
     if master is not None and master.shape != weight.shape:
-        raise UserError(f"a master of shape {tuple(master.shape)} for a weight of {tuple(weight.shape)}; give its own")
-    held = isinstance(weight, QuantizedTensor)
-    plain = quantizer.rowwise == quantizer.columnwise == IDENTITY
-    if master is None and (plain and not held):
-        return weight
+        shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
+        raise UserError(f"a master of shape {shapes}; give its own")
     values = weight.detach() if master is None else master.detach().to(device=weight.device, dtype=weight.dtype)
+    columnwise = False
+    if isinstance(weight, QuantizedTensor):
+        columnwise = weight.get_usages()["columnwise"]
     if isinstance(values, QuantizedTensor):
         values = values.values(weight.dtype)
-    if plain:
-        return nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
-    return quantized_parameter(values.requires_grad_(False), quantizer, preserve=preserve)
+    if not _is_plain(quantizer):
+        ctx = states.weight_context(module, plan)
+        values.requires_grad_(False)
+        new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx)
+    elif isinstance(weight, QuantizedTensor) or master is not None:
+        new = nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
+    else:
+        new = weight
+    return Conversion(weight, new, quantizer, values)
+
+
+def _publish(conversions: list[Conversion]) -> None:
+    """Make every parameter object its new self, or none."""
+    done: list[Conversion] = []
+    try:
+        for conversion in conversions:
+            if conversion.new is not conversion.old:
+                replace(conversion.old, conversion.new)
+                done.append(conversion)
+    except RuntimeError as error:
+        for conversion in reversed(done):
+            torch.utils.swap_tensors(conversion.old, conversion.new)
+        held = " ".join(str(error).split())
+        raise UserError(f"a weight cannot be converted while something holds it: {held}; release it first") from error
+
+
+def _is_plain(quantizer: Quantizer) -> bool:
+    return quantizer.rowwise == quantizer.columnwise == IDENTITY
+
+
+def _refuse_foreign_tie(name: str, quantizer: Quantizer, others: int) -> None:
+    if others > 0 and not _is_plain(quantizer):
+        raise UserError(f"the weight of {name} is tied to a module that is not converted; keep it in high precision")
+
+
+def _masters(model: nn.Module, planned: list[tuple[str, Planned]], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Masters by the identity of the weight. UserError where a name is no weight of a planned module."""
+    weights = {id(module.weight) for _, module in planned}
+    names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
+    unknown = sorted(set(masters) - set(names))
+    if unknown:
+        raise UserError(f"masters has {unknown[0]!r}, which is no weight of a converted module; give full names")
+    return {names[name]: master for name, master in masters.items()}
 
 
 def _owners(model: nn.Module) -> dict[int, int]:

@@ -6,15 +6,17 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear import Layout, build_plan, linear
+from duotone.formats import IDENTITY
+from duotone.linear import Layout, linear
 from duotone.linear.layout import LAYOUTS, WHOLE
-from duotone.modules import boundary
+from duotone.modules import boundary, states
 from duotone.modules.parameters import quantized_parameter
 from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
 from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, active_region
 from duotone.state.parameters import CURRENT
+from duotone.tensor import QuantizedTensor
 
 
 class PlannedLinear(Planned):
@@ -60,10 +62,16 @@ class PlannedLinear(Planned):
         if not construction.enabled:
             return
         recipe = construction.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
-        quantizer = build_plan(self.setting(recipe, self.weight.device.type, self.weight.dtype)).weight
-        keep = construction.preserve_high_precision_init_val
-        self.weight = quantized_parameter(self.weight, quantizer, preserve=keep)
+        quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight
         self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
+        if quantizer.rowwise == quantizer.columnwise == IDENTITY:
+            return
+        values, keep = self.weight.detach(), construction.preserve_high_precision_init_val
+        self.weight = quantized_parameter(self.weight, quantizer, preserve=keep)
+        if any(quantizer.delayed):
+            self.prepare(recipe)
+            assert isinstance(self.weight, QuantizedTensor)
+            states.record(self.weight.context, values)
 
 
 class Linear(PlannedLinear, nn.Linear):

@@ -1,35 +1,45 @@
 """Quantized parameters: weights that exist only as planes, made when a module is built or converted all at once."""
 
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from duotone.errors import UsageError
 from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import INIT_VALUE
 
+INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells")
+"""What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
 
-def quantized_parameter(weight: Tensor, quantizer: Quantizer, *, preserve: bool) -> nn.Parameter:
-    """A parameter over planes of `weight` alone; columnwise planes where gradients are enabled now.
+
+def quantized_parameter(
+    weight: Tensor, quantizer: Quantizer, *, preserve: bool, columnwise: bool = False, ctx: QuantizeContext = LOCAL
+) -> nn.Parameter:
+    """A parameter over planes of `weight` alone; columnwise planes where gradients are enabled now, or asked for.
 
     `preserve` keeps the high-precision values on the CPU: `get_high_precision_init_val()`.
     """
-    usage = Usage(True, torch.is_grad_enabled())
+    usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad
-    made = nn.Parameter(quantizer.make(weight, usage), requires_grad=requires_grad)
+    made = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
     if preserve:
         setattr(made, INIT_VALUE, weight.detach().to("cpu", copy=True))
     return made
 
 
 def replace(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Make the parameter object `old` be `new`, so that optimizers and ties keep it."""
+    """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay."""
     new.requires_grad_(old.requires_grad)
-    kept = old.__dict__.get(INIT_VALUE)
-    if kept is not None and isinstance(new, QuantizedTensor):
-        setattr(new, INIT_VALUE, kept)
+    for name, value in vars(old).items():
+        if name not in INTERNAL and (name != INIT_VALUE or isinstance(new, QuantizedTensor)):
+            vars(new).setdefault(name, value)
+    if old.grad is not None and new.grad is None:
+        new.grad = old.grad.to(device=new.device, dtype=new.dtype)
     torch.utils.swap_tensors(old, new)
 
 
@@ -46,3 +56,25 @@ def moved(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
     made = QuantizedTensor(planes, parameter.quantizer, parameter.shape, probe.dtype, device=probe.device)
     made.context = parameter.context
     replace(parameter, nn.Parameter(made, requires_grad=parameter.requires_grad))
+
+
+def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
+    """Derive what a plan reads and the parameter lacks. UsageError, naming the module, where that would lose."""
+    try:
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            parameter.update_usage(usage.rowwise or None, usage.columnwise or None)
+    except UsageError as error:
+        raise UsageError(f"the weight of {module}: {error}") from None
+
+
+def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
+    """Describe later writes as a recipe wants them where it keeps the formats; planes and bytes stay as they are."""
+    own = parameter.quantizer
+    if type(wanted) is not Quantizer or type(own) is not Quantizer or wanted == own:
+        return
+    made = replace_fields(wanted, rowwise=wanted.rowwise or own.rowwise, columnwise=wanted.columnwise or own.columnwise)
+    if all(
+        plane is None or plane.format == fmt
+        for plane, fmt in zip(parameter.planes, (made.rowwise, made.columnwise), strict=True)
+    ):
+        parameter.quantizer = made

@@ -1,28 +1,30 @@
 """Planned: what every module that follows plans has in common, mixed in before an nn.Module."""
 
 import copy
+import warnings
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan, Setting, ask_recipe, build_plan
-from duotone.modules import traced
-from duotone.modules.parameters import moved
-from duotone.recipes.delayed import check_requests
+from duotone.linear.operand import DEQUANTIZED, HELD
+from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
+from duotone.modules import states, traced
+from duotone.modules.parameters import demand, follow, moved
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
 from duotone.state.autocast import Region, active_region
-from duotone.state.delayed import RECOMPUTE, RECORD, USE, DelayedState
-from duotone.tensor import History, QuantizedTensor, Quantizer
+from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
+from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
-FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 UNNAMED = Site(named=False)
-OWN = ("recipe", "rules", "module_name", "site", "layout", "_plans", "_last", "_given", "_roles", "_number")
+LIVE = ("_plans", "_last", "_given", "_region")
+OWN = ("recipe", "rules", "module_name", "site", "layout", "_roles", "_number", "_saved", "_warned", *LIVE)
 """Attributes that `adopt` gives and `release` takes away."""
 
 
@@ -47,6 +49,11 @@ class Planned:
     _plans: dict[Any, LinearPlan]
     _last: tuple[Any, LinearPlan] | None
     _given: dict[str, dict[str, Quantizer]]
+    _region: tuple[Region | None] | None
+    """Where the newest forward that a backward may follow ran: recomputes do not look at the autocast stack."""
+    _saved: dict[str, Any]
+    """Delayed-scaling states from a checkpoint that no recipe has asked for yet."""
+    _warned: bool
     _roles: tuple[QuantizerRole | None, QuantizerRole | None]
     _number: str
 
@@ -71,8 +78,8 @@ class Planned:
             with torch.inference_mode(False):  # an inference tensor could not advance in training
                 seed = seeds.initial_seed(self.module_name).to(self.weight.device)
             self.register_buffer(seeds.BUFFER, seed, persistent=False)  # type: ignore[attr-defined]
-        for state in (FORWARD_STATE, BACKWARD_STATE):
-            self._modules.pop(state, None)
+        states.drop(self)
+        self._saved, self._warned = {}, False
         if given is not None:
             self._given[recipe.key] = given
 
@@ -81,8 +88,7 @@ class Planned:
         for attribute in OWN:
             self.__dict__.pop(attribute, None)
         self._buffers.pop(seeds.BUFFER, None)
-        for state in (FORWARD_STATE, BACKWARD_STATE):
-            self._modules.pop(state, None)
+        states.drop(self)
 
     def take_name(self, name: str, site: Site) -> None:
         """The full name in the model, and where rules find the module."""
@@ -91,11 +97,11 @@ class Planned:
 
     def forget_plans(self) -> None:
         """Build plans anew at the next call, in compiled code too: its constants go by the module's number."""
-        self._plans, self._last, self._given = {}, None, {}
+        self._plans, self._last, self._given, self._region = {}, None, {}, None
         self._register()
 
     def _register(self) -> None:
-        self._number = traced.register(self)
+        self._number = traced.register(self, self.__dict__.get("_number"))
 
     @property
     def output_quantizer_role(self) -> QuantizerRole | None:
@@ -151,17 +157,20 @@ class Planned:
 
     def plan_for(self, x: Tensor, weight: Tensor) -> LinearPlan:
         """The plan of a call; built once per recipe, dtype, device and pattern of gradients."""
-        region = active_region()
+        tracked = torch.is_grad_enabled()
+        if torch.compiler.is_compiling():
+            mode, region = USE, active_region()
+        else:
+            mode = mode_now()
+            region = self._region_of_call(mode)
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
-        tracked = torch.is_grad_enabled()
         grads = (tracked and x.requires_grad, tracked and weight.requires_grad)
         group = "" if region is None else region.group
         if torch.compiler.is_compiling():
             where = (x.device.type, str(x.dtype), group)
             return getattr(traced.PLANS, traced.plan_name(self._number, recipe.key, *grads, tracked, *where))
-        mode = USE if not tracked else RECORD if torch._C._current_graph_task_id() == -1 else RECOMPUTE
         key = (recipe.key, grads, mode, x.dtype, x.device.type, group, held(x), held(weight))
         last = self._last
         if last is not None and last[0] == key:
@@ -170,10 +179,32 @@ class Planned:
         if plan is None:
             plan = self.resolve(recipe, (x.device.type, x.dtype, grads, held(x)), group, mode)
             self._plans[key] = plan
-        if plan.is_delayed and mode != USE:
-            self._states(plan)  # another recipe may have given the states other parameters since
+        self._take_up(plan, mode)
         self._last = (key, plan)
         return plan
+
+    def _region_of_call(self, mode: int) -> Region | None:
+        if in_backward() and self._region is not None:
+            return self._region[0]
+        region = active_region()
+        if mode != USE and (self._region is None or self._region[0] is not region):
+            self._region = (region,)
+        return region
+
+    def _take_up(self, plan: LinearPlan, mode: int) -> None:
+        """What changes when calls switch to a plan: the states, and what is written into a quantized weight next."""
+        if plan.is_delayed and mode != USE:
+            states.states_for(self, plan)  # another recipe may have given the states other parameters since
+        if not isinstance(self.weight, QuantizedTensor):
+            return
+        if plan.weight_from is DEQUANTIZED and not self._warned:
+            self._warned = True
+            message = f"{self.module_name}: the weight is held quantized and computes here in high precision"
+            warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=5)
+        if plan.weight_from is HELD:
+            demand(self.weight, plan.weight_usage, self.module_name)
+            if mode != USE:
+                follow(self.weight, plan.weight)
 
     def plan_of(self, recipe: Recipe, device: str, dtype: torch.dtype, *call: Any) -> LinearPlan:
         """The plan under a recipe, whose factory is asked once per slot and never again."""
@@ -185,46 +216,34 @@ class Planned:
     def resolve(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
         """Build the plan of a call (device, dtype, grads, input held), with the states that delayed scaling needs."""
         plan = self.plan_of(recipe, *call)
+        if mode == DEFER:  # its recompute takes the seeds of a forward with gradients
+            plan = replace(plan, seeds=sum(plan.stochastic))
         if plan.is_delayed:
-            plan = plan.with_slots(*self._states(plan), group, mode)
+            numbers = states.states_for(self, plan)
+            plan = plan.with_slots(*numbers, group, mode)
             if isinstance(self.weight, QuantizedTensor):
-                slots = plan.with_slots(*self._states(plan), group, RECORD).weight_context.slots
+                slots = plan.with_slots(*numbers, group, RECORD).weight_context.slots
                 self.weight.context = QuantizeContext(self.weight.context.shard, slots)
         return plan
-
-    def _states(self, plan: LinearPlan) -> tuple[str, str]:
-        delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
-        check_requests(delayed)
-        history = next((made.history for made in delayed.values() if made.history is not None), History())
-        forward = self._state(FORWARD_STATE, FORWARD_SLOTS, history)
-        backward = self._state(BACKWARD_STATE, BACKWARD_SLOTS, history)
-        largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
-        forward.largest = [*largest["input"], *largest["weight"]]
-        backward.largest = [*largest["grad_output"]]
-        return forward.number, backward.number
-
-    def _state(self, name: str, slots: int, history: History) -> DelayedState:
-        state = self._modules.get(name)
-        if state is None:
-            state = DelayedState(slots, history, self.weight.device)
-            self._modules[name] = state
-        assert isinstance(state, DelayedState)
-        state.adopt(history)
-        return state
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
         self.resolve(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
 
     def calibrate(self, region: Region, x: Tensor, weight: Tensor) -> None:
-        """Record the amaxes that delayed scaling under the region's calibrated recipe would."""
+        """Record the amaxes that delayed scaling under the region's calibrated recipe would; recomputes do not."""
         assert region.calibrating is not None
-        call = (x.device.type, x.dtype, (False, False), None)
-        plan = self.resolve(region.calibrating, call, region.group, RECORD)
-        for context, tensor in ((plan.input_context, x), (plan.weight_context, weight)):
-            for slot in context.slots:
-                if slot is not None:
-                    slot.scale_for(tensor.detach().reshape(-1, tensor.shape[-1]))
+        if in_backward():
+            return
+        key = ("calibrating", region.calibrating.key, x.dtype, x.device.type, region.group, held(weight))
+        plan = self._plans.get(key)
+        if plan is None:
+            call = (x.device.type, x.dtype, (False, False), None)
+            self._plans[key] = plan = self.resolve(region.calibrating, call, region.group, RECORD)
+        if plan.is_delayed:
+            states.states_for(self, plan)
+            states.record(plan.input_context, x)
+            states.record(plan.weight_context, weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds are made for good."""
@@ -244,20 +263,17 @@ class Planned:
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A checkpoint with delayed-scaling states loads into a module whose recipe has none."""
-        for state in (FORWARD_STATE, BACKWARD_STATE):
-            if state not in self._modules:
-                for key in [key for key in state_dict if key.startswith(f"{prefix}{state}.")]:
-                    del state_dict[key]
+        """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
+        self._saved.update(states.set_aside(self, state_dict, prefix))  # type: ignore[arg-type]
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans name states of this process, and a group by its name could be another one elsewhere.
         unbound = type(self.layout)("", self.layout.sequence_parallel)
-        return {**self.__dict__, "_plans": {}, "_last": None, "_given": {}, "layout": unbound}
+        return {**self.__dict__, "_plans": {}, "_last": None, "_given": {}, "_region": None, "layout": unbound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__({**state, "_number": None})  # type: ignore[misc]
         self._register()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -277,11 +293,3 @@ def held(x: Tensor) -> Quantizer | None:
     if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
         return made
     return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
-
-
-def _largest(made: Quantizer) -> list[float]:
-    return [fmt.largest if slot and fmt is not None else 0.0 for fmt, slot in _delayed_formats(made)]
-
-
-def _delayed_formats(made: Quantizer) -> Any:
-    return zip((made.rowwise, made.columnwise), made.delayed, strict=True)

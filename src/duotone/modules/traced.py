@@ -19,8 +19,10 @@ _MODULES: "weakref.WeakValueDictionary[str, Resolver]" = weakref.WeakValueDictio
 _NUMBERS = itertools.count(1)
 
 
-def register(module: Resolver) -> str:
+def register(module: Resolver, old: str | None = None) -> str:
     """A new number for a module; graphs that were traced under its old one are traced again."""
+    if old is not None:
+        _MODULES.pop(old, None)
     number = str(next(_NUMBERS))
     _MODULES[number] = module
     return number

@@ -22,6 +22,12 @@ def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
     return role is not None and role.tensor_type == tensor_type
 
 
+def _check_epsilon(epsilon: Any) -> None:
+    number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
+    if not number or not 0 <= epsilon < float("inf"):
+        raise RecipeError(f"amax_epsilon is {epsilon!r}; it must be a number from 0 on")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HighPrecision(Recipe):
     """No quantization: every GEMM in the dtype of its operands."""
@@ -34,20 +40,22 @@ class HighPrecision(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, from the tensor's own amax."""
+    """FP8 with one scale per tensor, from the tensor's own amax; an amax below `amax_epsilon` counts as that."""
 
     fp8_format: str = "HYBRID"
     power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
     kind: ClassVar[str] = "fp8-current"
     granularity: ClassVar[str] = "tensor"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        _check_epsilon(self.amax_epsilon)
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
-        element = fp8_element(self.fp8_format, role)
-        return _uniform(f"fp8_{element}_{self.granularity}" + "_pow2" * self.power_of_two_scales)
+        stem = f"fp8_{fp8_element(self.fp8_format, role)}_{self.granularity}"
+        return _uniform(formats.with_floor(stem + "_pow2" * self.power_of_two_scales, self.amax_epsilon))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +99,18 @@ class Float8BlockScaling(Recipe):
 
     fp8_format: str = "E4M3"
     power_of_two_scales: bool = True
+    amax_epsilon: float = 0.0
     kind: ClassVar[str] = "fp8-block"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
+        _check_epsilon(self.amax_epsilon)
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
         block = "128x128" if _is(role, "weight") else "1x128"
-        return _uniform(f"fp8_{fp8_element(self.fp8_format, role)}_{block}" + "_fp32" * (not self.power_of_two_scales))
+        stem = f"fp8_{fp8_element(self.fp8_format, role)}_{block}"
+        return _uniform(formats.with_floor(stem + "_fp32" * (not self.power_of_two_scales), self.amax_epsilon))
 
 
 @dataclass(frozen=True, kw_only=True)

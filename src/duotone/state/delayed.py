@@ -109,12 +109,15 @@ USE, RECORD, RECOMPUTE, DEFER = range(4)
 """No gradient: scale without recording; forward; forward code inside a backward; a forward whose recompute records."""
 
 
+def in_backward() -> bool:
+    """Whether a backward runs: forward code inside of one recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def mode_now() -> int:
     """The mode of forward code that runs now."""
-    if torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled():
-        return RECOMPUTE
     if torch.is_grad_enabled():
-        return RECORD
+        return RECOMPUTE if in_backward() else RECORD
     # Only the forward of an autograd.Function is without gradients in both modes, as is inference mode.
     return USE if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled() else DEFER
 
@@ -146,14 +149,13 @@ class Pending:
         self.end: weakref.ref[EndOfBackward] | None = None
 
     def add(self, slot: DelayedSlot, recorded: bool) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1
         if self.end is not None and self.end() is None:
             self.end = None  # a backward that failed: its amaxes wait for the next one, and nobody reduces for it
             self.backward.clear()
-        if in_backward:
+        if in_backward():
             self.schedule()
         if recorded:
-            inside = self.depth > 0 and not in_backward and not slot.backward
+            inside = self.depth > 0 and not in_backward() and not slot.backward
             states = self.forward if inside else self.backward
             states.setdefault(slot.state, set()).add(slot.group)
 

@@ -156,10 +156,18 @@ class TensorSlot:
 
 
 class Float8CurrentScalingQuantizer(QuantizerHandle):
-    """FP8 with one scale per tensor, from the tensor's own amax. `fp8_dtype` is "e4m3" or "e5m2"."""
+    """FP8 with one scale per tensor, from the tensor's own amax, at least `amax_epsilon`. `fp8_dtype`: "e4m3", "e5m2"."""
 
-    def __init__(self, fp8_dtype: str = "e4m3", *, force_pow_2_scales: bool = False, **usage: bool) -> None:
-        super().__init__(_uniform(f"fp8_{fp8_dtype}_tensor" + "_pow2" * force_pow_2_scales), **usage)
+    def __init__(
+        self,
+        fp8_dtype: str = "e4m3",
+        *,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        **usage: bool,
+    ) -> None:
+        stem = f"fp8_{fp8_dtype}_tensor" + "_pow2" * force_pow_2_scales
+        super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
 class Float8BlockQuantizer(QuantizerHandle):
@@ -171,12 +179,14 @@ class Float8BlockQuantizer(QuantizerHandle):
         *,
         block_scaling_dim: int = 2,
         force_pow_2_scales: bool = True,
+        amax_epsilon: float = 0.0,
         **usage: bool,
     ) -> None:
         if block_scaling_dim not in (1, 2):
             raise UserError(f"block_scaling_dim is 1 (1x128) or 2 (128x128); got {block_scaling_dim}")
         block = {1: "1x128", 2: "128x128"}[block_scaling_dim]
-        super().__init__(_uniform(f"fp8_{fp8_dtype}_{block}" + "_fp32" * (not force_pow_2_scales)), **usage)
+        stem = f"fp8_{fp8_dtype}_{block}" + "_fp32" * (not force_pow_2_scales)
+        super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
 class MXFP8Quantizer(QuantizerHandle):

@@ -1,0 +1,81 @@
+"""The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from duotone.recipes.delayed import check_requests
+from duotone.state.delayed import USE, DelayedState
+from duotone.tensor import History, Quantizer
+from duotone.tensor.context import LOCAL, QuantizeContext
+
+FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
+STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
+
+
+def history_of(plan: LinearPlan) -> History:
+    """The one history of a plan's delayed slots. RecipeError where two slots disagree."""
+    delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
+    check_requests(delayed)
+    return next((made.history for made in delayed.values() if made.history is not None), History())
+
+
+def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
+    """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
+    history = history_of(plan)
+    largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
+    forward = _state(module, FORWARD_STATE, history)
+    backward = _state(module, BACKWARD_STATE, history)
+    forward.largest = [*largest["input"], *largest["weight"]]
+    backward.largest = [*largest["grad_output"]]
+    return forward.number, backward.number
+
+
+def _state(module: Any, name: str, history: History) -> DelayedState:
+    state = module._modules.get(name)
+    if state is None:
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            state = DelayedState(STATES[name], history, module.weight.device)
+            saved = module._saved.pop(name, None)
+            if saved is not None:
+                state.load_state_dict(saved)
+        module._modules[name] = state
+    assert isinstance(state, DelayedState)
+    state.adopt(history)
+    return state
+
+
+def drop(module: Any) -> None:
+    """Give up both states; plans that name them have to be forgotten too."""
+    for name in STATES:
+        module._modules.pop(name, None)
+
+
+def set_aside(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+    """Take the states out of a checkpoint that the module does not have (yet), by name."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in STATES:
+        start = f"{prefix}{name}."
+        for key in [key for key in state_dict if key.startswith(start) and name not in module._modules]:
+            found.setdefault(name, {})[key.removeprefix(start)] = state_dict.pop(key).detach().clone()
+    return found
+
+
+def weight_context(module: Any, plan: LinearPlan) -> QuantizeContext:
+    """How to encode the weight with the scales that a state has already, recording nothing."""
+    state = module._modules.get(FORWARD_STATE)
+    return plan.with_slots(state.number, "", "", USE).weight_context if state is not None else LOCAL
+
+
+def record(context: QuantizeContext, x: Tensor) -> None:
+    """Record the amax of `x` in the delayed slots of a context."""
+    for slot in context.slots:
+        if slot is not None and x.numel():
+            slot.scale_for(x.detach().reshape(-1, x.shape[-1]))
+
+
+def _largest(made: Quantizer) -> list[float]:
+    sides = zip((made.rowwise, made.columnwise), made.delayed, strict=True)
+    return [fmt.largest if slot and fmt is not None else 0.0 for fmt, slot in sides]

@@ -1,0 +1,359 @@
+"""Handles and quantizers: values, usages, slots, construction, and nothing live inside."""
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, Slot, every_quantizer, get, pair, same, same_parts, snapshot
+
+from duotone import Quantizer, formats
+from duotone.errors import RecipeError, UserError
+from duotone.recipes.delayed import DelayedScalingRequest
+from duotone.tensor import LOCAL, Plane, QuantizeContext, QuantizerHandle, Usage
+from duotone.tensor.history import History
+from duotone.tensor.vocabulary import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+
+
+def delayed(scale: float = 2.0) -> Float8Quantizer:
+    return Float8Quantizer(torch.tensor([scale]), torch.zeros(1))
+
+
+LEAVES = {
+    "identity": IdentityQuantizer,
+    "delayed": delayed,
+    "fp8": Float8CurrentScalingQuantizer,
+    "block": Float8BlockQuantizer,
+    "mxfp8": MXFP8Quantizer,
+    "nvfp4": NVFP4Quantizer,
+    "nvfp4_rht": lambda: NVFP4Quantizer(with_rht=True),
+}
+
+
+def hybrid(row, col, **options) -> HybridQuantizer:
+    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=col, **options)
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_usages_of_a_handle(make) -> None:
+    """core 8: set_usage takes keywords, None keeps, and no existing tensor changes."""
+    handle, x = make(), torch.randn(32, 64)
+    t = handle(x)
+    before = snapshot(t)
+    handle.set_usage(rowwise=False)
+    handle.set_usage()
+    assert handle.get_usages() == {"rowwise": False, "columnwise": True} == handle(x).get_usages()
+    handle.set_usage(rowwise=None, columnwise=False)
+    assert handle(x).get_usages() == {"rowwise": False, "columnwise": False}
+    assert t.get_usages() == {"rowwise": True, "columnwise": True} and same_parts(snapshot(t), before)
+    with pytest.raises(TypeError):
+        handle.set_usage(True)
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_copies_of_a_handle(make) -> None:
+    """core 9; hybrid 7: equal in value and usages, independent in usages, and the slot is shared."""
+    handle = make()
+    handle.set_usage(columnwise=False)
+    twin = handle.copy()
+    assert type(twin) is type(handle) and twin.value is handle.value and twin.get_usages() == handle.get_usages()
+    twin.set_usage(columnwise=True, rowwise=False)
+    assert handle.get_usages() == {"rowwise": True, "columnwise": False}
+    assert twin.slots is handle.slots
+    both = hybrid(make(), MXFP8Quantizer(), columnwise_source="rowwise_dequantized")
+    assert both.copy().value == both.value and both.copy().slots == both.slots
+
+
+def test_copies_alias_scale_and_amax() -> None:
+    """core 9."""
+    handle = delayed()
+    twin = handle.copy()
+    twin(torch.full((2, 2), 7.0))
+    assert handle.amax is twin.amax and handle.amax.item() == 7.0 and handle.scale is twin.scale
+
+
+def test_destinations_must_be_quantized_tensors() -> None:
+    """core 6; hybrid 17."""
+    handle, x = MXFP8Quantizer(), torch.randn(32, 64)
+    for call in (
+        lambda: handle.update_quantized(x, torch.zeros(32, 64)),
+        lambda: handle.quantize(x, out=torch.zeros(32, 64)),
+        lambda: handle.value.quantize(x, out=torch.zeros(32, 64)),
+    ):
+        with pytest.raises(TypeError, match="writes a QuantizedTensor; got Tensor"):
+            call()
+
+
+@pytest.mark.parametrize("usage", [BOTH, ROW, COLUMN])
+def test_destinations_must_hold_the_formats(usage) -> None:
+    """core 6: checked before an amax is recorded or a byte written."""
+    handle, t = delayed(), MXFP8Quantizer()(torch.randn(32, 64))
+    handle.set_usage(**usage._asdict())
+    before = snapshot(t)
+    with pytest.raises(UserError, match="makes fp8_e4m3_delayed where the tensor holds mxfp8_e4m3; convert"):
+        handle.quantize(torch.randn(32, 64), out=t)
+    with pytest.raises(UserError, match=r"cannot write shape \(64, 32\) into \(32, 64\)"):
+        MXFP8Quantizer().quantize(torch.randn(64, 32), out=t)
+    assert same_parts(snapshot(t), before) and handle.amax.item() == 0
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_calibrate(make) -> None:
+    """core 13: delayed scaling records the largest magnitude, everything else does nothing."""
+    handle = make()
+    assert handle.calibrate(torch.tensor([[1.0, -5.0]])) is None
+    if isinstance(handle, Float8Quantizer):
+        assert handle.amax.item() == 5.0 and handle.scale.item() == 2.0
+
+
+def test_delayed_handle_quantizes_with_its_scale() -> None:
+    """core 2, 13: quantize, quantize into a tensor and update_quantized use the slot and record."""
+    handle, x = delayed(4.0), torch.randn(16, 16)
+    t = handle(x)
+    assert t.rowwise_scale.item() == 0.25 and handle.amax.item() == float(x.abs().max())
+    handle.scale.fill_(8.0)
+    handle.amax.zero_()
+    handle.quantize(2 * x, out=t)
+    assert t.rowwise_scale.item() == 0.125 and handle.amax.item() == float((2 * x).abs().max())
+    handle.amax.zero_()
+    handle.update_quantized(3 * x, t, noop_flag=torch.ones(1))
+    assert handle.amax.item() == 0 and t.rowwise_scale.item() == 0.125
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, with_rht=True), UserError, "with_rht"),
+        (lambda: NVFP4Quantizer(nvfp4_use_4over6=True, stochastic_rounding=True), UserError, "stochastic_rounding"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_rht=True), UserError, "row_scaled_nvfp4 allows no"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, with_2d_quantization=True), UserError, "allows no"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, stochastic_rounding=True), UserError, "allows no"),
+        (lambda: NVFP4Quantizer(row_scaled_nvfp4=True, rowwise=False), UserError, "rowwise=False"),
+        (lambda: NVFP4Quantizer(nvfp4_e4m3_max=300), UserError, "448 or 256"),
+        (lambda: NVFP4Quantizer(nvfp4_4over6_err_mode="L1"), UserError, "MAE or MSE"),
+        (lambda: Float8BlockQuantizer(block_scaling_dim=3), UserError, "1x128"),
+        (lambda: Float8CurrentScalingQuantizer("e3m4"), RecipeError, "is unknown"),
+        (lambda: Quantizer("mxfp8_e4m3"), UserError, "takes formats"),
+        (lambda: pair("nvfp4", "nvfp4", "both"), UserError, "columnwise_source 'both'"),
+        (lambda: hybrid("nvfp4", MXFP8Quantizer()), TypeError, "rowwise_quantizer must be a quantizer; got str"),
+        (lambda: hybrid(MXFP8Quantizer(), None), TypeError, "columnwise_quantizer must be a quantizer; got NoneType"),
+        (lambda: hybrid(MXFP8Quantizer(), DelayedScalingRequest()), TypeError, "only as a top-level slot"),
+        (lambda: hybrid(*[MXFP8Quantizer()] * 2), ValueError, "the same object"),
+        (lambda: hybrid(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source="row"), ValueError, "'row' is unknown"),
+    ],
+)
+def test_bad_arguments(make, error, text) -> None:
+    """core 17, 18; hybrid 1, 2, 3, 4."""
+    with pytest.raises(error, match=text) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "col"),
+    [
+        ({}, "nvfp4", "nvfp4"),
+        ({"row_scaled_nvfp4": True}, "nvfp4_row", "nvfp4_row"),
+        ({"nvfp4_use_4over6": True}, "nvfp4_4over6_448", "nvfp4_4over6_448"),
+        (
+            {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "MSE"},
+            "nvfp4_4over6_mse",
+            "nvfp4_4over6_mse",
+        ),
+        ({"nvfp4_use_4over6": True, "with_2d_quantization": True}, "nvfp4_16x16_4over6_448", "nvfp4_16x16_4over6_448"),
+        ({"row_scaled_nvfp4": True, "nvfp4_use_4over6": True}, "nvfp4_row_4over6_448", "nvfp4_row_4over6_448"),
+        ({"with_2d_quantization": True, "with_rht": True}, "nvfp4_16x16", "nvfp4_16x16_rht"),
+    ],
+)
+def test_options_of_nvfp4_name_their_formats(options, row, col) -> None:
+    """core 17."""
+    value = NVFP4Quantizer(**options).value
+    assert (value.rowwise.name, value.columnwise.name) == (row, col)
+
+
+def test_children_of_a_hybrid_are_values() -> None:
+    """core 18; hybrid 5, 6, 13: the parent makes both planes, whatever the children's usages are or become."""
+    row, col = MXFP8Quantizer(columnwise=False), NVFP4Quantizer(rowwise=False)
+    both, x = hybrid(row, col), torch.randn(32, 64)
+    assert both.get_usages() == {"rowwise": True, "columnwise": True}
+    t = both(x)
+    before = snapshot(t)
+    row.set_usage(rowwise=False)
+    both.set_usage(rowwise=False)
+    assert row.get_usages() == {"rowwise": False, "columnwise": False} and col.get_usages()["columnwise"]
+    assert same_parts(snapshot(t), before) and t.quantizer == both.value
+    both.set_usage(rowwise=True)
+    assert same(both(x), t)
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_hybrid_of_one_format_is_that_format(name) -> None:
+    """core 19: each direction, bit for bit."""
+    x, make = torch.randn(48, 80).bfloat16(), LEAVES[name]
+    for usage in (BOTH, ROW, COLUMN):
+        single, both = make(), hybrid(make(), make())
+        for handle in (single, both):
+            handle.set_usage(**usage._asdict())
+        assert same(single(x), both(x))
+
+
+def count(monkeypatch) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    original = Plane.encode
+
+    def counting(fmt, x, ctx=LOCAL, plane="row"):
+        calls.append((fmt.name, plane))
+        return original(fmt, x, ctx, plane=plane)
+
+    monkeypatch.setattr(Plane, "encode", staticmethod(counting))
+    return calls
+
+
+def test_each_direction_calls_its_format_alone(monkeypatch) -> None:
+    """hybrid 8, 9, 11."""
+    calls, x = count(monkeypatch), torch.randn(32, 64)
+    both = hybrid(MXFP8Quantizer(), NVFP4Quantizer(with_rht=True))
+    follows = hybrid(MXFP8Quantizer(), NVFP4Quantizer(), columnwise_source="rowwise_dequantized")
+    for handle, usage, expected in (
+        (both, ROW, [("mxfp8_e4m3", "row")]),
+        (both, COLUMN, [("nvfp4_rht", "col")]),
+        (both, Usage(False, False), []),
+        (follows, ROW, [("mxfp8_e4m3", "row")]),
+        (follows, COLUMN, [("mxfp8_e4m3", "row"), ("nvfp4", "col")]),
+    ):
+        handle.set_usage(**usage._asdict())
+        calls.clear()
+        t = handle(x)
+        assert calls == expected and t.get_usages() == usage._asdict()
+
+
+@every_quantizer
+@pytest.mark.parametrize("usage", [BOTH, ROW, COLUMN, Usage(False, False)], ids=["both", "row", "col", "none"])
+def test_update_refreshes_what_is_asked_and_held(q, usage) -> None:
+    """hybrid 15: other bytes, the objects and all addresses stay."""
+    x, y = torch.randn(32, 64), torch.randn(32, 64)
+    t = q.quantize(x.clone())
+    before, row, col = snapshot(t), *t.planes
+    aliased = t.planes.aliased
+    handle = QuantizerHandle(q)
+    handle.set_usage(**usage._asdict())
+    assert handle.update_quantized(y, t) is t
+    assert t.planes.rowwise is row and t.planes.columnwise is col
+    fresh = snapshot(q.quantize(y))
+    now = snapshot(t)
+    # Planes that are one memory are written together.
+    wrote = [usage.rowwise or (aliased and usage.columnwise), usage.columnwise or (aliased and usage.rowwise)]
+    for i in range(2):
+        assert same_parts((now[i], None), ((fresh if wrote[i] else before)[i], None))
+
+
+@pytest.mark.parametrize(
+    ("row", "col", "source", "safe"),
+    [
+        ("mxfp8", "mxfp8", "original", (True, True, True)),
+        ("fp8", "block", "rowwise_dequantized", (True, True, True)),
+        ("identity", "nvfp4_rht", "original", (True, True, True)),
+        ("nvfp4_sr", "mxfp8", "original", (False, True, False)),
+        ("nvfp4_sr", "mxfp8", "rowwise_dequantized", (False, False, False)),
+        ("mxfp8", "nvfp4_sr", "original", (True, False, False)),
+        ("delayed", "mxfp8", "original", (False, True, False)),
+        ("delayed", "mxfp8", "rowwise_dequantized", (False, False, False)),
+        ("mxfp8", "delayed", "original", (True, False, False)),
+        ("delayed", "delayed", "original", (False, False, False)),
+    ],
+)
+def test_is_requantization_safe(row, col, source, safe) -> None:
+    """hybrid 20: of the rowwise plane, of the columnwise plane, of both."""
+    leaves = {**LEAVES, "nvfp4_sr": lambda: NVFP4Quantizer(stochastic_rounding=True)}
+    handle = hybrid(leaves[row](), leaves[col](), columnwise_source=source)
+    found = []
+    for usage in (ROW, COLUMN, BOTH):
+        handle.set_usage(**usage._asdict())
+        found.append(handle.is_requantization_safe())
+    assert tuple(found) == safe
+
+
+def test_equality_is_by_value() -> None:
+    """core 20: every field counts, usages of a handle do not; a bound handle is itself alone."""
+    base = Quantizer(get("mxfp8_e4m3"), get("nvfp4"), "original", None)
+    assert base == Quantizer(get("mxfp8_e4m3"), get("nvfp4")) and hash(base) == hash(copy.deepcopy(base))
+    for change in (
+        {"rowwise": get("mxfp8_e5m2")},
+        {"columnwise": None},
+        {"columnwise_source": "rowwise_dequantized"},
+        {"history": History()},
+    ):
+        assert dataclasses.replace(base, **change) != base
+    assert QuantizerHandle(base, rowwise=False) == QuantizerHandle(base) and len({base, base}) == 1
+    assert MXFP8Quantizer() == QuantizerHandle(pair("mxfp8_e4m3")) != NVFP4Quantizer()
+    one, other = delayed(), delayed()
+    assert one == one and one != other and one != one.copy() and len({one, other}) == 2
+
+    class Mine(Quantizer):
+        pass
+
+    assert Mine(get("mxfp8_e4m3"), get("nvfp4")) != base
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.rowwise = None
+    assert base.with_usage(rowwise=False) == Quantizer(None, get("nvfp4")) and base.rowwise is not None
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_a_rebuilt_quantizer_behaves_the_same(name) -> None:
+    """core 21, 23: by pickle and deepcopy, sign masks and all; formats come back as the registered object."""
+    q, x = pair(name), torch.randn(16, 32)
+    ctx = QuantizeContext(seed=torch.tensor([3]))
+    for made in (pickle.loads(pickle.dumps(q)), copy.deepcopy(q)):
+        assert made == q and hash(made) == hash(q) and made.rowwise is q.rowwise
+        assert same(made.quantize(x, ctx=ctx), q.quantize(x, ctx=ctx))
+
+
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_handles_pickle(make) -> None:
+    """core 21, 23."""
+    handle, x = make(), torch.randn(32, 64)
+    handle.set_usage(rowwise=False)
+    made = pickle.loads(pickle.dumps(handle))
+    assert made.get_usages() == handle.get_usages() and made.value == handle.value and same(made(x), handle(x))
+
+
+def test_nothing_live_stays_in_a_tensor_or_its_pickle() -> None:
+    """core 22, 23; hybrid 18: seed and slots are arguments, and a pickle names none of them."""
+    slot = Slot()
+    ctx = QuantizeContext(slots=(slot, None), seed=torch.tensor([1]))
+    t = pair("fp8_e4m3_delayed", "nvfp4_sr").quantize(torch.randn(16, 16), ctx=ctx)
+    assert t.context == LOCAL and {f.name for f in dataclasses.fields(t.quantizer)} == {
+        "rowwise",
+        "columnwise",
+        "columnwise_source",
+        "history",
+    }
+    t.context = ctx
+    for made in (pickle.loads(pickle.dumps(t)), copy.deepcopy(t)):
+        assert made.context == LOCAL
+
+
+def test_history_is_checked() -> None:
+    """core 17."""
+    for options, text in (
+        ({"margin": 0.5}, "margin is 0.5"),
+        ({"amax_history_len": 0}, "at least 1"),
+        ({"amax_compute_algo": "mean"}, "'mean' is unknown"),
+    ):
+        with pytest.raises(UserError, match=text):
+            History(**options)
+
+
+def test_names_of_formats_and_handles() -> None:
+    """core 45."""
+    assert "rowwise=mxfp8_e4m3" in repr(MXFP8Quantizer()) and "nvfp4_rht" in repr(NVFP4Quantizer(with_rht=True))
+    assert set(QUANTIZERS) and "HybridQuantizer(" in repr(hybrid(MXFP8Quantizer(), NVFP4Quantizer()))
