@@ -102,7 +102,7 @@ def test_nan_and_infinity_stay_in_their_rows_of_the_output(name) -> None:
         (torch.tensor(1.0).bfloat16(), "got () in torch.bfloat16"),
         (torch.ones(4, 64, dtype=torch.int64), "torch.int64"),
     ],
-    ids=str,
+    ids=["float64", "float32", "narrow", "scalar", "integers"],
 )
 def test_a_wrong_input_is_one_line_and_changes_nothing(x, message) -> None:
     module = duotone.Linear(64, 32, recipe=recipes.load("nvfp4"), params_dtype=torch.bfloat16, name="block.up")

@@ -1,32 +1,45 @@
-"""Taps: the same bits, and the statistics of what they lost."""
+"""Taps: the same bits, and the statistics of what they lost (core 98)."""
 
 import copy
 import math
+import pickle
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import formats, observe, recipes
-from duotone.observe.tap import measure
-from duotone.tensor import Plane
+from duotone.observe.statistics import FIELDS, measure, summary
+from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
+
+BF16 = torch.bfloat16
+ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}
+
+
+def step(m: nn.Module, recipe: recipes.Recipe, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output and gradients of a copy of `m`."""
+    m, leaf = copy.deepcopy(m), x.clone().requires_grad_()
+    with duotone.autocast(recipe=recipe):
+        y = m(leaf)
+    y.backward(dy)
+    return [y, leaf.grad, *(p.grad for p in m.parameters())]
+
+
+def assert_same_bits(m: nn.Module, recipe: recipes.Recipe, store: observe.Tap) -> None:
+    x, dy = torch.randn(40, 96).to(BF16), torch.randn(40, 64).to(BF16)
+    plain, tapped = step(m, recipe, x, dy), step(m, observe.tap(recipe, store), x, dy)
+    assert all(torch.equal(a, b) for a, b in zip(plain, tapped, strict=True))
 
 
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_tapped_recipe_computes_the_same_bits(name: str) -> None:
+    """core 65."""
     recipe = recipes.load(name)
-    start = duotone.convert(nn.Linear(96, 64, dtype=torch.bfloat16), recipe)
-    x, dy = torch.randn(40, 96).bfloat16(), torch.randn(40, 64).bfloat16()
-    outcomes = []
-    for used in (recipe, observe.tap(recipe, observe.Tap())):
-        m = copy.deepcopy(start)
-        leaf = x.clone().requires_grad_()
-        with duotone.autocast(recipe=used):
-            y = m(leaf)
-        y.backward(dy)
-        outcomes.append((y, leaf.grad, m.weight.grad.clone()))
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert_same_bits(duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe), recipe, observe.Tap())
 
 
 def test_rows_name_module_role_plane_and_format() -> None:
@@ -37,18 +50,128 @@ def test_rows_name_module_role_plane_and_format() -> None:
             m["proj"](torch.randn(40, 96).requires_grad_()).square().sum().backward()
     rows = {(row["module"], row["role"], row["plane"]): row for row in store.rows()}
     assert set(rows) == {("proj", r, p) for r in ("input", "weight", "grad_output") for p in ("rowwise", "columnwise")}
-    assert all(row["samples"] == 3 for row in rows.values())
+    assert all(row["samples"] == 3 and set(row) == ROWS | {"samples"} for row in rows.values())
     assert rows["proj", "weight", "columnwise"]["format"] == "nvfp4"
     # E4M3 keeps 4 significant bits and E2M1 2: about 31 and 20 dB on normal data.
     assert 28 < rows["proj", "input", "rowwise"]["snr_db"] < 34
     assert 17 < rows["proj", "input", "columnwise"]["snr_db"] < 23
 
 
+def test_a_rule_by_shape_decides_under_a_tap_as_without() -> None:
+    recipe = recipes.from_dict(
+        {
+            "name": "by shape",
+            "rules": [{"out_features": "==64", "format": "mxfp8_e4m3"}, {"format": "identity"}],
+        }
+    )
+    store = observe.Tap()
+    assert_same_bits(duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()), recipe, store)
+    assert {row["format"] for row in store.rows()} == {"mxfp8_e4m3"}
+
+
+def test_a_factory_sees_the_same_roles_under_a_tap() -> None:
+    asked: list[duotone.QuantizerRole | None] = []
+
+    def factory(role: duotone.QuantizerRole | None) -> Quantizer:
+        asked.append(role)
+        return Quantizer()
+
+    recipe = duotone.CustomRecipe(qfactory=factory)
+    m = duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=())
+    asked.clear()
+    step(m, recipe, torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
+    plain = list(asked)
+    asked.clear()
+    step(m, observe.tap(recipe, observe.Tap()), torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
+    assert plain == asked and None in asked
+
+
+def test_every_field_of_a_recipe_holds_under_its_tap() -> None:
+    recipe = replace(recipes.load("mxfp8"), emulate_mixed=True, evaluation=recipes.load("nvfp4"))
+    store = observe.Tap()
+    tapped = observe.tap(recipe, store)
+    assert tapped.emulate_mixed and not tapped.strict and tapped.alignment == recipe.alignment
+    m = duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()).eval()
+    assert_same_bits(m, recipe, store)
+    assert {row["format"].split("_")[0] for row in store.rows()} == {"nvfp4"}
+
+
+class Doubling(Quantizer):
+    """A user-made quantizer: codes of 2x, so that half of what is decoded is noise."""
+
+    def encode(self, x, usage=BOTH, ctx=LOCAL):
+        return super().encode(x * 2, usage, ctx)
+
+
+@dataclass(frozen=True)
+class Duck:
+    """No subclass of anything, and no more than a quantizer needs."""
+
+    rowwise = formats.get("mxfp8_e4m3")
+    columnwise = formats.get("fp8_e5m2_tensor")
+
+    def encode(self, x, usage=BOTH, ctx=LOCAL):
+        return Quantizer(self.rowwise, self.columnwise).encode(x, usage, ctx)
+
+
+@pytest.mark.parametrize(
+    ("made", "snr"), [(Doubling(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3")), (-0.2, 0.2)), (Duck(), (28, 34))]
+)
+def test_user_made_quantizers_are_tapped(made: object, snr: tuple[float, float]) -> None:
+    recipe = duotone.CustomRecipe(qfactory=lambda role: made, emulate_mixed=True)
+    store = observe.Tap()
+    assert_same_bits(duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()), recipe, store)
+    rows = {(row["role"], row["plane"]): row for row in store.rows()}
+    assert set(rows) == {(r, p) for r in ("input", "weight", "grad_output") for p in ("rowwise", "columnwise")}
+    assert all(snr[0] < row["snr_db"] < snr[1] for (_, plane), row in rows.items() if plane == "rowwise")
+
+
+def test_delayed_formats_are_judged_by_the_scale_that_they_used() -> None:
+    store, recipe = observe.Tap(), recipes.load("fp8-delayed")
+    m = duotone.convert(nn.Linear(64, 32, dtype=BF16), recipe, rules=())
+    first, second = torch.full((16, 64), 2.0).to(BF16), torch.full((16, 64), 2.0).to(BF16)
+    second[0, :4] = 8.0  # over the range that the first step foretold
+    for x in (first, second):
+        with duotone.autocast(recipe=observe.tap(recipe, store)):
+            m(x.requires_grad_()).sum().backward()
+    row = next(r for r in store.rows() if (r["role"], r["plane"]) == ("input", "rowwise"))
+    assert (row["amax"], row["dynamic_range_bits"], row["samples"]) == (8.0, 2.0, 2)
+    assert row["saturation"] == 4 / (2 * 16 * 64)
+
+
+def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor) -> dict[str, float]:
+    """The columns of a row from float64 arrays, written from their definitions."""
+    given, got, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
+    ok = np.isfinite(given)
+    given, got, most = given[ok], got[ok], most[ok]
+    size = np.abs(given[given != 0])
+    return {
+        "snr_db": 10 * np.log10(np.sum(given**2) / np.sum((given - got) ** 2)),
+        "underflow": np.sum((given != 0) & (got == 0)) / size.size,
+        "saturation": np.mean(np.abs(given) > most),
+        "amax": size.max(),
+        "dynamic_range_bits": np.log2(size.max() / size.min()),
+    }
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "fp8_e5m2_row", "mxfp8_e4m3", "fp8_e4m3_1x128", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_statistics_agree_with_numpy_in_float64(name: str, dtype: torch.dtype) -> None:
+    x = torch.randn(48, 256) * torch.logspace(-12, 3, 256)
+    x[0, 0], x[1, 3], x[2, :7] = math.nan, -math.inf, 0.0
+    x = x.to(dtype)
+    fmt = formats.get(name)
+    plane = Plane.encode(fmt, torch.where(x.isfinite(), x, 0))  # a NaN would take its whole block with it
+    sums, extremes = measure(x, plane)
+    expected = numpy_summary(x, plane.dequantize(torch.float32), fmt.ceiling(plane.parts)[:, :256])
+    assert summary(sums.tolist(), extremes.tolist()) == pytest.approx(expected, rel=1e-12)
+
+
 def stats(x: torch.Tensor, name: str, **given) -> dict[str, float]:
     fmt = formats.get(name)
     plane = Plane(fmt, fmt.encode(x, **given), tuple(x.shape))
-    sums, amax = measure(x, plane)
-    return {**dict(zip(observe.tap.__globals__["FIELDS"], sums.tolist(), strict=True)), "amax": amax.item()}
+    sums, extremes = (t.tolist() for t in measure(x, plane))
+    return {**dict(zip(FIELDS, sums, strict=True)), **summary(sums, extremes)}
 
 
 def test_underflow_and_saturation_are_counted_on_known_values() -> None:
@@ -56,7 +179,7 @@ def test_underflow_and_saturation_are_counted_on_known_values() -> None:
     got = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
     # 2^-10 ties to even, which is 0, and 2^-11 is below; 1000 and -500 exceed 448.
     assert (got["nonzero"], got["underflowed"], got["saturated"], got["elements"]) == (5, 2, 2, 6)
-    assert got["amax"] == 1000.0
+    assert got["amax"] == 1000.0 and got["dynamic_range_bits"] == math.log2(1000) + 11
     assert got["noise"] == 2.0**-20 + 2.0**-22 + 552.0**2 + 52.0**2
     assert got["signal"] == pytest.approx(x.double().square().sum().item())
 
@@ -64,7 +187,21 @@ def test_underflow_and_saturation_are_counted_on_known_values() -> None:
 def test_elements_that_are_not_finite_are_left_out() -> None:
     x = torch.tensor([[1.0, math.nan, math.inf, -2.0]])
     got = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
-    assert (got["elements"], got["signal"], got["noise"], got["amax"]) == (2, 5.0, 0.0, 2.0)
+    assert (got["elements"], got["signal"], got["noise"]) == (2, 5.0, 0.0)
+    assert (got["amax"], got["dynamic_range_bits"]) == (2.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed", "nvfp4", "fp8-block"])
+@pytest.mark.parametrize("rows", [0, 4])
+def test_empty_batches_and_batches_without_a_number_have_rows(name: str, rows: int) -> None:
+    store, recipe = observe.Tap(), recipes.load(name)
+    m = duotone.convert(nn.Linear(64, 32, dtype=BF16), recipe, rules=())
+    x = torch.full((rows, 64), math.nan, dtype=BF16, requires_grad=True)
+    with duotone.autocast(recipe=observe.tap(recipe, store)):
+        m(x).sum().backward()
+    inputs = [r for r in store.rows() if r["role"] == "input"]
+    assert {r["plane"] for r in inputs} == {"rowwise", "columnwise"}
+    assert all((r["amax"], r["snr_db"], r["dynamic_range_bits"]) == (0.0, None, None) for r in inputs)
 
 
 def test_an_exact_plane_has_no_ratio() -> None:
@@ -73,3 +210,65 @@ def test_an_exact_plane_has_no_ratio() -> None:
     with duotone.autocast(recipe=observe.tap(recipes.load("bf16"), store)):
         m(torch.randn(4, 32))
     assert all(row["snr_db"] is None and row["underflow"] == row["saturation"] == 0 for row in store.rows())
+    assert all(row["dynamic_range_bits"] > 0 for row in store.rows())
+
+
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "masked_select", "unique")
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Fails on every operator whose result the host has to wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name.split("::")[1] not in READS, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_for_synchronisation_sees_one() -> None:
+    with pytest.raises(AssertionError, match="waits for the device"), NoSynchronisation():
+        torch.ones(1).item()
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_a_tapped_step_does_not_synchronise(name: str) -> None:
+    store, recipe = observe.Tap(), recipes.load(name)
+    m = duotone.convert(nn.Linear(64, 32, dtype=BF16), recipe, rules=())
+    x, dy = torch.randn(32, 64).to(BF16).requires_grad_(), torch.randn(32, 32).to(BF16)
+    with NoSynchronisation(), duotone.autocast(recipe=observe.tap(recipe, store)):
+        for _ in range(2):
+            m(x).backward(dy)
+    assert len(store.rows()) >= 4 and all(row["samples"] == 2 for row in store.rows())
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4", "identity"])
+def test_statistics_need_no_data_on_the_host(name: str) -> None:
+    x = torch.empty(32, 64, dtype=BF16, device="meta")
+    sums, extremes = measure(x, Plane.encode(formats.get(name), x))
+    assert sums.shape == (len(FIELDS),) and extremes.shape == (2,) and sums.device == extremes.device == x.device
+
+
+def test_a_tapped_recipe_is_a_value_and_its_pickle_leaves_the_store_behind() -> None:
+    recipe, store = recipes.load("mxfp8"), observe.Tap()
+    one, two = observe.tap(recipe, store), observe.tap(recipe, store)
+    assert one == two and hash(one) == hash(two) and one.key == two.key
+    assert one != observe.tap(recipe, observe.Tap()) and one != recipe
+    role = duotone.QuantizerRole("linear", "input", "a")
+    assert one(role) == two(role) and hash(one(role)) == hash(two(role))
+    assert pickle.loads(pickle.dumps(one)) == recipe and pickle.loads(pickle.dumps(one(role))) == recipe(role)
+    assert copy.deepcopy(one) is one and recipes.from_dict(one.to_dict()) == recipe
+
+
+def test_parameters_made_under_a_tap_carry_no_store() -> None:
+    store = observe.Tap()
+    with duotone.quantized_model_init(recipe=observe.tap(recipes.load("mxfp8"), store)):
+        m = duotone.Linear(64, 64, params_dtype=BF16)
+    assert type(m.weight.quantizer) is Quantizer and store.rows() == []
+    with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8"), store)):
+        m(torch.randn(32, 64).to(BF16))
+    assert {row["role"] for row in store.rows()} == {"input"}  # what the weight was before is gone
+
+
+@pytest.mark.parametrize(("recipe", "store"), [("mxfp8", observe.Tap()), (recipes.load("mxfp8"), [])])
+def test_what_is_no_recipe_or_no_store_is_refused(recipe, store) -> None:
+    with pytest.raises(duotone.UserError, match=r"tap takes a recipe and a Tap; got (str|list)"):
+        observe.tap(recipe, store)

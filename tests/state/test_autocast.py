@@ -70,3 +70,62 @@ def test_backward_outside_the_region_follows_forward() -> None:
 def test_autocast_takes_recipes_only() -> None:
     with pytest.raises(UserError, match="autocast takes a recipe; got str"):
         duotone.autocast(recipe="mxfp8")
+
+
+def test_a_recipe_may_come_first_and_anything_else_there_is_an_error() -> None:
+    """core 69: `autocast(schedule.at(step))` never runs under another recipe without a word."""
+    with duotone.autocast(NV):
+        assert active_recipe() is NV
+    for wrong in ("mxfp8", 1, None):
+        with pytest.raises(UserError, match="allowed are true and false"):
+            duotone.autocast(wrong)
+    with pytest.raises(UserError, match="enabled is"):
+        duotone.autocast(NV, recipe=MX)
+
+
+def test_regions_come_back_after_exceptions_at_every_depth() -> None:
+    """core 69."""
+    for depth in range(1, 4):
+        with pytest.raises(ZeroDivisionError):
+            nest([NV, MX, FP8][:depth])
+        assert active_recipe() is None
+
+
+def nest(regions: list) -> None:
+    if not regions:
+        raise ZeroDivisionError
+    with duotone.autocast(recipe=regions[0]):
+        try:
+            nest(regions[1:])
+        finally:
+            assert active_recipe() is regions[0]
+
+
+def test_an_instance_that_failed_can_be_entered_again() -> None:
+    """core 69."""
+    region = duotone.autocast(recipe=NV)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), region:
+            raise ZeroDivisionError
+    with region:
+        with pytest.raises(RuntimeError, match="entered already"):
+            region.__enter__()
+        assert active_recipe() is NV
+    assert active_recipe() is None
+
+
+def test_model_init_inside_of_a_region_leaves_its_recipe_alone() -> None:
+    """core 79: two slots, also with an exception inside, and the other way round."""
+    x = torch.randn(8, 64)
+    plain = duotone.Linear(64, 64)
+    with duotone.autocast(recipe=NV):
+        expected = plain(x)
+        with duotone.quantized_model_init(recipe=MX):
+            assert active_recipe() is NV and torch.equal(plain(x), expected)
+            inner = duotone.Linear(64, 64)
+            with duotone.autocast(recipe=FP8):
+                assert duotone.Linear(64, 64).weight.quantizer == inner.weight.quantizer
+        with pytest.raises(ZeroDivisionError), duotone.quantized_model_init(recipe=MX):
+            raise ZeroDivisionError
+        assert active_recipe() is NV and torch.equal(plain(x), expected)
+        assert type(duotone.Linear(64, 64).weight) is nn.Parameter

@@ -1,4 +1,4 @@
-"""Makes the helper of this folder importable from its tests, and keeps small tensors on one thread."""
+"""Makes the helper of this folder importable from its tests, and keeps small tensors on one thread, uncompiled."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from duotone.dispatch import stages
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,3 +19,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backends give the same bits, and a compiler would take most of the time here."""
+    monkeypatch.setattr(stages, "COMPILE_FROM", 1 << 40)

@@ -78,6 +78,7 @@ def test_copies_alias_scale_and_amax() -> None:
     handle = delayed()
     twin = handle.copy()
     twin(torch.full((2, 2), 7.0))
+    handle(torch.full((2, 2), -3.0))
     assert handle.amax is twin.amax and handle.amax.item() == 7.0 and handle.scale is twin.scale
 
 
@@ -296,6 +297,8 @@ def test_equality_is_by_value() -> None:
     assert QuantizerHandle(base, rowwise=False) == QuantizerHandle(base) and len({base, base}) == 1
     assert MXFP8Quantizer() == QuantizerHandle(pair("mxfp8_e4m3")) != NVFP4Quantizer()
     one, other = delayed(), delayed()
+    unbound = QuantizerHandle(one.value)
+    assert one != unbound and unbound != one
     assert one == one and one != other and one != one.copy() and len({one, other}) == 2
 
     class Mine(Quantizer):

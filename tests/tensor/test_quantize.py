@@ -1,5 +1,7 @@
 """quantize: values, shapes and dtypes of every kind of quantizer, and input of every kind."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from tensor_cases import (
@@ -81,25 +83,25 @@ def test_strided_sliced_and_n_d_input(q, dtype) -> None:
 
 @every_quantizer
 @every_usage
-@pytest.mark.parametrize("shape", [(0, 64), (48, 0), (0,), (2, 0, 16)], ids=str)
-def test_empty_tensors(q, usage, shape) -> None:
+def test_empty_tensors(q, usage) -> None:
     """core 4."""
-    t = q.quantize(torch.empty(shape).bfloat16(), usage=usage)
-    assert t.shape == shape and t.dequantize().shape == shape and t.dequantize().dtype == torch.bfloat16
-    t.quantize_(torch.empty(shape))
-    assert t.clone().shape == t.view(shape).shape == t.add_(1).shape == torch.Size(shape)
+    for shape in ((0, 64), (48, 0), (0,), (2, 0, 16)):
+        t = q.quantize(torch.empty(shape).bfloat16(), usage=usage)
+        assert t.shape == shape and t.dequantize().shape == shape and t.dequantize().dtype == torch.bfloat16
+        t.quantize_(torch.empty(shape))
+        assert t.clone().shape == t.view(shape).shape == t.add_(1).shape == torch.Size(shape)
 
 
 @every_quantizer
 @every_usage
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (64,), (1, 1), (17, 33)], ids=str)
-def test_any_rank_and_size(q, usage, shape) -> None:
+def test_any_rank_and_size(q, usage) -> None:
     """core 5: every format takes ragged blocks, so 0-d, 1-d and odd sizes are no error in any."""
-    x = torch.randn(shape)
-    matrix = x.reshape(1, -1) if x.dim() < 2 else x
-    t = q.quantize(x, usage=usage)
-    assert t.shape == x.shape and same_parts(parts_of(t), planes_of(q, matrix, usage))
-    assert t.dequantize().shape == x.shape
+    for shape in ((), (1,), (7,), (64,), (1, 1), (17, 33)):
+        x = torch.randn(shape)
+        matrix = x.reshape(1, -1) if x.dim() < 2 else x
+        t = q.quantize(x, usage=usage)
+        assert t.shape == x.shape and same_parts(parts_of(t), planes_of(q, matrix, usage))
+        assert t.dequantize().shape == x.shape
 
 
 @pytest.mark.parametrize(
@@ -287,6 +289,7 @@ def test_stochastic_rounding_needs_repeats_and_varies_with_its_seed() -> None:
     assert abs(float((mean - x)[below & (x < 0.8)].mean())) < 1e-3
     t = at(1)
     assert same(q.quantize(x, out=t, ctx=QuantizeContext(seed=torch.tensor([9]))), at(9))
+    assert same(QuantizerHandle(q).quantize(x, out=t, seed=torch.tensor([7])), at(7))
 
 
 @pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
@@ -342,6 +345,30 @@ def test_every_registered_format_round_trips(name) -> None:
     fmt = get(name)
     t = pair(name).quantize(x, usage=Usage(True, False))
     assert same_bits(t.dequantize(torch.float32), values_of(fmt, fmt.encode(x), x.float()))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of two shards; the other one's amaxes are all 10."""
+
+    dim: int
+
+    def max(self, amax: torch.Tensor) -> torch.Tensor:
+        return amax.clamp(min=10.0)
+
+    def transposed(self) -> "Pair":
+        return Pair(1 - self.dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scales_that_span_the_sharded_dimension_agree(dim) -> None:
+    """core 22: one scale per row of x, and per row of its transpose: shards agree on just one of the two."""
+    x = torch.rand(16, 32)
+    t = pair("fp8_e4m3_row").quantize(x, ctx=QuantizeContext(shard=Pair(dim)))
+    own = x.amax(1 - dim) / 448
+    planes = t.planes if dim == 0 else t.planes[::-1]
+    assert torch.allclose(planes[0].parts["scale"].flatten(), own)
+    assert torch.allclose(planes[1].parts["scale"].flatten(), torch.full((x.shape[1 - dim],), 10 / 448))
 
 
 def test_inference_and_no_grad() -> None:

@@ -29,22 +29,22 @@ LOSSLESS = ("identity", "fp8", "fp8_delayed", "128x128", "mxfp8_32x32", "nvfp4_1
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 @every_usage
-@pytest.mark.parametrize("request_", REQUESTS, ids=str)
-def test_update_usage(name, usage, request_) -> None:
+def test_update_usage(name, usage) -> None:
     """core 24, 25, 26; hybrid 22: keep, drop and demand; derived bits are encoded bits; a failure changes nothing."""
-    q, x = QUANTIZERS[name], torch.randn(32, 64)
-    t = q.quantize(x, usage=usage)
-    before = snapshot(t)
-    after = Usage(*(held if want is None else want for held, want in zip(usage, request_, strict=True)))
-    missing = [want and not held for held, want in zip(usage, request_, strict=True)]
-    if any(missing) and not (name in LOSSLESS and any(usage)):
-        with pytest.raises(UsageError, match="materialize_usage") as error:
+    for request_ in REQUESTS:
+        q, x = QUANTIZERS[name], torch.randn(32, 64)
+        t = q.quantize(x, usage=usage)
+        before = snapshot(t)
+        after = Usage(*(held if want is None else want for held, want in zip(usage, request_, strict=True)))
+        missing = [want and not held for held, want in zip(usage, request_, strict=True)]
+        if any(missing) and not (name in LOSSLESS and any(usage)):
+            with pytest.raises(UsageError, match="materialize_usage") as error:
+                t.update_usage(*request_)
+            assert "\n" not in str(error.value) and t.get_usages() == usage._asdict()
+            assert same_parts(snapshot(t), before)
+        else:
             t.update_usage(*request_)
-        assert "\n" not in str(error.value) and t.get_usages() == usage._asdict()
-        assert same_parts(snapshot(t), before)
-    else:
-        t.update_usage(*request_)
-        assert t.get_usages() == after._asdict() and same(t, q.quantize(x, usage=after))
+            assert t.get_usages() == after._asdict() and same(t, q.quantize(x, usage=after))
 
 
 @pytest.mark.parametrize("shape", [(17, 33), (1, 5), (48, 80)], ids=str)
@@ -61,12 +61,21 @@ def test_derived_planes_of_ragged_tensors(name, shape) -> None:
 
 
 def test_two_different_formats_never_follow_from_each_other() -> None:
-    """hybrid 22."""
-    t = QUANTIZERS["fp8|128x128"].quantize(torch.randn(32, 64), usage=COLUMN)
-    t.update_usage(columnwise=True)
-    t = QUANTIZERS["mxfp8|identity"].quantize(torch.randn(32, 64), usage=ROW)
-    with pytest.raises(UsageError, match="a plane of mxfp8_e4m3 without loss"):
-        t.update_usage(columnwise=True)
+    """hybrid 22: though the other format could be transposed, a later write would make another one."""
+    for name, held, missing in (("fp8|128x128", COLUMN, "rowwise"), ("identity|nvfp4", ROW, "columnwise")):
+        t = QUANTIZERS[name].quantize(torch.randn(32, 64), usage=held)
+        with pytest.raises(UsageError, match=f"no {missing} plane and none follows"):
+            t.update_usage(**{missing: True})
+        assert same(t.zero_(), QUANTIZERS[name].quantize(torch.zeros(32, 64), usage=held))
+
+
+def test_a_derived_plane_shares_all_of_its_memory_or_nothing() -> None:
+    """core 31; hybrid 15: rewriting one plane alone leaves the other one whole."""
+    x, y = torch.randn(32, 64), 100 * torch.randn(32, 64)
+    t = QUANTIZERS["nvfp4_16x16"].quantize(x)
+    t.quantize_(y, usage=ROW)
+    col = t.planes.columnwise.dequantize(torch.float32).t()
+    assert torch.equal(col, QUANTIZERS["nvfp4_16x16"].quantize(x, usage=COLUMN).dequantize())
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4_rht", "nvfp4|mxfp8"])
@@ -122,7 +131,7 @@ def test_dequantize(q, usage, dtype) -> None:
         else:
             expected = values_of(q.columnwise, col, like.t()).t()
         got = t.dequantize(asked)
-        assert same_bits(got, expected.reshape(x.shape)) and got.is_contiguous() or usage == COLUMN
+        assert same_bits(got, expected.reshape(x.shape)) and got.is_contiguous()
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def convert_parameters(
         setting = module.setting(recipe, weight.device.type, weight.dtype).without_held()
         given = ask_recipe(setting)
         plan = build_plan(setting, given)
-        states.history_of(plan)
+        states.agreed_history(plan)
         plans.append((module, plan, given))
         before = made.get(id(weight))
         if before is None:
@@ -74,7 +74,9 @@ def _converted(name: str, module: Planned, plan: LinearPlan, master: Tensor | No
     if master is not None and master.shape != weight.shape:
         shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
         raise UserError(f"a master of shape {shapes}; give its own")
-    values = weight.detach() if master is None else master.detach().to(device=weight.device, dtype=weight.dtype)
+    values = weight.detach()
+    if master is not None:  # copied: an Identity plane is an alias of what it encodes
+        values = master.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
     columnwise = False
     if isinstance(weight, QuantizedTensor):
         columnwise = weight.get_usages()["columnwise"]

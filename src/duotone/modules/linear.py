@@ -50,10 +50,10 @@ class PlannedLinear(Planned):
             self.calibrate(region, x, weight)
         seed = seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
         if not (fp8_output or fp8_grad):
-            return linear(plan, x, weight, bias, seed)
+            return states.roll_with(linear(plan, x, weight, bias, seed), plan)
         boundary.warn_without_role(self, fp8_output, fp8_grad)
         x = boundary.quantize_gradient(x, plan) if fp8_grad else x
-        y = linear(plan, x, weight, bias, seed)
+        y = states.roll_with(linear(plan, x, weight, bias, seed), plan)
         return boundary.quantize_output(y, plan) if fp8_output else y
 
     def quantize_weight(self) -> None:

@@ -7,15 +7,16 @@ from torch import Tensor, nn
 
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
-from duotone.state.delayed import USE, DelayedState
+from duotone.state.delayed import USE, DelayedState, roll_after
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
+NONE = LOCAL.slots
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
-def history_of(plan: LinearPlan) -> History:
+def agreed_history(plan: LinearPlan) -> History:
     """The one history of a plan's delayed slots. RecipeError where two slots disagree."""
     delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
     check_requests(delayed)
@@ -24,7 +25,7 @@ def history_of(plan: LinearPlan) -> History:
 
 def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
-    history = history_of(plan)
+    history = agreed_history(plan)
     largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
     forward = _state(module, FORWARD_STATE, history)
     backward = _state(module, BACKWARD_STATE, history)
@@ -74,6 +75,14 @@ def record(context: QuantizeContext, x: Tensor) -> None:
     for slot in context.slots:
         if slot is not None and x.numel():
             slot.scale_for(x.detach().reshape(-1, x.shape[-1]))
+
+
+def roll_with(y: Tensor, plan: LinearPlan) -> Tensor:
+    """The output `y`, whose backward rolls the forward states where no gradient is delayed and would say so itself."""
+    forward = plan.input_context.slots != NONE or plan.weight_context.slots != NONE
+    if forward and plan.grad_context.slots == NONE and y.requires_grad and not torch.compiler.is_compiling():
+        y.register_hook(roll_after)
+    return y
 
 
 def _largest(made: Quantizer) -> list[float]:

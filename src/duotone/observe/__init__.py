@@ -1,4 +1,6 @@
-"""Statistics of what quantization does to each tensor, gathered without changing a bit of it."""
+"""What quantization loses and what memory it holds, observed without changing a bit."""
 
+from duotone.observe.ledger import Ledger as Ledger
+from duotone.observe.ledger import ledger as ledger
 from duotone.observe.tap import Tap as Tap
 from duotone.observe.tap import tap as tap

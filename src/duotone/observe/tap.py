@@ -1,124 +1,95 @@
 """Statistics taps: a recipe that computes the same bits and records what they lost.
 
-Run sampled steps under `autocast(recipe=tap(recipe, store))` and all others under the recipe itself. Sums stay on the
-device, so a tapped step synchronises nothing; `Tap.rows` reads them.
+Run sampled steps under `autocast(recipe=tap(recipe, store))` and all others under the recipe itself: which steps are
+sampled is the caller's choice. Sums stay on the device, so a tapped step synchronises nothing; `Tap.rows` reads them.
 """
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from duotone.errors import UserError
+from duotone.observe.statistics import measure, summary
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements")
-"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, counts."""
+Key = tuple[str, str, str, str]
+"""(module, role, plane, format)."""
 
 
+@dataclass
+class Entry:
+    """What is known of one key: sums and extremes as `measure` gives them, and how many samples they hold."""
+
+    sums: Tensor
+    extremes: Tensor
+    samples: int = 1
+
+
+@dataclass(eq=False)
 class Tap:
-    """Running sums for each (module, tensor, direction). `rows` may be called at any time."""
+    """Running statistics for each (module, tensor, direction). `rows` may be called at any time."""
 
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, str, str], Tensor] = {}
-        self._amax: dict[tuple[str, str, str, str], Tensor] = {}
-        self._samples: dict[tuple[str, str, str, str], int] = {}
+    _entries: dict[Key, Entry] = field(default_factory=dict)
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane) -> None:
         """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is."""
         key = (role.name, role.tensor_type, direction, plane.format.name)
-        sums, amax = measure(x, plane)
-        if key in self._sums:
-            sums, amax = self._sums[key] + sums, torch.maximum(self._amax[key], amax)
-        self._sums[key], self._amax[key] = sums, amax
-        self._samples[key] = self._samples.get(key, 0) + 1
+        sums, extremes = measure(x, plane)
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = Entry(sums, extremes)
+            return
+        entry.sums = entry.sums + sums
+        entry.extremes = torch.maximum(entry.extremes, extremes)
+        entry.samples += 1
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per module, role and plane, in order of first use; `snr_db` is None where nothing was lost.
+        """One row per module, role, plane and format, in order of first use.
 
         `underflow` is the share of nonzero elements that became 0, `saturation` the share of elements larger than their
-        scale can hold, `amax` the largest finite magnitude seen.
+        scale can hold, `amax` the largest finite magnitude seen, `dynamic_range_bits` log2 of it over the smallest one
+        that is not 0. `snr_db` is None where nothing was lost, `dynamic_range_bits` where all was 0.
         """
-        return [self._row(key) for key in self._sums]
-
-    def _row(self, key: tuple[str, str, str, str]) -> dict[str, Any]:
-        module, role, plane, fmt = key
-        total = dict(zip(FIELDS, self._sums[key].tolist(), strict=True))
-        snr = 10.0 * math.log10(total["signal"] / total["noise"]) if total["noise"] > 0 < total["signal"] else None
-        return {
-            "module": module,
-            "role": role,
-            "plane": plane,
-            "format": fmt,
-            "snr_db": snr,
-            "underflow": total["underflowed"] / max(1.0, total["nonzero"]),
-            "saturation": total["saturated"] / max(1.0, total["elements"]),
-            "amax": self._amax[key].item(),
-            "samples": self._samples[key],
-        }
-
-
-def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
-    """float64 sums in the order of `FIELDS`, and the fp32 amax; elements that are not finite are left out.
-
-    Signal and noise are those of the matrix itself; saturation is judged where the codes are, after any rotation.
-    """
-    finite = torch.isfinite(x)
-    original = torch.where(finite, x, 0).to(torch.float64)
-    decoded = torch.where(finite, plane.dequantize(torch.float32), 0).to(torch.float64)
-    coded = plane.format.rotate(x).to(torch.float32).abs()
-    saturated = (coded > plane.format.ceiling(plane.parts)[:, : coded.shape[1]]) & torch.isfinite(coded)
-    nonzero = original != 0
-    sums = torch.stack(
-        [
-            original.square().sum(),
-            (original - decoded).square().sum(),
-            nonzero.sum().to(torch.float64),
-            (nonzero & (decoded == 0)).sum().to(torch.float64),
-            saturated.sum().to(torch.float64),
-            finite.sum().to(torch.float64),
+        return [
+            {
+                "module": module,
+                "role": role,
+                "plane": plane,
+                "format": fmt,
+                **summary(entry.sums.tolist(), entry.extremes.tolist()),
+                "samples": entry.samples,
+            }
+            for (module, role, plane, fmt), entry in self._entries.items()
         ]
-    )
-    amax = original.abs().amax() if original.numel() else original.new_zeros(())
-    return sums, amax.to(torch.float32)
 
 
 @dataclass(frozen=True)
 class TappedQuantizer:
-    """A quantizer that records each plane it makes. Equal to another where quantizer, role and store are."""
+    """A quantizer that records each plane it makes. Equal to another where quantizer, role and store are.
+
+    All but `encode` is the inner quantizer's, so that tensors made by `make` and `quantize` carry that one, untapped.
+    """
 
     inner: Quantizer
     role: QuantizerRole
     store: Tap
 
-    @property
-    def rowwise(self) -> Any:
-        return self.inner.rowwise
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
-    @property
-    def columnwise(self) -> Any:
-        return self.inner.columnwise
+    def __reduce__(self) -> Any:
+        return _untapped, (self.inner,)
 
-    @property
-    def is_stochastic(self) -> bool:
-        return self.inner.is_stochastic
-
-    @property
-    def history(self) -> Any:
-        return self.inner.history
-
-    @property
-    def columnwise_source(self) -> str:
-        return self.inner.columnwise_source
-
-    @property
-    def delayed(self) -> tuple[bool, bool]:
-        return self.inner.delayed
+    def __deepcopy__(self, memo: Any) -> "TappedQuantizer":
+        return self
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
         planes = self.inner.encode(x, usage, ctx)
@@ -132,22 +103,57 @@ class TappedQuantizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TappedRecipe(Recipe):
-    """`inner` with taps on every quantizer that it returns."""
+    """`inner` with taps on every quantizer that it returns, in evaluation too.
+
+    A value: equal to another where recipe and store are. Its pickle and its JSON are the inner recipe's, without the
+    store, because observation belongs to this process.
+    """
 
     inner: Recipe
     store: Tap
+
+    def __reduce__(self) -> Any:
+        return _untapped, (self.inner,)
+
+    def __deepcopy__(self, memo: Any) -> "TappedRecipe":
+        return self
 
     @property
     def name(self) -> str:
         return self.inner.name
 
-    def __call__(self, role: QuantizerRole) -> Any:
-        return TappedQuantizer(self.inner(role), role, self.store)
+    @property
+    def alignment(self) -> int:
+        return self.inner.alignment
+
+    def __call__(self, role: QuantizerRole | None) -> Any:
+        return self._tapped(self.inner(role), role)
+
+    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Any:
+        return self._tapped(self.inner.quantizer(role, site), role)
+
+    def _tapped(self, made: Quantizer, role: QuantizerRole | None) -> Any:
+        return made if role is None else TappedQuantizer(made, role, self.store)
 
     def to_dict(self) -> dict[str, Any]:
         return self.inner.to_dict()
 
 
+def _untapped(inner: Any) -> Any:
+    return inner
+
+
 def tap(recipe: Recipe, store: Tap) -> TappedRecipe:
     """The recipe with the same bits that records into `store`."""
-    return TappedRecipe(inner=recipe, store=store, strict=recipe.strict, backward_override=recipe.backward_override)
+    if not isinstance(recipe, Recipe) or not isinstance(store, Tap):
+        given = type(recipe).__name__ if not isinstance(recipe, Recipe) else type(store).__name__
+        raise UserError(f"tap takes a recipe and a Tap; got {given}: call tap(recipe, observe.Tap())")
+    evaluation = None if recipe.evaluation is None else tap(recipe.evaluation, store)
+    return TappedRecipe(
+        inner=recipe,
+        store=store,
+        strict=recipe.strict,
+        backward_override=recipe.backward_override,
+        emulate_mixed=recipe.emulate_mixed,
+        evaluation=evaluation,
+    )

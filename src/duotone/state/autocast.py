@@ -33,7 +33,9 @@ STACK = Stack()
 
 
 class autocast:
-    """Run planned modules under `recipe`; backward uses what forward resolved and never looks here.
+    """Run planned modules under `recipe`, which may come first: `autocast(recipe)`.
+
+    Backward uses what forward resolved and never looks here.
 
     `enabled=False` means high precision, and with `calibrating=True` high precision that records the amaxes which
     delayed scaling under `recipe` needs. `recipe=None` means FP8 current scaling. `amax_reduction_group`, a process
@@ -43,12 +45,16 @@ class autocast:
 
     def __init__(
         self,
-        enabled: bool = True,
+        enabled: bool | Recipe = True,
         *,
         calibrating: bool = False,
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        if isinstance(enabled, Recipe) and recipe is None:
+            enabled, recipe = True, enabled
+        if not isinstance(enabled, bool):
+            raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe once, as recipe=")
         if recipe is not None and not isinstance(recipe, Recipe):
             hint = "use duotone.recipes.load(name) or one of its classes"
             raise UserError(f"autocast takes a recipe; got {type(recipe).__name__}; {hint}")

@@ -149,15 +149,19 @@ class Pending:
         self.end: weakref.ref[EndOfBackward] | None = None
 
     def add(self, slot: DelayedSlot, recorded: bool) -> None:
-        if self.end is not None and self.end() is None:
-            self.end = None  # a backward that failed: its amaxes wait for the next one, and nobody reduces for it
-            self.backward.clear()
+        self.forget_failed()
         if in_backward():
             self.schedule()
         if recorded:
             inside = self.depth > 0 and not in_backward() and not slot.backward
             states = self.forward if inside else self.backward
             states.setdefault(slot.state, set()).add(slot.group)
+
+    def forget_failed(self) -> None:
+        """After a backward that failed, its amaxes wait for the next one, and nobody reduces for it."""
+        if self.end is not None and self.end() is None:
+            self.end = None
+            self.backward.clear()
 
     def schedule(self) -> None:
         """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds it scheduled."""
@@ -188,6 +192,12 @@ class EndOfBackward:
 
 
 PENDING = Pending()
+
+
+def roll_after(gradient: Tensor) -> None:
+    """A hook for the output of a module whose forward alone is delayed: no op in its backward asks for the end."""
+    PENDING.forget_failed()
+    PENDING.schedule()
 
 
 def roll(states: dict[str, set[str]]) -> None:

@@ -70,7 +70,12 @@ class Plane:
     def transposed(self) -> "Plane | None":
         """The plane of the transpose without loss, or None where it has to be encoded."""
         parts = self.format.derive(self.parts, self.shape[1])
-        return None if parts is None else Plane(self.format, parts, (self.shape[1], self.shape[0]))
+        if parts is None:
+            return None
+        if parts["codes"].shape != self.parts["codes"].shape[::-1]:
+            # Packed anew, so no view: nothing else may be shared either, or a write of one plane would harm the other.
+            parts = {name: part.clone() if part is self.parts[name] else part for name, part in parts.items()}
+        return Plane(self.format, parts, (self.shape[1], self.shape[0]))
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What a GEMM multiplies: rotated for Hadamard formats, (rows, cols or its padded length)."""

@@ -79,7 +79,8 @@ class QuantizedTensor(ShardHooks, Writes):
         return {"rowwise": self._rowwise is not None, "columnwise": self._columnwise is not None}
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drop (False), keep (None) or demand (True) a plane; a missing one is derived where that is lossless.
+        """Drop (False), keep (None) or demand (True) a plane; a missing one is derived where that is lossless and gives
+        the format that the quantizer makes there.
 
         Raises UsageError, before anything changes, where a demanded plane cannot be derived. Without planes the tensor
         is an empty shell that still knows its shape.
@@ -93,7 +94,8 @@ class QuantizedTensor(ShardHooks, Writes):
         self._columnwise = None if columnwise is False else col
 
     def _derive(self, other: Plane | None, missing: str) -> Plane:
-        derived = None if other is None else other.transposed()
+        wanted = getattr(self.quantizer, missing)  # later writes make that one
+        derived = None if other is None or other.format != wanted else other.transposed()
         if derived is None:
             held = "nothing" if other is None else f"a plane of {other.format.name}"
             remedy = "create it with that usage, or call materialize_usage(allow_requantize=True)"
@@ -124,12 +126,12 @@ class QuantizedTensor(ShardHooks, Writes):
         return self.values(dtype or self.dtype)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """`dequantize` without a gradient."""
+        """`dequantize` without a gradient; contiguous, as the tensor claims to be."""
         row, col = self._rowwise, self._columnwise
         if row is not None and (col is None or row.format.precision >= col.format.precision):
-            return row.dequantize(dtype).reshape(self.shape)
+            return row.dequantize(dtype).reshape(self.shape).contiguous()
         if col is not None:
-            return col.dequantize(dtype).t().reshape(self.shape)
+            return col.dequantize(dtype).t().reshape(self.shape).contiguous()
         raise UsageError(f"{self!r} holds no plane, so it has no values; make a new one with its quantizer")
 
     def __repr__(self) -> str:  # type: ignore[override]

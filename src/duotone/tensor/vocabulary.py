@@ -156,7 +156,7 @@ class TensorSlot:
 
 
 class Float8CurrentScalingQuantizer(QuantizerHandle):
-    """FP8 with one scale per tensor, from the tensor's own amax, at least `amax_epsilon`. `fp8_dtype`: "e4m3", "e5m2"."""
+    """FP8 with one scale per tensor, from its own amax, at least `amax_epsilon`. `fp8_dtype`: "e4m3" or "e5m2"."""
 
     def __init__(
         self,

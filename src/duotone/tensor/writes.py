@@ -52,6 +52,8 @@ class Writes(Tensor):
         held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
         values = source.values(self.dtype) if isinstance(source, Writes) else source.detach()
         matrix = values.to(device=self.device, dtype=self.dtype).reshape(self.matrix_shape)
+        if any(p is not None and same_memory(matrix, p.parts["codes"]) for p in self.planes):
+            matrix = matrix.clone()  # of an Identity plane: bytes are not copied onto themselves
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
         if keep is not None:
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
@@ -112,7 +114,7 @@ class Writes(Tensor):
         matrix = plain(new.detach()).reshape(shape)
         usage = Usage(*(plane is not None for plane in self.planes))
         planes = self.quantizer.encode(matrix, usage, self._write_context())
-        return self.with_planes(planes, new.shape, dtype=new.dtype, device=new.device)  # type: ignore[attr-defined]
+        return self.with_memory(planes, new.shape, dtype=new.dtype, device=new.device)  # type: ignore[attr-defined]
 
     def _adopt(self, made: Any) -> None:
         torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]

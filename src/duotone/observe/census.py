@@ -1,0 +1,136 @@
+"""A census of one step: which module called what in which order, and which storages autograd kept for it."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from duotone.linear.plan import LinearPlan
+from duotone.modules.linear import PlannedLinear
+from duotone.observe.storages import sizes, storages
+
+OUTSIDE = "(outside)"
+"""The owner of what is saved outside of any call of a module, such as by the loss."""
+
+
+@dataclass
+class Call:
+    """One call of a module without children, or of one that follows a plan. Sizes are by storage.
+
+    `begin` and `end` count the storages that were saved before and after it.
+    """
+
+    name: str
+    module: nn.Module
+    inputs: dict[int, int]
+    begin: int
+    outputs: dict[int, int] = field(default_factory=dict)
+    end: int = 0
+    differentiable: bool = False
+    plan: LinearPlan | None = None
+    operand: tuple[torch.Size, torch.dtype, torch.device] | None = None
+
+
+@dataclass
+class Census:
+    """What one forward did. `saved` maps each storage that autograd kept to its owner and size, in order."""
+
+    known: set[int]
+    calls: list[Call] = field(default_factory=list)
+    saved: dict[int, tuple[str, int]] = field(default_factory=dict)
+    output: dict[int, int] = field(default_factory=dict)
+    _open: list[tuple[str, Call | None]] = field(default_factory=list)
+    _leaves: list[weakref.ref] = field(default_factory=list)
+    _gradients: list[tuple[weakref.ref, Tensor | None]] = field(default_factory=list)
+
+    def run(self, model: nn.Module, step: Callable[[], Tensor]) -> Tensor:
+        """Call `step` and watch every module of `model`. Takes the gradients of inputs away: `restore_gradients`."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                self._watch(stack, name, module)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            output = step()
+        if isinstance(output, Tensor):
+            self.output = sizes([output])
+        return output
+
+    def inputs(self) -> list[Tensor]:
+        """What modules were given, came from no operation, and still lives: the bytes of each storage."""
+        alive = (storage() for storage in self._leaves)
+        return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in alive if s is not None]
+
+    def clear_gradients(self) -> None:
+        for reference, _ in self._gradients:
+            tensor = reference()
+            if tensor is not None:
+                tensor.grad = None
+
+    def restore_gradients(self) -> None:
+        """Give the inputs of the step the gradients that they had before."""
+        for reference, gradient in self._gradients:
+            tensor = reference()
+            if tensor is not None:
+                tensor.grad = gradient
+
+    def _watch(self, stack: ExitStack, name: str, module: nn.Module) -> None:
+        counts = isinstance(module, PlannedLinear) or next(module.children(), None) is None
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            tensors = _tensors((args, kwargs))
+            self._note_leaves(tensors)
+            call = None
+            if counts:
+                there = self.known.union(self.saved)
+                inputs = {key: size for key, size in sizes(tensors).items() if key not in there}
+                call = Call(name, module, inputs, len(self.saved))
+                self.calls.append(call)
+            self._open.append((name, call))
+
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            call = self._open.pop()[1]
+            if call is not None:
+                self._finish(call, (args, kwargs), result)
+
+        hooks = (
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        )
+        for hook in hooks:
+            stack.callback(hook.remove)
+
+    def _finish(self, call: Call, given: Any, result: Any) -> None:
+        tensors = _tensors(result)
+        call.outputs, call.end = sizes(tensors), len(self.saved)
+        call.differentiable = any(t.requires_grad for t in tensors)
+        module = call.module
+        if isinstance(module, PlannedLinear):
+            x = _tensors(given)[0]
+            if torch.is_autocast_enabled(x.device.type):
+                x = x.to(torch.get_autocast_dtype(x.device.type))
+            call.plan = module.plan_for(x, module.weight)
+            call.operand = (x.shape, x.dtype, x.device)
+
+    def _note_leaves(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.grad_fn is None:
+                new = [s for s in storages(tensor) if s._cdata not in self.known]
+                self._leaves.extend(weakref.ref(s) for s in new)
+                if new and tensor.requires_grad and all(reference() is not tensor for reference, _ in self._gradients):
+                    self._gradients.append((weakref.ref(tensor), tensor.grad))
+                    tensor.grad = None  # backward would add to it in place
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        owner = self._open[-1][0] if self._open else OUTSIDE
+        for key, size in sizes([tensor]).items():
+            if key not in self.known:
+                self.saved.setdefault(key, (owner, size))
+        return tensor
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -1,0 +1,83 @@
+"""The peak of a step, predicted from a census: what lives at each call of a module, forward and backward."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from duotone.modules.planned import held
+from duotone.observe.census import Call, Census
+from duotone.observe.workspace import linear_workspace
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What lives, in bytes, while a module runs "forward" or "backward".
+
+    `saved` is what autograd keeps at that time, `gradients` those of parameters that are complete, and `workspace` all
+    else that the call needs: inputs that nobody saved, quantized and decoded operands, results, gradients just made.
+    """
+
+    module: str = ""
+    phase: str = "forward"
+    fixed: int = 0
+    saved: int = 0
+    gradients: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.saved + self.gradients + self.workspace
+
+
+def forecast(census: Census, fixed: int, static: set[int]) -> Moment:
+    """The moment of the largest total; see `duotone.observe.ledger` for the formula.
+
+    `fixed` are the bytes of `static`, the storages that live throughout the step.
+    """
+    return max(moments(census, fixed, static), key=lambda m: m.total, default=Moment(fixed=fixed))
+
+
+def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
+    """Forward and backward of every call, in the order of forward."""
+    sizes = [0 if key in static else size for key, (_, size) in census.saved.items()]
+    saved = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    known: dict[Any, tuple[int, int]] = {}
+    lasting = {key: size for key, size in census.output.items() if key not in static and key not in census.saved}
+    for index, call in enumerate(census.calls):
+        forward, backward = _workspace(call, known)
+        given = sum(size for key, size in call.inputs.items() if key not in static)
+        now = Moment(call.name, "forward", fixed, saved[call.begin], 0, given + forward)
+        yield now
+        if not call.differentiable:
+            continue
+        later = [p for other in census.calls[index + 1 :] for p in _trained(other.module)]
+        kept = sum(lasting.values())  # the output of the step, and its gradient where this call is not what takes it
+        kept += 0 if call.outputs.keys() & census.output.keys() else sum(census.output.values())
+        yield replace(
+            now, phase="backward", saved=saved[call.end], gradients=_gradients(later), workspace=backward + kept
+        )
+
+
+def _workspace(call: Call, known: dict[Any, tuple[int, int]]) -> tuple[int, int]:
+    """Bytes of a call in forward and backward above what is saved and held."""
+    if call.plan is None or call.operand is None:
+        results = sum(call.outputs.values())
+        return results, results + sum(call.inputs.values()) + _gradients(_trained(call.module))
+    weight, bias = call.module.weight, call.module.bias
+    assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
+    key = (call.plan, call.operand, held(weight), weight.shape, None if bias is None else bias.requires_grad)
+    if key not in known:
+        known[key] = linear_workspace(call.plan, call.operand, weight, bias)
+    return known[key]
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters(recurse=False) if p.requires_grad]
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> int:
+    """Gradients have the nominal size, however a parameter is held."""
+    distinct = {id(p): p for p in parameters}
+    return sum(p.numel() * p.dtype.itemsize for p in distinct.values())

@@ -1,0 +1,148 @@
+"""The memory ledger: what each module of a model holds, and the peak of one forward and backward, twice.
+
+Once predicted and once measured, so that each checks the other. The prediction is the largest of two sums over all
+calls of modules, in bytes, with each storage counted once:
+
+    forward of a call    fixed + saved before it + its inputs that nobody saved + its workspace
+    backward of a call   fixed + saved up to its end + gradients of the modules after it + its workspace
+
+where fixed = weights + caches + inputs of the step that live on. The workspace of a planned linear is found from its
+plan and shapes (`workspace.py`): quantized planes, decoded operands, results and gradients. That of other modules is
+their results, and in backward the gradients of results, inputs and parameters. Operators outside of modules, such as a
+loss, count only with what they save: a step whose peak lies there is predicted too low.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.observe.census import OUTSIDE, Census
+from duotone.observe.forecast import Moment, forecast
+from duotone.observe.holdings import Holdings, as_before, device_of, holdings
+from duotone.observe.storages import LiveStorages, sizes
+from duotone.observe.text import aligned, in_units
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Bytes that one module owns, without its children; delayed-scaling states count with their linear.
+
+    `saved` is what autograd keeps for it between forward and backward and is no parameter or buffer.
+    """
+
+    module: str
+    weights: int
+    caches: int
+    saved: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.caches + self.saved
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """`modules` in the order of the model, then "(outside)" for what was saved outside of any module.
+
+    `inputs` are the tensors given to the step that no module saved. `peak` is the moment of the predicted peak.
+    """
+
+    modules: tuple[LedgerRow, ...]
+    inputs: int
+    peak: Moment
+    measured_peak: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of weights, caches and saved activations of all modules."""
+        return sum(row.total for row in self.modules)
+
+    @property
+    def predicted_peak(self) -> int:
+        return self.peak.total
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [{**asdict(row), "total": row.total} for row in self.modules]
+
+    def __str__(self) -> str:
+        columns = ("weights", "caches", "saved", "total")
+        lines = [[row["module"] or "(model)", *(in_units(row[c]) for c in columns)] for row in self.rows()]
+        sums = [in_units(sum(row[c] for row in self.rows())) for c in columns]
+        predicted, measured, at = self.predicted_peak, self.measured_peak, self.peak
+        off = 100.0 * (predicted / measured - 1.0) if measured else 0.0
+        shares = (("weights, caches and inputs", at.fixed), ("saved", at.saved), ("gradients", at.gradients))
+        parts = [f"{in_units(size)} {what}" for what, size in (*shares, ("workspace", at.workspace)) if size]
+        return "\n".join(
+            [
+                *aligned([["module", *columns], *lines, ["total", *sums]]),
+                "",
+                f"peak of forward and backward: predicted {in_units(predicted)}, measured {in_units(measured)} "
+                f"({off:+.1f} %)",
+                f"predicted in {at.phase} of {at.module or '(model)'}: {' + '.join(parts)}",
+            ]
+        )
+
+
+def ledger(model: nn.Module, step: Step) -> Ledger:
+    """Run `step` twice and account for its memory.
+
+    `step()` runs forward and returns the loss, or any tensor: backward starts there, from ones where it is no scalar.
+    The first run watches modules, the second measures the peak: the allocator's on CUDA, above what was allocated
+    before; elsewhere the high-water mark of live storages. Gradients, buffers and random state are as before
+    afterwards; states and planes that modules make at first use stay. UserError where the step cannot run backward.
+    """
+    if not isinstance(model, nn.Module) or not callable(step):
+        wrong = type(model).__name__ if not isinstance(model, nn.Module) else type(step).__name__
+        raise UserError(f"ledger takes a module and a function that runs one forward; got {wrong}")
+    device = device_of(model)
+    census = Census(known=set(holdings(model).sizes))
+    try:
+        with as_before(model, device):
+            _backward(census.run(model, step))
+        held = holdings(model)  # the first run may have derived planes and made states
+        given = census.inputs()
+        inputs = {key: size for key, size in sizes(given).items() if key not in held.sizes}
+        fixed = sum(held.sizes.values()) + sum(inputs.values())
+        peak = forecast(census, fixed, {*held.sizes, *inputs})
+        census.clear_gradients()
+        with as_before(model, device):
+            measured = _measured_peak(step, device, [*held.tensors, *given], fixed)
+    finally:
+        census.restore_gradients()
+    unsaved = sum(size for key, size in inputs.items() if key not in census.saved)
+    return Ledger(_rows(model, held, census), unsaved, peak, measured)
+
+
+def _rows(model: nn.Module, held: Holdings, census: Census) -> tuple[LedgerRow, ...]:
+    saved: dict[str, int] = {}
+    for key, (owner, size) in census.saved.items():
+        if key not in held.sizes:
+            saved[owner] = saved.get(owner, 0) + size
+    names = [*(name for name, _ in model.named_modules()), OUTSIDE]
+    rows = (LedgerRow(n, held.weights.get(n, 0), held.caches.get(n, 0), saved.get(n, 0)) for n in names)
+    return tuple(row for row in rows if row.total)
+
+
+def _measured_peak(step: Step, device: torch.device, held: list[Tensor], fixed: int) -> int:
+    if device.type != "cuda":
+        with LiveStorages(held) as live:
+            _backward(step())
+        return live.peak
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    _backward(step())
+    return torch.cuda.max_memory_allocated(device) - before + fixed
+
+
+def _backward(output: Tensor) -> None:
+    if not isinstance(output, Tensor) or not output.requires_grad:
+        got = "a tensor without a gradient" if isinstance(output, Tensor) else type(output).__name__
+        raise UserError(f"the step of a ledger returns the loss, a tensor to run backward from; it returned {got}")
+    output.backward(None if output.numel() == 1 else torch.ones_like(output))

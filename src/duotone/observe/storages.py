@@ -1,0 +1,83 @@
+"""Storages: what tensors cost in bytes, which of them live at once, and which autograd keeps."""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages that hold the values of `tensor`; those of its parts when it is a wrapper subclass."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages(getattr(tensor, name))
+    else:
+        yield tensor.untyped_storage()
+
+
+def sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the storages behind `tensors` by storage, which has no other name while it lives."""
+    return {s._cdata: s.nbytes() for tensor in tensors for s in storages(tensor)}
+
+
+def total_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each storage once."""
+    return sum(sizes(tensors).values())
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of living storages while it is active; `peak` is their high-water mark.
+
+    `held` are tensors that live before it starts. Memory that one operator takes and frees inside itself is
+    not seen: the number counts tensors, not the allocator's blocks.
+    """
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._references: dict[int, weakref.ref] = {}
+        for tensor in held:
+            self._add(tensor)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        return result
+
+    def _add(self, tensor: Tensor) -> None:
+        for storage in storages(tensor):
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._references:
+                continue
+
+            def free(_: weakref.ref, key: int = key, size: int = size) -> None:
+                del self._references[key]
+                self.live -= size
+
+            self._references[key] = weakref.ref(storage, free)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+
+@contextmanager
+def saved_for_backward(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
+    """Collect the storages that autograd saves inside the block, with their bytes, without those of `known`.
+
+    What is saved lives until backward, so no two of its storages can share a key within one forward.
+    """
+    left_out = set(sizes(known))
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.update({key: size for key, size in sizes([tensor]).items() if key not in left_out})
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved

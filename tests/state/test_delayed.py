@@ -1,0 +1,616 @@
+"""Delayed scaling in modules: who records, who rolls and how often, and what becomes of the state."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import recipes
+from duotone.formats import get
+from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
+from duotone.state.delayed import PENDING, DelayedState
+from duotone.tensor import History, QuantizedTensor, Quantizer
+
+RECIPE = DelayedScaling(amax_history_len=4)
+MX = recipes.load("mxfp8")
+BF16 = recipes.load("bf16")
+E4M3, E5M2 = get("fp8_e4m3_delayed"), get("fp8_e5m2_delayed")
+CURRENT = get("fp8_e4m3_tensor")
+
+
+def model(recipe=RECIPE, layers: int = 1) -> nn.Sequential:
+    return duotone.convert(nn.Sequential(*[nn.Linear(16, 16) for _ in range(layers)]), recipe, ())
+
+
+def states(m: nn.Module) -> dict[str, DelayedState]:
+    return {name: s for name, s in m.named_modules() if isinstance(s, DelayedState)}
+
+
+def values(m: nn.Module) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in m.state_dict().items() if "duotone_" in k}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture
+def rolls(monkeypatch) -> list[str]:
+    """ "f" for each roll of a forward state, "b" for each of a backward state."""
+    seen: list[str] = []
+    roll = DelayedState.roll
+
+    def counted(self):
+        seen.append("f" if self.scale.numel() == 4 else "b")
+        roll(self)
+
+    monkeypatch.setattr(DelayedState, "roll", counted)
+    return seen
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_pending():
+    PENDING.forward.clear(), PENDING.backward.clear()
+    yield
+    assert (PENDING.depth == 0 and PENDING.end is None) or PENDING.end() is None
+
+
+def x(requires_grad: bool = True, scale: float = 1.0) -> Tensor:
+    return (torch.randn(8, 16) * scale).requires_grad_(requires_grad)
+
+
+# Who rolls, and when
+
+
+def test_forward_rolls_once_at_the_exit_of_the_outermost_region(rolls) -> None:
+    """core 71: nested regions and several calls inside are one step."""
+    m = model(BF16)
+    with duotone.autocast(recipe=RECIPE):
+        y = m(x())
+        with duotone.autocast(recipe=RECIPE):
+            y = y + m(x())
+            with duotone.autocast(enabled=False):
+                m(x())
+        assert rolls == []
+    assert rolls == ["f"]
+    y.sum().backward()
+    assert rolls == ["f", "b"]
+
+
+def test_outside_of_regions_the_end_of_backward_rolls_both(rolls) -> None:
+    """core 71."""
+    m = model()
+    loss = m(x()).sum() + m(x()).sum()
+    assert rolls == []
+    loss.backward()
+    assert sorted(rolls) == ["b", "f"]
+
+
+def test_a_region_that_holds_the_backward_rolls_forward_at_its_end(rolls) -> None:
+    """core 71."""
+    m = model()
+    with duotone.autocast(recipe=RECIPE):
+        m(x()).sum().backward()
+        assert rolls == ["b"]
+    assert rolls == ["b", "f"]
+
+
+def test_what_a_recompute_records_rolls_with_the_backward_that_it_runs_in(rolls) -> None:
+    """core 71: not with a region around or inside of it."""
+    m = model(BF16)
+
+    def body(t: Tensor) -> Tensor:
+        with duotone.autocast(recipe=RECIPE):
+            t = m(t)
+        assert rolls == []
+        with duotone.autocast(recipe=RECIPE):
+            return m(t)
+
+    with duotone.autocast(recipe=RECIPE):
+        y = checkpoint(m, x(), use_reentrant=True)
+        y.sum().backward()
+        assert sorted(rolls) == ["b", "f"]
+    assert len(rolls) == 2
+    rolls.clear()
+    y = checkpoint(body, x(), use_reentrant=True)
+    y.sum().backward()
+    assert sorted(rolls) == ["b", "f"]
+
+
+def test_two_backwards_roll_gradients_twice(rolls) -> None:
+    """core 71: backward() is the unit, also through one graph and with accumulated gradients."""
+    m = model()
+    with duotone.autocast(recipe=RECIPE):
+        loss = m(x()).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert rolls == ["f", "b", "b"]
+    for _ in range(2):
+        with duotone.autocast(recipe=RECIPE):
+            loss = m(x()).sum()
+        loss.backward()
+    assert rolls[3:] == ["f", "b", "f", "b"]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_recorded_and_nothing_rolls(rolls, mode) -> None:
+    """core 71: inside of regions and outside."""
+    m = model()
+    m(x()).sum().backward()
+    before = values(m)
+    rolls.clear()
+    with mode():
+        m(x(scale=100))
+        with duotone.autocast(recipe=RECIPE):
+            m.eval()(x(scale=100))
+            checkpoint(m, x(scale=100), use_reentrant=True)
+    m(x().detach().requires_grad_(False)).detach()
+    PENDING.backward.clear()
+    assert rolls == []
+    after = values(m)
+    for name in before:
+        if name.endswith("scale") or "backward" in name:
+            assert torch.equal(before[name], after[name])
+
+
+def test_evaluation_first_under_inference_mode_does_not_spoil_training(rolls) -> None:
+    """core 71, 49: a state that inference mode creates is written in training."""
+    m = model(BF16)
+    with torch.inference_mode(), duotone.autocast(recipe=RECIPE):
+        m(x(False))
+    longer = DelayedScaling(amax_history_len=7)
+    with torch.inference_mode(), duotone.autocast(recipe=longer):
+        m(x(False))
+    for _ in range(2):
+        with duotone.autocast(recipe=longer):
+            y = m(x())
+        y.sum().backward()
+    assert rolls == ["f", "b"] * 2
+    assert m[0].duotone_forward.scale[0] != 1
+
+
+def test_an_exception_in_forward_rolls_nothing_and_the_next_step_is_fine(rolls) -> None:
+    """core 69, 71."""
+    m = model()
+    with pytest.raises(ZeroDivisionError), duotone.autocast(recipe=RECIPE):
+        m(x())
+        raise ZeroDivisionError
+    assert rolls == [] and not PENDING.forward
+    with duotone.autocast(recipe=RECIPE):
+        y = m(x())
+    y.sum().backward()
+    assert rolls == ["f", "b"]
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t: Tensor) -> Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("between", [True, False], ids=["forward between", "none between"])
+def test_an_exception_in_backward_rolls_nothing_and_the_next_backward_rolls(rolls, between) -> None:
+    """core 71: also where the next backward follows at once."""
+    m = model()
+    with duotone.autocast(recipe=RECIPE):
+        spare = m(x()).sum()
+        failing = m(Fails.apply(x())).sum()
+    rolls.clear()
+    with pytest.raises(ZeroDivisionError):
+        failing.backward()
+    assert rolls == []
+    if between:
+        with duotone.autocast(recipe=RECIPE):
+            spare = m(x()).sum()
+    rolls.clear()
+    spare.backward()
+    assert rolls == ["b"]
+
+
+def run_checkpointed(kind: str, inside: bool, steps: int = 4) -> tuple[list[Tensor], list[list[str]], nn.Module]:
+    torch.manual_seed(5)
+    m = model(RECIPE if not inside else BF16, layers=2)
+    out, counts = [], []
+    for _ in range(steps):
+        leaf = x(scale=3.0)
+        counts.append([])
+        region = duotone.autocast(recipe=RECIPE) if inside else duotone.autocast.__new__(duotone.autocast)
+        if inside:
+            region.__enter__()
+        y = m(leaf) if kind == "none" else checkpoint(m, leaf, use_reentrant=kind == "reentrant")
+        if inside:
+            region.__exit__(None, None, None)
+        m.zero_grad()
+        y.square().sum().backward()
+        out += [y.detach(), leaf.grad, *[p.grad.clone() for p in m.parameters()]]
+    return out, counts, m
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["autocast", "outside"])
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant"])
+def test_recompute_changes_no_bit_and_rolls_once(rolls, kind, inside) -> None:
+    """core 71, 90: the recompute uses the scales and the recipe of its forward, in every step."""
+    expected, _, plain = run_checkpointed("none", inside)
+    count = len(rolls)
+    rolls.clear()
+    got, _, m = run_checkpointed(kind, inside)
+    assert len(rolls) == count == 4 * 4
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert same(values(m), values(plain))
+    assert all(s.scale[0] != 1 for s in states(m).values())
+
+
+@pytest.mark.parametrize("kinds", [(True, False), (False, True), (True, True)], ids=str)
+def test_nested_recompute_changes_no_bit_and_rolls_once(rolls, kinds) -> None:
+    """core 71, 90."""
+    outer, inner = kinds
+
+    def run(nested: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        m = model(layers=2)
+
+        def body(t: Tensor) -> Tensor:
+            return m[1](checkpoint(m[0], t, use_reentrant=inner))
+
+        out = []
+        for _ in range(3):
+            leaf = x()
+            y = checkpoint(body, leaf, use_reentrant=outer) if nested else m(leaf)
+            y.square().sum().backward()
+            out += [y.detach(), leaf.grad, *values(m).values()]
+        return out
+
+    expected = run(False)
+    count = len(rolls)
+    rolls.clear()
+    got = run(True)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert len(rolls) == count
+
+
+def test_switching_between_plain_and_reentrant_steps_never_uses_old_scales() -> None:
+    """core 90: each recompute takes the scale of its own forward, and an evaluation between the two changes nothing."""
+
+    def run(kinds: list[str]) -> list[Tensor]:
+        torch.manual_seed(5)
+        m, out = model(), []
+        for kind in kinds:
+            leaf = x(scale=2.0)
+            with duotone.autocast(recipe=RECIPE):
+                y = m(leaf) if kind == "plain" else checkpoint(m, leaf, use_reentrant=kind == "reentrant")
+            if kind == "non-reentrant":
+                with torch.no_grad():
+                    m.eval()(x(scale=50.0).detach())
+                    m.train()
+            else:
+                torch.randn(8, 16)
+            y.square().sum().backward()
+            out += [y.detach(), leaf.grad]
+        return out
+
+    kinds = ["plain", "reentrant", "non-reentrant", "plain", "non-reentrant", "reentrant", "reentrant"]
+    for a, b in zip(run(kinds), run(["plain"] * len(kinds)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_second_backward_through_one_checkpoint_repeats_the_first(rolls) -> None:
+    """core 71: scales have rolled in between; the recompute does not see them."""
+
+    def factory(role):
+        delayed = role is not None and role.tensor_type in ("input", "weight")
+        return Quantizer(E4M3, E4M3, history=History(amax_history_len=3)) if delayed else Quantizer(CURRENT, CURRENT)
+
+    m, leaf = model(BF16), x(scale=5.0)
+    with duotone.autocast(recipe=CustomRecipe(qfactory=factory, emulate_mixed=True)):
+        y = checkpoint(m, leaf, use_reentrant=False)
+    gradients = []
+    for _ in range(2):
+        m.zero_grad()
+        y.square().sum().backward(retain_graph=True)
+        gradients.append(m[0].weight.grad)
+    assert torch.equal(*gradients) and rolls == ["f"]
+
+
+# Who decides in backward
+
+
+def test_backward_follows_the_forward_whatever_region_is_active_then() -> None:
+    """core 62, 90: a recompute under another region, or under none, has the recipe of its forward."""
+    m = model(BF16)
+    leaf = x()
+    with duotone.autocast(recipe=MX):
+        y = m(leaf)
+    (expected,) = torch.autograd.grad(y.sum(), leaf)
+    for kind in (True, False):
+        with duotone.autocast(recipe=MX):
+            y = checkpoint(m, leaf, use_reentrant=kind)
+        with duotone.autocast(recipe=recipes.load("nvfp4")):
+            leaf.grad = None
+            y.sum().backward()
+        assert torch.equal(leaf.grad, expected)
+
+
+# The state as a buffer
+
+
+def trained(recipe=RECIPE, steps: int = 3, region=None) -> nn.Module:
+    m = model(recipe)
+    for _ in range(steps):
+        with duotone.autocast(recipe=region or recipe):
+            y = m(x())
+        y.sum().backward()
+    return m
+
+
+def test_buffers_keep_their_address_while_training() -> None:
+    """core 71; design 4."""
+    m = trained()
+    before = [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+    for _ in range(3):
+        m(x()).sum().backward()
+    assert before == [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.float16), lambda m: m.double()]
+)
+def test_states_stay_fp32(change) -> None:
+    """design 4."""
+    m = trained()
+    before, addresses = values(m), [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+    change(m)
+    assert all(t.dtype == torch.float32 for t in values(m).values()) and same(before, values(m))
+    assert addresses == [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+
+
+def test_to_empty_from_meta_begins_anew() -> None:
+    """core 81 for states."""
+    with torch.device("meta"):
+        m = model()
+    assert all(b.is_meta for b in m.buffers())
+    m.to_empty(device="cpu")
+    for state in states(m).values():
+        assert torch.equal(state.scale, torch.ones_like(state.scale)) and not state.amax_history.any()
+    nn.init.normal_(m[0].weight), nn.init.zeros_(m[0].bias)
+    m(x()).sum().backward()
+    assert m[0].duotone_forward.scale[0] != 1
+
+
+def test_stateless_recipes_have_no_keys() -> None:
+    """core 77: an nn.Linear checkpoint loads unchanged, and back."""
+    m, plain = model(MX), nn.Sequential(nn.Linear(16, 16))
+    assert list(m.state_dict()) == list(plain.state_dict())
+    m.load_state_dict(plain.state_dict())
+    plain.load_state_dict(m.state_dict())
+    delayed = trained()
+    assert len(delayed.state_dict()) == 6
+    assert list(duotone.convert(delayed, MX, ()).state_dict()) == list(plain.state_dict())
+    delayed = trained()
+    assert list(duotone.convert_parameters(delayed, BF16).state_dict()) == list(plain.state_dict())
+    delayed(x()).sum().backward()
+    assert list(duotone.revert(trained()).state_dict()) == list(plain.state_dict())
+
+
+def test_checkpoints_with_and_without_state_load_both_ways() -> None:
+    """core 77, strict."""
+    source = trained()
+    target = model()
+    buffer = io.BytesIO()
+    torch.save(source.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    target.load_state_dict(saved, strict=True)
+    assert same(values(target), values(source))
+    leaf = x()
+    for m in (source, target):
+        m.zero_grad()
+    y = [m(leaf) for m in (source, target)]
+    assert torch.equal(*y)
+    for each in y:
+        each.sum().backward()
+    assert torch.equal(source[0].weight.grad, target[0].weight.grad)
+    assert same(values(target), values(source))
+
+    plain = {k: v for k, v in saved.items() if "duotone" not in k}
+    kept = values(target)
+    target.load_state_dict(plain, strict=True)
+    assert same(values(target), kept)
+
+    stateless = model(MX)
+    before = dict(saved)
+    stateless.load_state_dict(saved, strict=True)
+    assert saved.keys() == before.keys()
+    assert list(stateless.state_dict()) == list(plain)
+
+
+def test_a_state_that_only_autocast_asks_for_is_loaded_before_its_first_forward() -> None:
+    """core 77: a model under autocast has no state when its checkpoint arrives."""
+    source = trained(BF16, region=RECIPE)
+    target = model(BF16)
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert not states(target)
+    leaf = x()
+    with duotone.autocast(recipe=RECIPE):
+        assert torch.equal(target(leaf), source(leaf))
+    assert same(values(target), values(source))
+    third = model(BF16)
+    third.load_state_dict(source.state_dict())
+    moved = copy.deepcopy(third)
+    with duotone.autocast(recipe=RECIPE), torch.no_grad():
+        assert torch.equal(moved(leaf), source(leaf))
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_a_checkpoint_of_another_history_length_keeps_the_newest_entries(length) -> None:
+    """core 73, 77."""
+    source = trained(steps=5)
+    target = model(DelayedScaling(amax_history_len=length))
+    target.load_state_dict(source.state_dict())
+    ours, theirs = target[0].duotone_forward, source[0].duotone_forward
+    kept = min(length, 4) - 1
+    assert ours.amax_history.shape[0] == length and torch.equal(ours.scale, theirs.scale)
+    assert kept == 0 or torch.equal(ours.amax_history[-kept:], theirs.amax_history[-kept:])
+
+
+def test_a_checkpoint_of_other_slots_is_refused() -> None:
+    """core 77."""
+    m = model()
+    bad = m.state_dict()
+    bad["0.duotone_forward.scale"] = torch.ones(7)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        m.load_state_dict(bad)
+
+
+def test_a_longer_history_mid_training_keeps_scales_and_entries() -> None:
+    """core 73: recipes of two lengths in turn, each from its cached plan."""
+    m = model(BF16)
+    long, short = DelayedScaling(amax_history_len=6), DelayedScaling(amax_history_len=3, margin=1)
+    for recipe in (long, short, long, short):
+        before = m[0].duotone_forward.scale.clone() if states(m) else None
+        newest = m[0].duotone_forward.amax_history[-1].clone() if states(m) else None
+        with duotone.autocast(recipe=recipe):
+            y = m(x())
+            state = m[0].duotone_forward
+            assert state.history.margin == recipe.margin and len(state.amax_history) == recipe.amax_history_len
+            if before is not None:
+                assert torch.equal(state.scale, before) and torch.equal(state.amax_history[-1], newest)
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_has_a_state_of_its_own(duplicate) -> None:
+    """core 77; nothing live in pickles."""
+    source = trained()
+    made = duplicate(source)
+    assert same(values(made), values(source))
+    before = values(source)
+    leaf = x(scale=9.0)
+    y = made(leaf)
+    y.sum().backward()
+    assert same(before, values(source)) and not same(before, values(made))
+    source(leaf).sum().backward()
+    assert same(values(made), values(source))
+
+
+# Calibration
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_calibration_computes_in_high_precision_and_scales_a_later_evaluation(gradients) -> None:
+    """core 76."""
+    m = model(BF16).bfloat16()
+    data = [x(False, 5.0).bfloat16() for _ in range(3)]
+    for t in data:
+        with duotone.autocast(enabled=False):
+            expected = m(t)
+        with (
+            torch.set_grad_enabled(gradients),
+            duotone.autocast(enabled=False, calibrating=True, recipe=RECIPE),
+        ):
+            assert torch.equal(m(t), expected)
+    state = m[0].duotone_forward
+    largest = torch.stack([t.abs().max() for t in data]).max().float()
+    maximum = torch.tensor(448.0)
+    assert state.scale[0] == maximum / largest and state.scale[2] == maximum / m[0].weight.abs().max().float()
+    quantizer = RECIPE(duotone.QuantizerRole("linear", "input"))
+    with torch.no_grad(), duotone.autocast(recipe=RECIPE):
+        y = m(data[0])
+    exact = torch.nn.functional.linear(data[0], m[0].weight, m[0].bias)
+    assert (y - exact).abs().max() < 0.1 * exact.abs().max() and not torch.equal(y, exact)
+    assert quantizer.delayed == (True, False)
+
+
+def test_calibration_asks_a_factory_once_and_leaves_recomputes_alone(rolls) -> None:
+    """core 63, 76."""
+    calls = []
+
+    def factory(role):
+        calls.append(role)
+        return DelayedScalingRequest(amax_history_len=3)
+
+    m = model(BF16)
+    recipe = CustomRecipe(qfactory=factory)
+    for _ in range(3):
+        with duotone.autocast(enabled=False, calibrating=True, recipe=recipe):
+            y = checkpoint(m, x(), use_reentrant=False)
+        y.sum().backward()
+    assert len(calls) == 5 and rolls == ["f"] * 3
+
+
+# One direction of a hybrid
+
+DIRECTIONS = {
+    "row": Quantizer(E4M3, CURRENT, history=History(amax_history_len=3)),
+    "col": Quantizer(CURRENT, E4M3, history=History(amax_history_len=3)),
+    "both": Quantizer(E4M3, E5M2, history=History(amax_history_len=3)),
+}
+
+
+@pytest.mark.parametrize("kind", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_delayed_scaling_in_a_single_direction(kind, direction) -> None:
+    """hybrid 84: the slot of the direction moves, no other one does, and both planes are as by themselves."""
+    chosen = DIRECTIONS[direction]
+
+    def factory(role):
+        mine = role is not None and role.tensor_type == kind
+        return chosen if mine else Quantizer(CURRENT, CURRENT)
+
+    m = model(CustomRecipe(qfactory=factory, emulate_mixed=True))
+    for _ in range(3):
+        m(x(scale=3.0)).square().sum().backward()
+    base = {"input": 0, "weight": 2, "grad_output": 0}[kind]
+    scales = torch.cat([m[0].duotone_forward.scale, m[0].duotone_backward.scale])
+    moved = {i for i, s in enumerate(scales.tolist()) if s != 1}
+    offset = base + (4 if kind == "grad_output" else 0)
+    wanted = {"row": {offset}, "col": {offset + 1}, "both": {offset, offset + 1}}[direction]
+    assert moved == wanted
+    if direction == "both":
+        row, col = (scales[i] for i in sorted(wanted))
+        assert torch.allclose(col / row, torch.tensor(57344 / 448))
+
+
+def test_slots_that_disagree_are_refused_before_anything_changes() -> None:
+    """hybrid 84: the message quotes the field and the slots."""
+
+    def factory(role):
+        length = 5 if role is not None and role.tensor_type == "weight" else 3
+        return DelayedScalingRequest(amax_history_len=length)
+
+    m = nn.Sequential(duotone.Linear(16, 16), duotone.Linear(16, 16))
+    before = [dict(layer.__dict__) for layer in m]
+    weights = [layer.weight for layer in m]
+    with pytest.raises(duotone.RecipeError, match=r"amax_history_len = 3.*weight 5"):
+        duotone.convert_parameters(m, CustomRecipe(qfactory=factory))
+    assert [layer.weight for layer in m] == weights and not states(m)
+    assert all(a.__dict__["recipe"] == b["recipe"] for a, b in zip(m, before, strict=True))
+    assert not isinstance(m[0].weight, QuantizedTensor)
+
+
+def test_a_changed_role_keeps_the_buffers() -> None:
+    """hybrid 79."""
+    m = trained()
+    before = [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+    m[0].output_quantizer_role = duotone.QuantizerRole("linear", "input", "next")
+    m(x()).sum().backward()
+    assert before == [b.data_ptr() for s in states(m).values() for b in s.buffers()]
+
+
+def test_modules_do_not_outlive_their_use() -> None:
+    """core 5.3: states are held weakly, and a dead module takes its pending amax along."""
+    m = model()
+    m(x())
+    assert PENDING.backward
+    del m
+    other = model()
+    other(x()).sum().backward()
+    assert not PENDING.backward

@@ -1,0 +1,174 @@
+"""The arithmetic of delayed scaling, bit for bit against an independent reference (numerics 3, core 70)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from duotone.formats import get
+from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
+from duotone.state.history import resized
+from duotone.tensor import History, QuantizeContext, Quantizer
+
+MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
+DTYPE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
+ONE = np.float32(1)
+FLT_MAX = np.finfo(np.float32).max
+
+
+@dataclass
+class Slot:
+    """One slot in NumPy, written from section 3 of the numerics page: fp32, IEEE division."""
+
+    element: str
+    length: int
+    margin: int = 0
+    algorithm: str | Callable = "max"
+    scale: np.float32 = ONE
+    history: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = np.zeros(self.length, np.float32)
+
+    def quantize(self, x: np.ndarray) -> tuple[np.ndarray, np.float32]:
+        """Codes and stored inverse scale; the live amax rises."""
+        x = x.astype(np.float32)
+        finite_or_inf = np.abs(x[~np.isnan(x)])
+        if finite_or_inf.size:
+            self.history[0] = max(self.history[0], finite_or_inf.max())
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = (x * self.scale).astype(np.float32)
+        scaled = np.where(np.isnan(scaled), scaled, np.clip(scaled, -MAX[self.element], MAX[self.element]))
+        codes = scaled.astype(DTYPE[self.element]).view(np.uint8)
+        codes = np.where(np.isnan(scaled), np.uint8(0x7F), codes)
+        return codes, np.float32(1) / self.scale
+
+    def roll(self) -> None:
+        last = self.history[0]
+        if last == 0:
+            return
+        entries = np.append(self.history[1:], last)
+        fresh = np.zeros_like(self.history)
+        for i in range(1, self.length - 1):
+            fresh[i] = self.history[i + 1]
+        if self.length > 1:
+            fresh[-1] = last
+        self.history = fresh
+        if callable(self.algorithm):
+            amax = np.float32(self.algorithm(entries))
+        else:
+            amax = entries.max() if self.algorithm == "max" else last
+        if np.isfinite(amax) and amax > 0:
+            with np.errstate(over="ignore"):
+                scale = np.float32(MAX[self.element] * np.float32(2.0**-self.margin)) / amax
+            self.scale = np.float32(FLT_MAX if np.isinf(scale) else scale)
+
+
+LENGTHS = (1, 2, 5)
+
+
+def steps(seed: int, count: int = 24) -> list[np.ndarray]:
+    """Matrices as training has them, and those that it should not have."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        x = (rng.standard_normal((4, 32)) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
+        if i % 7 == 3:
+            x[:] = 0
+        if i % 11 == 5:
+            x[1, 3] = np.inf
+        if i % 5 == 4:
+            x[0, 0], x[2, 5] = np.nan, -np.nan
+        if i == 12:
+            x[:] = np.nan
+        if i == 17:
+            x *= np.float32(1e-42)
+        made.append(x)
+    return made
+
+
+def second_largest(history: torch.Tensor) -> torch.Tensor:
+    return history.sort(0).values[-min(2, history.shape[0])]
+
+
+def second_largest_reference(entries: np.ndarray) -> np.float32:
+    return np.sort(entries)[-min(2, entries.size)]
+
+
+ALGORITHMS = {"max": "max", "most_recent": "most_recent", "callable": (second_largest, second_largest_reference)}
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("margin", [0, 2, -3])
+def test_scales_histories_and_codes_follow_the_reference(element, algorithm, length, margin) -> None:
+    """core 70: 24 steps of zeros, infinities, NaN and tiny values; slot 1 is skipped at times, slot 2 never used."""
+    chosen = ALGORITHMS[algorithm]
+    ours, theirs = chosen if isinstance(chosen, tuple) else (chosen, chosen)
+    parameters = History(margin, length, ours)
+    state = DelayedState(3, parameters)
+    fmt = get(f"fp8_{element}_delayed")
+    state.largest = [fmt.largest, fmt.largest, 0.0]
+    quantizer = Quantizer(fmt, fmt, history=parameters)
+    references = [Slot(element, length, margin, theirs) for _ in range(2)]
+    addresses = state.scale.data_ptr(), state.amax_history.data_ptr()
+    for step, x in enumerate(steps(length)):
+        for slot, reference in enumerate(references):
+            if slot == 1 and step % 3 == 1:
+                continue
+            for part in (x, x / 2) if step % 4 == 2 else (x,):
+                context = QuantizeContext(slots=(DelayedSlot(state.number, slot, "", RECORD), None))
+                row, col = quantizer.encode(torch.from_numpy(part), ctx=context)
+                codes, inverse = reference.quantize(part)
+                made = row.parts["codes"].numpy()
+                number = ~np.isnan(part)
+                assert np.array_equal(made[number], codes[number])
+                assert np.array_equal(made[~number] & 0x7F, codes[~number])  # the sign of a NaN is open
+                assert np.array_equal(row.parts["scale"].numpy(), [inverse])
+                assert torch.equal(col.parts["codes"], row.parts["codes"].t())
+                assert torch.equal(col.parts["scale"], row.parts["scale"])
+        state.roll()
+        for slot, reference in enumerate(references):
+            reference.roll()
+            assert np.array_equal(state.amax_history[:, slot].numpy(), reference.history)
+            assert state.scale[slot].item() == reference.scale
+        assert state.scale[2] == 1 and not state.amax_history[:, 2].any()
+    assert addresses == (state.scale.data_ptr(), state.amax_history.data_ptr())
+
+
+def test_a_scale_that_overflows_is_the_largest_fp32() -> None:
+    """numerics 3, step 4: 448 / 1e-38 is no fp32."""
+    state = DelayedState(1, History(amax_history_len=2))
+    state.largest = [448.0]
+    state.amax_history[0] = 1e-38
+    state.roll()
+    assert state.scale.item() == torch.finfo(torch.float32).max
+
+
+def test_a_scale_rule_of_the_users_own_sees_amax_scale_and_largest() -> None:
+    """core 70, callables: slots that met nothing keep their scale whatever the rule says."""
+
+    def rule(amax, scale, fp8_max, history):
+        assert history.margin == 1
+        return scale / 2 + amax + fp8_max
+
+    state = DelayedState(2, History(1, 4, scaling_factor_compute_algo=rule))
+    state.largest = [448.0, 57344.0]
+    state.amax_history[0, 0] = 3.0
+    state.roll()
+    assert state.scale.tolist() == [451.5, 1.0]
+
+
+@pytest.mark.parametrize(("old", "new"), [(5, 3), (3, 5), (5, 1), (1, 4), (4, 2), (2, 4), (3, 3)])
+def test_another_length_keeps_the_live_row_and_the_newest_entries(old, new) -> None:
+    """core 73."""
+    history = torch.arange(1.0, 2 * old + 1).reshape(old, 2)
+    made = resized(history, new)
+    kept = min(old, new) - 1
+    assert made.shape == (new, 2) and torch.equal(made[0], history[0])
+    assert kept == 0 or torch.equal(made[-kept:], history[-kept:])
+    assert not made[1 : new - kept].any()

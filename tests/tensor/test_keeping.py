@@ -1,0 +1,245 @@
+"""Pickle, copy, saving for backward, clear and the flatten protocol: bytes survive, and nothing executes."""
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass
+
+import pytest
+import torch
+from tensor_cases import QUANTIZERS, addresses, every_quantizer, every_usage, get, same, same_parts, snapshot
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from duotone.errors import RecipeError, UsageError, UserError
+from duotone.tensor import (
+    BOTH,
+    LOCAL,
+    Planes,
+    QuantizeContext,
+    QuantizedTensor,
+    Quantizer,
+    Usage,
+    clear,
+    prepare_for_saving,
+    restore_from_saved,
+)
+from duotone.tensor.history import History
+from duotone.tensor.pickling import rebuild
+
+
+@dataclass(frozen=True)
+class Clipping(Quantizer):
+    """A quantizer of a user's own."""
+
+    limit: float = 1.0
+
+    def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
+        return super().encode(x.clamp(-self.limit, self.limit), usage, ctx)
+
+
+def saved(value: object) -> object:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+WAYS = {"pickle": lambda t: pickle.loads(pickle.dumps(t)), "deepcopy": copy.deepcopy, "save": saved}
+
+
+@every_quantizer
+@every_usage
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_round_trips(q, usage, way) -> None:
+    """core 40; hybrid 36: bytes, formats, quantizer, shape, dtype; then it is written and read as ever."""
+    x = torch.randn(2, 16, 64).bfloat16()
+    t = q.quantize(x, usage=usage)
+    made = way(t)
+    assert same(made, t) and made.quantizer == q and not set(addresses(made)) & set(addresses(t))
+    assert made.planes.aliased == t.planes.aliased and not made.requires_grad
+    y = torch.randn(2, 16, 64).bfloat16()
+    assert same(made.quantize_(y), q.quantize(y.clone(), usage=usage)) and same(t, q.quantize(x, usage=usage))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("shape", [(), (0, 64), (48, 0), (17, 33)], ids=str)
+def test_round_trips_of_odd_shapes(shape, way) -> None:
+    """core 4, 40."""
+    for name in ("identity", "fp8", "mxfp8", "nvfp4_rht", "nvfp4_16x16"):
+        t = QUANTIZERS[name].quantize(torch.randn(shape))
+        assert same(way(t), t)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_round_trips_of_parameters_views_and_pieces(way) -> None:
+    """core 40."""
+    for q in (QUANTIZERS["fp8"], QUANTIZERS["mxfp8"], QUANTIZERS["identity"]):
+        for grad in (True, False):
+            w = torch.nn.Parameter(q.quantize(torch.randn(64, 64)), requires_grad=grad)
+            made = way(w)
+            assert isinstance(made, torch.nn.Parameter) and made.requires_grad == grad
+            assert same(made.detach(), w.detach())
+        t = q.quantize(torch.randn(64, 64))
+        for part in (t.view(-1), t[32:], t[:, 32:], t.view(2, 32, 64)[1]):
+            assert same(way(part), part)
+        shell = q.quantize(torch.randn(2, 2), usage=Usage(False, False))
+        assert way(shell).shape == (2, 2) and way(shell).planes == (None, None)
+
+
+def test_deepcopy_takes_along_what_torch_would() -> None:
+    """hybrid 36: gradient, attributes, and one copy of a tensor that is held twice."""
+    w = torch.nn.Parameter(QUANTIZERS["mxfp8"].quantize(torch.randn(32, 64)))
+    w.grad, w.mark = torch.randn(32, 64), ["tag"]
+    a, b = copy.deepcopy([w, w])
+    assert a is b and torch.equal(a.grad, w.grad) and a.grad is not w.grad
+    assert a.mark == ["tag"] and a.mark is not w.mark
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("col", ["mxfp8_e4m3", "identity", "nvfp4_rht"])
+def test_a_quantizer_of_ones_own_survives(way, col) -> None:
+    """core 40; issue: a subclass of Quantizer loads under weights_only, with its fields."""
+    q = Clipping(get("fp8_e4m3_tensor"), get(col), limit=0.5)
+    made = way(q.quantize(torch.randn(32, 64)))
+    assert type(made.quantizer) is Clipping and made.quantizer == q and made.quantizer.limit == 0.5
+    made.copy_(torch.full((32, 64), 3.0))
+    assert torch.allclose(made.dequantize(), torch.full((32, 64), 0.5), rtol=0.1)
+
+
+def test_history_survives() -> None:
+    """core 40."""
+    q = Quantizer(get("fp8_e4m3_delayed"), get("fp8_e4m3_delayed"), history=History(margin=2, amax_history_len=4))
+    assert saved(q.quantize(torch.randn(4, 4))).quantizer == q
+
+
+def test_pickles_of_other_versions_and_of_unknown_formats() -> None:
+    """issue, bad input: one clear line, whatever else the other version wrote."""
+    for fields in ((), (None,) * 6, (1, 2, 3, 4, 5, 6, 7, 8)):
+        with pytest.raises(UserError, match="pickle version 7; this release reads 1") as error:
+            rebuild(7, *fields)
+        assert "\n" not in str(error.value)
+    plane = ("mxfp9", (2, 2), {"codes": torch.zeros(2, 2)})
+    with pytest.raises(RecipeError, match="'mxfp9' is unknown"):
+        rebuild(1, plane, None, (None, None, "original", None), (2, 2), torch.float32, None)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"codes": torch.zeros(4, 32, dtype=torch.uint8)},
+        {"codes": torch.zeros(4, 32, dtype=torch.uint8), "scale": torch.zeros(4, 2, dtype=torch.uint8)},
+        {"codes": torch.zeros(4, 32, dtype=torch.int8), "scale": torch.zeros(4, 1, dtype=torch.uint8)},
+        {"codes": torch.zeros(4, 31, dtype=torch.uint8), "scale": torch.zeros(4, 1, dtype=torch.uint8)},
+    ],
+)
+def test_pickles_with_buffers_that_do_not_fit(parts) -> None:
+    """issue, bad input."""
+    with pytest.raises(UserError, match="not those of a"):
+        rebuild(
+            1, ("mxfp8_e4m3", (4, 32), parts), None, ("mxfp8_e4m3",) * 2 + ("original", None), (4, 32), torch.half, None
+        )
+
+
+@every_quantizer
+@every_usage
+def test_prepare_and_restore(q, usage) -> None:
+    """core 41; hybrid 24, 25: rowwise before columnwise, leftovers come back, other tensors are untouched."""
+    t = q.quantize(torch.randn(32, 64), usage=usage)
+    kept, copied = snapshot(t), t.detach()
+    names = [
+        f"{side}_{p}"
+        for side, plane in zip(("rowwise", "columnwise"), t.planes, strict=True)
+        if plane
+        for p in plane.parts
+    ]
+    expected = [getattr(t, name) for name in names]
+    taken = prepare_for_saving(t)
+    assert all(a is b for a, b in zip(taken, expected, strict=True))
+    assert t.planes == (None, None) and t.shape == (32, 64) and "no planes" in repr(t)
+    assert same_parts(snapshot(copied), kept)
+    other = torch.ones(1)
+    left = restore_from_saved(t, [*taken, other])
+    assert len(left) == 1 and left[0] is other and same_parts(snapshot(t), kept)
+    assert t.planes.aliased == copied.planes.aliased
+
+
+def test_prepare_and_restore_several() -> None:
+    """core 41: one flat list, consumed in order."""
+    tensors = [q.quantize(torch.randn(16, 32)) for q in QUANTIZERS.values()]
+    before = [snapshot(t) for t in tensors]
+    flat = [part for t in tensors for part in prepare_for_saving(t)]
+    for t in tensors:
+        flat = restore_from_saved(t, flat)
+    assert flat == [] and all(same_parts(snapshot(t), b) for t, b in zip(tensors, before, strict=True))
+
+
+def test_prepare_and_restore_out_of_turn() -> None:
+    """core 41: an error, and nothing lost."""
+    t = QUANTIZERS["mxfp8"].quantize(torch.randn(32, 64))
+    before = snapshot(t)
+    with pytest.raises(UsageError, match="prepare_for_saving first"):
+        restore_from_saved(t, [])
+    taken = prepare_for_saving(t)
+    with pytest.raises(UsageError, match="taken out already"):
+        prepare_for_saving(t)
+    with pytest.raises(UserError, match="needs its 4 buffers back; got 3"):
+        restore_from_saved(t, taken[:3])
+    assert restore_from_saved(t, taken) == [] and same_parts(snapshot(t), before)
+
+
+@every_quantizer
+@every_usage
+def test_clear(q, usage) -> None:
+    """core 42; hybrid 26: memory goes at once though others hold the buffers; again is no error; the shape stays."""
+    t = q.quantize(torch.randn(32, 64), usage=usage)
+    held = t.detach()
+    clear(t)
+    clear(t)
+    assert t.shape == (32, 64) and not any(t.get_usages().values()) and "no planes" in repr(t)
+    for plane in held.planes:
+        for part in plane.parts.values() if plane else ():
+            assert part.numel() == part.untyped_storage().nbytes() == 0
+
+
+@every_quantizer
+@every_usage
+def test_flatten_and_unflatten(q, usage) -> None:
+    """core 11, 44: names in the declared order, without the views; eager and fake."""
+    t = q.quantize(torch.randn(2, 16, 64), usage=usage)
+    assert is_traceable_wrapper_subclass(t)
+    names, context = t.__tensor_flatten__()
+    declared = [
+        f"{side}_{part}"
+        for side, plane in zip(("rowwise", "columnwise"), t.planes, strict=True)
+        if plane is not None and not (side == "columnwise" and t.planes.aliased)
+        for part in plane.format.parts(*plane.shape)
+    ]
+    assert names == declared
+    made = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
+    assert same(made, t) and made.quantizer == q and made.planes.aliased == t.planes.aliased
+    mode = FakeTensorMode()
+    fake = mode.from_tensor(t)
+    assert isinstance(fake, QuantizedTensor) and fake.shape == t.shape and fake.__tensor_flatten__()[0] == names
+    with mode:
+        assert fake.dequantize().shape == t.shape
+        assert fake.clone().__tensor_flatten__()[0] == names
+
+
+def test_flattening_keeps_what_a_piece_is() -> None:
+    """core 44."""
+    t = QUANTIZERS["fp8"].quantize(torch.randn(64, 64))[:32]
+    names, context = t.__tensor_flatten__()
+    made = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
+    with pytest.raises(UsageError, match="shares its scale"):
+        made.zero_()
+
+
+def test_repr_never_raises() -> None:
+    """core 45."""
+    t = QUANTIZERS["nvfp4|mxfp8"].quantize(torch.randn(4, 4))
+    assert repr(t) == "QuantizedTensor(shape=(4, 4), dtype=torch.float32, rowwise=nvfp4, columnwise=mxfp8_e4m3)"
+    t.update_usage(rowwise=False, columnwise=False)
+    assert repr(t) == "QuantizedTensor(shape=(4, 4), dtype=torch.float32, no planes)"
+    assert repr(torch.nn.Parameter(QUANTIZERS["mxfp8"].make_empty((0, 4)))).startswith("QuantizedTensor(")

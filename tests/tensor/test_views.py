@@ -1,0 +1,319 @@
+"""Views, pieces and copies: what shares buffers, what stays quantized, and exact values everywhere."""
+
+import copy
+
+import pytest
+import torch
+from tensor_cases import (
+    COLUMN,
+    QUANTIZERS,
+    ROW,
+    addresses,
+    every_quantizer,
+    every_usage,
+    pair,
+    planes_of,
+    same,
+    same_bits,
+    same_parts,
+    snapshot,
+)
+
+from duotone.errors import UsageError, UserError
+from duotone.tensor import QuantizedTensor
+
+MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
+PLAIN_OPS = {
+    "t": lambda t: t.t(),
+    "transpose": lambda t: t.transpose(0, 1),
+    "permute": lambda t: t.permute(1, 0),
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "squeeze": lambda t: t.squeeze(),
+    "unbind": lambda t: t.unbind()[3],
+    "step": lambda t: t[::2],
+    "cut": lambda t: t[3:40, 3:40],
+    "cut end": lambda t: t[:40, :40],
+    "select": lambda t: t[5, 3:9],
+    "column": lambda t: t[:, 7],
+    "mask": lambda t: t[torch.arange(64) > 8],
+    "diagonal": lambda t: t.diagonal(),
+    "expand": lambda t: t.expand(2, 64, 64),
+    "strided": lambda t: t.as_strided((32, 64), (64, 1), 16),
+    "steps": lambda t: t.as_strided((32, 32), (128, 2), 1),
+    "view dtype": lambda t: t.view(torch.int32),
+    "half": lambda t: t.half(),
+    "double": lambda t: t.to(torch.float64),
+    "zeros": lambda t: torch.zeros_like(t),
+    "ones": lambda t: t.new_ones(3),
+    "cat": lambda t: torch.cat([t, t]),
+    "mm": lambda t: t @ t.t(),
+    "sum": lambda t: t.sum(),
+    "exp": lambda t: t.exp(),
+    "where": lambda t: torch.where(t > 0, t, 0.0),
+}
+
+
+@pytest.mark.parametrize("op", PLAIN_OPS.values(), ids=PLAIN_OPS.keys())
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4|mxfp8", "128x128", "nvfp4_rht"])
+@every_usage
+def test_what_gives_a_plain_tensor(op, name, usage) -> None:
+    """core 32, 33; hybrid 30: the values of the operation on the dequantized tensor, bit for bit."""
+    t = QUANTIZERS[name].quantize(torch.randn(64, 64), usage=usage)
+    got = op(t)
+    assert type(got) is torch.Tensor and same_bits(got, op(t.dequantize()))
+
+
+@every_quantizer
+@every_usage
+def test_views(q, usage) -> None:
+    """core 32; hybrid 27: any shape; the planes are the same objects, and writes go both ways."""
+    for shape in ((32, 64), (-1,), (2, -1, 64), (32, 32, 2), (1, 2048)):
+        t = q.quantize(torch.randn(2, 16, 64), usage=usage)
+        for v in (t.view(shape), t.reshape(shape), t.view(shape).view(2, 16, 64).reshape(shape)):
+            assert isinstance(v, QuantizedTensor) and all(a is b for a, b in zip(v.planes, t.planes, strict=True))
+            assert same_bits(v.dequantize(), t.dequantize().view(shape)) and v.shape == t.dequantize().view(shape).shape
+        x = torch.randn(2, 16, 64)
+        t.view(shape).copy_(x.view(shape))
+        assert same(t, q.quantize(x, usage=usage))
+        assert same_bits(t.view(shape).clone().dequantize(), t.dequantize().view(shape))
+        with pytest.raises(RuntimeError):
+            t.view(7, 9)
+
+
+@every_quantizer
+@every_usage
+def test_pieces_on_block_boundaries(q, usage) -> None:
+    """core 33; hybrid 28: pieces stay quantized under logical shapes, columnwise-only ones too, and share memory."""
+    x = torch.randn(256, 256)
+    t = q.quantize(x, usage=usage)
+    values = t.dequantize()
+    for cut in (
+        lambda t: t[128:],
+        lambda t: t[:, :128],
+        lambda t: t.split(128)[1],
+        lambda t: t.split([128, 128], 1)[1],
+        lambda t: t.chunk(2)[0],
+        lambda t: t.narrow(1, 128, 128),
+        lambda t: t.as_strided((128, 256), (256, 1), 128 * 256),
+        lambda t: t.view(2, 128, 256)[1],
+        lambda t: t.view(2, 128, 256).select(0, 0),
+        lambda t: t.hsplit(2)[1],
+        lambda t: t[128:][:, 128:],
+    ):
+        piece = cut(t)
+        assert isinstance(piece, QuantizedTensor) and piece.get_usages() == usage._asdict()
+        assert same_bits(piece.dequantize(), cut(values).contiguous()) and piece.is_contiguous()
+        assert same_bits(piece.clone().dequantize(), piece.dequantize()) and piece.matrix_shape == piece.shape
+
+
+@every_quantizer
+@every_usage
+def test_a_piece_writes_through_or_not_at_all(q, usage) -> None:
+    """core 33, 25: blocks are written through to the whole; a shared scale refuses, before any byte."""
+    x, y = torch.randn(256, 256), 50 * torch.randn(128, 256)
+    t = q.quantize(x.clone(), usage=usage)
+    before, piece = snapshot(t), t[128:]
+    if any(p is not None and (p.spans(0) or p.spans(1)) for p in t.planes):
+        for write in (
+            lambda: piece.copy_(y),
+            lambda: piece.copy_(q.quantize(y, usage=usage)),
+            lambda: piece.zero_(),
+            lambda: torch._foreach_add_([piece], 1.0),
+            lambda: torch.add(y, 1, out=piece),
+            lambda: piece.quantize_(y, noop_flag=torch.zeros(1)),
+        ):
+            with pytest.raises(UsageError, match="shares its scale"):
+                write()
+        assert same_parts(snapshot(t), before)
+        assert same(piece.clone().copy_(y), q.quantize(y, usage=usage))
+        assert same(copy.deepcopy(piece).copy_(y), q.quantize(y, usage=usage))
+    else:
+        piece.copy_(y)
+        assert same_parts(snapshot(t), planes_of(q, torch.cat([x[:128], y]), usage))
+
+
+def test_data_of_a_piece_stays_a_piece() -> None:
+    """core 38."""
+    t, other = FP8.quantize(torch.randn(64, 64)), FP8.quantize(torch.randn(32, 64))
+    before = snapshot(t)
+    other.data = t[:32]
+    with pytest.raises(UsageError, match="shares its scale"):
+        other.zero_()
+    assert same_parts(snapshot(t), before)
+    other.data = torch.ones(32, 64)
+    assert not other.zero_().dequantize().any() and same_parts(snapshot(t), before)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_rht", "nvfp4", "mxfp8", "nvfp4_16x16", "1x128"])
+@pytest.mark.parametrize("shape", [(40, 40), (33, 49)], ids=str)
+def test_the_last_piece_may_be_ragged(name, shape) -> None:
+    """core 33: also where the stored length is padded or two codes share a byte."""
+    q = pair(QUANTIZERS[name].columnwise.name)
+    t = q.quantize(torch.randn(shape))
+    step = max(q.rowwise.alignment[1], q.rowwise.alignment[0])
+    for piece, values in ((t[step:], t.dequantize()[step:]), (t[:, step:], t.dequantize()[:, step:])):
+        assert same_bits(piece.dequantize(), values.contiguous())
+        assert isinstance(piece, QuantizedTensor) == (step < min(shape)) or piece.numel() == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "step"), [((64, 64), 16, 32), ((8, 16, 64), 1, 2), ((64, 64), [40, 24], 32)], ids=str
+)
+def test_a_split_that_cuts_blocks_says_where_to_split(shape, size, step) -> None:
+    """hybrid 29."""
+    t = MX.quantize(torch.randn(shape))
+    with pytest.raises(UsageError, match=f"cut the blocks of mxfp8_e4m3.*multiples of {step} rows"):
+        t.split(size)
+    assert all(isinstance(p, QuantizedTensor) for p in t.split(step))
+    for pieces in (t.split(20, -1), t.split(1, -1)):
+        assert all(type(p) is torch.Tensor for p in pieces)
+
+
+def test_bad_indices_raise_as_torch_does() -> None:
+    """core 33."""
+    t, x = MX.quantize(torch.randn(64, 64)), torch.randn(64, 64)
+    for call in (
+        lambda t: t.split(-1),
+        lambda t: t.split([1, 2]),
+        lambda t: t.split(0),
+        lambda t: t[70],
+        lambda t: t.select(2, 0),
+        lambda t: t.narrow(0, 60, 9),
+        lambda t: t.chunk(0),
+    ):
+        with pytest.raises((RuntimeError, IndexError)) as expected:
+            call(x)
+        with pytest.raises(expected.type):
+            call(t)
+
+
+@every_usage
+def test_slices_that_take_all(usage) -> None:
+    """hybrid 30: an exact no-op keeps type and planes in every rank; anything else is looked at."""
+    for shape in ((40, 72), (72,), (2, 20, 72)):
+        t = HYBRID.quantize(torch.randn(shape), usage=usage)
+        for made in (t[:], t[0 : shape[0]], t[..., :100], t.as_strided(t.shape, t.stride()), t.narrow(0, 0, shape[0])):
+            assert isinstance(made, QuantizedTensor) and addresses(made) == addresses(t) and not made.is_piece
+    assert type(t[:, ::2]) is torch.Tensor
+    for offset in (1440, 720):
+        args = (1, 20, 72), (1440, 72, 1), offset
+        assert same_bits(t.as_strided(*args) * 1, t.dequantize().as_strided(*args))
+
+
+@every_quantizer
+@every_usage
+def test_detach_shares_and_clone_does_not(q, usage) -> None:
+    """core 30, 31; hybrid 37: all buffers, scales included; Parameter keeps the class."""
+    x = torch.randn(32, 64, requires_grad=True)
+    t = q.quantize(x, usage=usage)
+    detached = t.detach()
+    assert type(detached) is QuantizedTensor and not detached.requires_grad and addresses(detached) == addresses(t)
+    parameter = torch.nn.Parameter(detached)
+    assert isinstance(parameter, QuantizedTensor) and parameter.requires_grad and addresses(parameter) == addresses(t)
+    clone = t.clone()
+    assert clone.requires_grad and same(clone, t) and not set(addresses(clone)) & set(addresses(t))
+    clone.sum().backward()
+    assert torch.equal(x.grad, torch.ones(32, 64))
+    for mine, other in ((t.detach(), clone.detach()), (clone.detach(), t.detach())):
+        for plane in mine.planes:
+            for part in plane.parts.values() if plane else ():
+                kept = snapshot(other)
+                poison = part.clone()
+                part.add_(1)
+                assert same_parts(snapshot(other), kept)
+                part.copy_(poison)
+
+
+def test_a_subclass_survives() -> None:
+    """core 6, 30."""
+
+    class Own(QuantizedTensor):
+        pass
+
+    t = MX.quantize(torch.randn(64, 64))
+    t.__class__ = Own
+    for made in (
+        t.detach(),
+        t.clone(),
+        t.view(-1),
+        t[:32],
+        copy.deepcopy(t),
+        torch.empty_like(t),
+        torch.nn.Parameter(t),
+    ):
+        assert type(made) is Own
+
+
+@every_quantizer
+@every_usage
+def test_moves(q, usage) -> None:
+    """core 37; hybrid 35: a move keeps class, formats and bytes; another dtype gives a plain tensor."""
+    t = q.quantize(torch.randn(32, 64).bfloat16(), usage=usage)
+    assert t.cpu() is t and t.to(torch.bfloat16) is t and t.contiguous() is t
+    moved = t.to("cpu", copy=True)
+    assert same(moved, t) and not set(addresses(moved)) & set(addresses(t))
+    assert moved.planes.aliased == t.planes.aliased
+    on_meta = t.to("meta")
+    assert isinstance(on_meta, QuantizedTensor) and on_meta.device.type == "meta"
+    assert on_meta.__tensor_flatten__()[0] == t.__tensor_flatten__()[0]
+    for made in (t.float(), t.to(torch.float32), t.half(), t.type(torch.float64)):
+        assert type(made) is torch.Tensor and same_bits(made, t.dequantize().to(made.dtype))
+    assert t.is_pinned() is False and t.share_memory_() is t
+    expanded = t.expand_as(t)
+    assert isinstance(expanded, QuantizedTensor) and addresses(expanded) == addresses(t)
+
+
+@every_quantizer
+@every_usage
+def test_tensors_like_it(q, usage) -> None:
+    """core 39; hybrid 31: usages of the tensor, not of its quantizer; zeros in every plane; no random numbers used."""
+    t = q.quantize(torch.randn(32, 64), usage=usage)
+    before, state = snapshot(t), torch.get_rng_state()
+    zeros = t.new_zeros((2, 8, 32), dtype=torch.bfloat16)
+    assert (zeros.shape, zeros.dtype, zeros.quantizer) == ((2, 8, 32), torch.bfloat16, t.quantizer)
+    for plane in zeros.planes:
+        assert plane is None or not plane.dequantize(torch.float32).any()
+    for made in (zeros, t.new_empty(17, 33), torch.empty_like(t), t.new_empty((0, 64)), t.new_zeros(5)):
+        assert isinstance(made, QuantizedTensor) and made.get_usages() == usage._asdict()
+        x = torch.randn(made.shape).to(made.dtype)
+        with torch.random.fork_rng():
+            assert same(made.copy_(x), q.quantize(x.clone(), usage=usage))
+    torch.set_rng_state(state)
+    t.new_zeros(8, 8)
+    assert torch.equal(torch.get_rng_state(), state)
+    for dtype in (torch.float64, torch.int64):
+        made = t.new_zeros((4, 4), dtype=dtype)
+        assert type(made) is torch.Tensor and made.dtype == dtype and not made.any()
+    with pytest.raises(RuntimeError):
+        t.new_empty((-1, 4))
+    assert same_parts(snapshot(t), before) and t.quantizer == q
+
+
+def test_a_view_has_tensors_like_it() -> None:
+    """core 39: empty_like of a view copies byte for byte."""
+    t = MX.quantize(torch.randn(32, 64)).view(-1)
+    assert same(torch.empty_like(t).copy_(t), t)
+
+
+def test_writing_a_plain_view_of_a_hybrid_never_sets_its_planes_apart() -> None:
+    """core 33: an Identity plane is not handed out where another plane holds the same values."""
+    for usage, shared in ((None, False), (ROW, True)):
+        t = pair("identity", "mxfp8_e4m3").quantize(torch.randn(32, 64))
+        if usage:
+            t.update_usage(columnwise=False)
+        before = snapshot(t)
+        for view in (t.t(), t[::2], t[3, 4:], t.as_strided((4,), (1,), 3), t.unbind()[1]):
+            view.zero_()
+        assert same_parts(snapshot(t), before) != shared
+
+
+def test_attributes_that_torch_reads() -> None:
+    """core 29: what has no host memory says so."""
+    t = MX.quantize(torch.randn(32, 64))
+    for call in (t.numpy, t.tolist):
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            call()
+    assert MX.quantize(torch.full((1, 1), 2.0)).item() == 2.0 and bool(MX.quantize(torch.ones(1)))
+    with pytest.raises(UserError, match="cannot write shape"):
+        t.resize_(2, 2)
+    assert COLUMN.columnwise

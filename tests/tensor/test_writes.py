@@ -1,0 +1,325 @@
+"""In-place arithmetic, copy_, .data, quantize_, update_quantizer: right bytes after, the same bytes after an error."""
+
+import pytest
+import torch
+from tensor_cases import (
+    BOTH,
+    COLUMN,
+    QUANTIZERS,
+    ROW,
+    addresses,
+    every_quantizer,
+    every_usage,
+    pair,
+    same,
+    same_bits,
+    same_parts,
+    snapshot,
+)
+
+from duotone.errors import UsageError, UserError
+from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
+from duotone.tensor.vocabulary import MXFP8Quantizer
+
+MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
+X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()
+IN_PLACE = {
+    "add_": lambda t: t.add_(Y, alpha=0.5),
+    "mul_": lambda t: t.mul_(3),
+    "addcdiv_": lambda t: t.addcdiv_(Y, Y + 9, value=-0.1),
+    "lerp_": lambda t: t.lerp_(Y, 0.25),
+    "zero_": lambda t: t.zero_(),
+    "fill_": lambda t: t.fill_(2.5),
+    "clamp_": lambda t: t.clamp_(-1, 1),
+    "masked_fill_": lambda t: t.masked_fill_(Y > 0, 1.0),
+    "index_add_": lambda t: t.index_add_(0, torch.tensor([3]), Y[:1]),
+    "add self": lambda t: t.add_(t),
+    "uniform_": lambda t: t.uniform_(generator=torch.Generator().manual_seed(1)),
+    "out=": lambda t: torch.add(X, Y, out=t),
+    "out= self": lambda t: torch.mul(t, Y, out=t),
+    "out= last": lambda t: torch.clamp(Y, max=2.0, out=t),
+    "copy_": lambda t: t.copy_(Y),
+    "copy_ row": lambda t: t.copy_(Y[:1]),
+    "copy_ number": lambda t: t.copy_(torch.tensor(7.0)),
+    "copy_ double": lambda t: t.copy_(Y.double()),
+    "set item": lambda t: t.__setitem__(3, 0.0),
+    "set column": lambda t: t.__setitem__((slice(None), 5), Y[:, 5]),
+    "set mask": lambda t: t.__setitem__(Y > 1, -1.0),
+    "set step": lambda t: t.__setitem__(slice(0, None, 2), Y[::2]),
+    "init": lambda t: torch.nn.init.constant_(t, 0.125),
+    "foreach": lambda t: torch._foreach_add_([t], [Y], alpha=2.0),
+    "foreach_": lambda t: torch._foreach_addcmul_([t], [Y], [X], 0.5),
+    "foreach copy": lambda t: torch._foreach_copy_([t], [Y]),
+}
+
+
+@pytest.mark.parametrize("op", IN_PLACE.values(), ids=IN_PLACE.keys())
+@pytest.mark.parametrize("name", ["identity", "fp8", "mxfp8", "128x128", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8|identity"])
+def test_in_place(op, name) -> None:
+    """core 34: dequantize, compute, requantize; the same object, the same addresses, one new version."""
+    q = QUANTIZERS[name]
+    for usage in (BOTH, COLUMN):
+        t = q.quantize(X.clone(), usage=usage)
+        expected, at, version = t.dequantize().clone(), addresses(t), t._version
+        returned = op(t)
+        op(expected)
+        assert returned is None or returned is t or returned[0] is t
+        assert same(t, q.quantize(expected, usage=usage)) and addresses(t) == at and t._version > version
+
+
+def test_in_place_on_plain_tensors_with_quantized_operands() -> None:
+    """core 34, 35."""
+    t = MX.quantize(X)
+    assert torch.equal(Y.clone().add_(t), Y + t.dequantize())
+    made = torch.empty(32, 64)
+    assert torch.add(t, 1, out=made) is made and torch.equal(made, t.dequantize() + 1)
+    assert all(type(p) is torch.Tensor for p in torch._foreach_add([t, t], 1.0))
+
+
+def test_several_outputs() -> None:
+    """core 34: each argument that the schema writes, by name; what is returned is what was given."""
+    values, indices = FP8.quantize(torch.zeros(64)), torch.zeros(64, dtype=torch.long)
+    got = torch.ops.aten.max.dim_max(Y, 0, max=values, max_values=indices)
+    assert got[0] is values and got[1] is indices
+    assert same(values, FP8.quantize(Y.max(0).values)) and torch.equal(indices, Y.max(0).indices)
+    with torch.inference_mode():
+        t = MX.quantize(X)
+        assert torch.ops.aten.mul_.Tensor(t, 2) is t
+    a, b = MX.quantize(X), FP8.quantize(X)
+    want = [MX.quantize(a.dequantize() * 2), FP8.quantize(b.dequantize() * 2)]
+    torch._foreach_mul_([a, b], 2.0)
+    assert same(a, want[0]) and same(b, want[1])
+
+
+def test_autograd_sees_writes() -> None:
+    """core 34: a leaf that needs gradients refuses, a saved tensor notices, versions rise with quantize_ too."""
+    w = torch.nn.Parameter(MX.quantize(X))
+    for write in (lambda: w.add_(1), lambda: w.copy_(Y), lambda: w.__setitem__(0, 1.0)):
+        with pytest.raises(RuntimeError, match="leaf Variable"):
+            write()
+    assert same(w.detach(), MX.quantize(X))
+    loss = (w * w).sum()
+    with torch.no_grad():
+        w.quantize_(Y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    v = w.detach().view(-1)
+    with torch.no_grad():
+        v.mul_(2)
+    assert torch.equal(w.dequantize(), v.dequantize().view(32, 64))
+
+
+def test_set_item_carries_gradients() -> None:
+    """core 34."""
+    x, y = X.clone().requires_grad_(), Y.clone().requires_grad_()
+    t = MX.quantize(x)
+    t[3] = y[3] * 2
+    t.dequantize().sum().backward()
+    expected = torch.zeros(32, 64)
+    expected[3] = 2
+    assert torch.equal(y.grad, expected) and torch.equal(x.grad, (expected == 0).float())
+
+
+def test_set_item_of_whole_blocks_leaves_the_others_alone() -> None:
+    """core 34."""
+    q = QUANTIZERS["mxfp8"]
+    t = q.quantize(torch.randn(64, 64))
+    before = snapshot(t)
+    t[32:] = Y
+    assert torch.equal(t.rowwise_codes[:32], before[0]["codes"][:32]) and same(t[32:].clone(), q.quantize(Y))
+
+
+@every_quantizer
+@every_usage
+def test_copy_of_bytes(q, usage) -> None:
+    """core 35: equal formats and usages copy bytes, whatever they mean; nothing is shared after."""
+    source, target = q.quantize(X.clone(), usage=usage), q.quantize(Y.clone(), usage=usage)
+    for plane in source.planes:
+        if plane is not None and plane.parts["codes"].dtype == torch.uint8:
+            plane.parts["codes"][0, 0] = 0x80  # -0, which no requantization of values tells from other codes' bits
+    before = snapshot(source)
+    assert target.copy_(source) is target and same(target, source)
+    target.zero_()
+    assert same_parts(snapshot(source), before)
+
+
+def test_copy_derives_what_is_missing() -> None:
+    """core 35: usages that differ, where the format gives the other plane without loss."""
+    for held, wanted in ((ROW, COLUMN), (COLUMN, ROW), (ROW, BOTH), (BOTH, ROW)):
+        source, target = FP8.quantize(X, usage=held), FP8.quantize(Y, usage=wanted)
+        assert same(target.copy_(source), FP8.quantize(X, usage=wanted))
+        assert source.get_usages() == held._asdict()
+
+
+def test_copy_with_usages_that_differ() -> None:
+    """core 35; hybrid 32: one format requantizes; two formats raise before any write; a surplus plane is ignored."""
+    source, target = MX.quantize(X, usage=ROW), MX.quantize(Y)
+    assert same(target.copy_(source), MX.quantize(source.dequantize()))
+    source, target = HYBRID.quantize(X, usage=ROW), HYBRID.quantize(Y)
+    before = snapshot(target)
+    with pytest.raises(UsageError, match="no columnwise plane"):
+        target.copy_(source)
+    assert same_parts(snapshot(target), before)
+    assert same(HYBRID.quantize(Y, usage=ROW).copy_(HYBRID.quantize(X)), source)
+
+
+NAMES = [name for name in QUANTIZERS if "|" not in name]
+
+
+@pytest.mark.parametrize("source", NAMES)
+@pytest.mark.parametrize("target", ["identity", "fp8", "mxfp8", "nvfp4_16x16", "nvfp4|mxfp8"])
+def test_copy_between_formats(source, target) -> None:
+    """core 36: the values of the source, scaled anew; of the same format, its bytes."""
+    given, q = QUANTIZERS[source].quantize(X.bfloat16()), QUANTIZERS[target]
+    values = given.dequantize(torch.float32)
+    expected = snapshot(given) if QUANTIZERS[source] == q else snapshot(q.quantize(values.clone()))
+    assert source == "identity" == target or same_parts(snapshot(q.quantize(Y.clone()).copy_(given)), expected)
+
+
+@every_quantizer
+@every_usage
+def test_copy_from_and_to_plain(q, usage) -> None:
+    """core 35, 48; hybrid 33: every held plane is refreshed; a plain target takes the values in its dtype."""
+    t = q.quantize(Y.clone(), usage=usage)
+    assert t.copy_(X) is t and same(t, q.quantize(X.clone(), usage=usage))
+    assert same(t.copy_(Y.bfloat16()), q.quantize(Y.bfloat16().float(), usage=usage))
+    plain = torch.empty(32, 64, dtype=torch.float64)
+    assert plain.copy_(t) is plain and torch.equal(plain, t.dequantize().double())
+
+
+def test_copy_between_views_of_different_matrices() -> None:
+    """core 35: (2048,) over planes of (32, 64) from (2048,) over planes of (1, 2048)."""
+    target, source = MX.quantize(X), MX.quantize(Y.view(-1))
+    target.view(-1).copy_(source)
+    assert same(target, MX.quantize(source.dequantize().view(32, 64)))
+
+
+def test_copy_checks_shapes_before_bytes() -> None:
+    """core 35: the planes of (2, 16, 64) and (32, 64) have one shape, the tensors have not."""
+    t = MX.quantize(X.view(2, 16, 64))
+    before = snapshot(t)
+    for source in (MX.quantize(Y), Y, MX.quantize(Y)[:5], torch.ones(3)):
+        with pytest.raises(UserError, match="cannot write shape"):
+            t.copy_(source)
+    assert same_parts(snapshot(t), before)
+
+
+@every_quantizer
+@every_usage
+def test_data_of_a_plain_tensor(q, usage) -> None:
+    """core 38; hybrid 34: quantized into new buffers; shape and dtype follow, the old buffers stay as they were."""
+    w = torch.nn.Parameter(q.quantize(X.clone(), usage=usage))
+    old = w.detach()
+    before, alias = snapshot(old), w.data
+    assert addresses(alias) == addresses(w) and not alias.requires_grad
+    for new in (Y.clone(), torch.randn(2, 17, 33), torch.randn(48, 16).bfloat16()):
+        w.data = new
+        assert (w.shape, w.dtype, w.stride()) == (new.shape, new.dtype, new.stride()) and w.requires_grad
+        assert same(w.detach(), q.quantize(new, usage=usage)) and isinstance(w, torch.nn.Parameter)
+    assert same_parts(snapshot(old), before)
+
+
+def test_data_of_a_view_keeps_its_matrix() -> None:
+    """core 38: (2048,) over planes of (32, 64)."""
+    v = MX.quantize(X).view(-1)
+    v.data = Y.view(-1)
+    assert same(v.view(32, 64), MX.quantize(Y))
+
+
+def test_data_of_a_quantized_tensor() -> None:
+    """core 38: equal formats adopt the buffers and nothing else is shared; other formats are quantized anew."""
+    w, new = MX.quantize(X), MX.quantize(torch.randn(64, 32).half())
+    new.requires_grad_()
+    w.data = new
+    assert addresses(w) == addresses(new) and (w.shape, w.dtype) == (new.shape, new.dtype) and not w.requires_grad
+    w.update_usage(rowwise=False)
+    w.update_quantizer(Quantizer(None, MX.columnwise))
+    assert new.get_usages() == {"rowwise": True, "columnwise": True} and new.quantizer == MX
+    w.data = FP8.quantize(Y)
+    assert w.get_usages() == {"rowwise": False, "columnwise": True}
+    assert same(w, MX.quantize(FP8.quantize(Y).dequantize(), usage=COLUMN))
+
+
+def test_bad_data() -> None:
+    """core 38; issue, bad input."""
+    t = MX.quantize(X)
+    before = snapshot(t)
+    with pytest.raises(UserError, match="float64: cast it first"):
+        t.data = X.double()
+    with pytest.raises(UserError, match="got int"):
+        t.quantize_(3)
+    assert same_parts(snapshot(t), before)
+
+
+def test_update_quantizer() -> None:
+    """core 43, 51: later writes change, bytes do not; other formats, and things that are none, are refused."""
+    t = MX.quantize(X)
+    before = snapshot(t)
+    follows = Quantizer(MX.rowwise, MX.columnwise, "rowwise_dequantized")
+    t.update_quantizer(Quantizer(MX.rowwise, MX.columnwise))  # equal: no warning, which would be an error here
+    t.update_quantizer(follows)
+    assert same_parts(snapshot(t), before)
+    assert same_parts(snapshot(t.copy_(Y)), snapshot(follows.quantize(Y)))
+    before = snapshot(t)
+    for quantizer, text in (
+        (FP8, "makes fp8_e4m3_tensor where the tensor holds mxfp8_e4m3; convert"),
+        (Quantizer(MX.rowwise, None), "makes nothing where the tensor holds mxfp8_e4m3"),
+        (MXFP8Quantizer(), "pass its .value"),
+        (None, "got NoneType"),
+    ):
+        with pytest.raises(UserError, match=text):
+            t.update_quantizer(quantizer)
+    assert t.quantizer == follows and same_parts(snapshot(t), before)
+
+
+def test_a_failing_write_changes_nothing() -> None:
+    """core 34, 25: where one of several planes cannot be written, and where the operation itself fails."""
+    seed = QuantizeContext(seed=torch.tensor([1]))
+    t = pair("identity", "nvfp4_sr").quantize(X.clone(), ctx=seed)
+    before = snapshot(t)
+    with pytest.raises(UserError, match="needs a seed"):
+        t.add_(1)
+    with pytest.raises(RuntimeError):
+        t.add_(torch.ones(3))
+    assert same_parts(snapshot(t), before)
+    t.context = seed
+    assert same(t.add_(1), pair("identity", "nvfp4_sr").quantize(X + 1, ctx=seed))
+
+
+def test_an_optimizer_step() -> None:
+    """core 48; issue, in-place weight writes: SGD and Adam, foreach or not, write both planes."""
+    for make in (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+        lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+        lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    ):
+        w = torch.nn.Parameter(MX.quantize(X))
+        plain = torch.nn.Parameter(w.dequantize().detach().clone())
+        for p in (w, plain):
+            p.grad = Y.clone()
+            make([p]).step()
+        assert isinstance(w, QuantizedTensor) and same(w.detach(), MX.quantize(plain.detach()))
+
+
+def test_state_dicts() -> None:
+    """hybrid 48; core 40: quantized into quantized copies bytes, high precision into quantized requantizes."""
+
+    def module(x: torch.Tensor) -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.w = torch.nn.Parameter(HYBRID.quantize(x))
+        return made
+
+    source, target = module(X), module(Y)
+    at = addresses(target.w)
+    target.load_state_dict(source.state_dict())
+    assert same(target.w.detach(), source.w.detach()) and addresses(target.w) == at
+    target.load_state_dict({"w": Y.bfloat16()})
+    assert same(target.w.detach(), HYBRID.quantize(Y.bfloat16().float())) and addresses(target.w) == at
+
+
+def test_values_of_a_bfloat16_source_are_not_rounded_twice() -> None:
+    """core 35: a wider target takes what the codes say, not what the source would show."""
+    source = FP8.quantize(X.bfloat16())
+    target = QUANTIZERS["identity"].quantize(Y.clone())
+    assert same_bits(target.copy_(source).dequantize(), source.dequantize(torch.float32))
