@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import formats, recipes
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole
 from duotone.tensor import QuantizeContext
 
 pytestmark = pytest.mark.skipif(
@@ -45,14 +45,16 @@ def test_a_linear_on_cuda_multiplies_what_its_formats_decode_to(name) -> None:
     y = module(leaf)
     y.backward(dy)
 
-    def planes(kind: str, t: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, ctx=QuantizeContext(seed=seed + index))
+    def planes(index: int, t: Tensor) -> tuple[Tensor, Tensor]:
+        made = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
+        drawn = sum(each.is_stochastic for each in made[:index])  # the seeds that earlier tensors took
+        row, col = made[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
     (xr, xc), (wr, wc), (gr, gc) = (
-        planes("input", x, 0),
-        planes("weight", weight, 1),
-        planes("grad_output", dy, 2),
+        planes(0, x),
+        planes(1, weight),
+        planes(2, dy),
     )
     for got, a, b, extra in (
         (y, xr, wr.t(), module.bias),

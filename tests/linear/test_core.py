@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import duotone
 from duotone import observe, recipes
 from duotone.recipes import OUTPUT_HEAD
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole
 from duotone.tensor import QuantizeContext
 
 QUANTIZED = [name for name in recipes.names() if name != "bf16"]
@@ -53,14 +53,16 @@ def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None
     seed = module.duotone_seed.clone()
     y, dx, dw, db = run(module, x, dy)
 
-    def planes(kind: str, t: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        row, col = recipe(QuantizerRole("linear", kind, "")).encode(t, ctx=QuantizeContext(seed=seed + index))
+    def planes(index: int, t: Tensor) -> tuple[Tensor, Tensor]:
+        made = [recipe(QuantizerRole("linear", each, "")) for each in TENSOR_TYPES]
+        drawn = sum(each.is_stochastic for each in made[:index])  # the seeds that earlier tensors took
+        row, col = made[index].encode(t, ctx=QuantizeContext(seed=seed + drawn))
         return row.dequantize(torch.float32).double(), col.dequantize(torch.float32).double()
 
     (xr, xc), (wr, wc), (gr, gc) = (
-        planes("input", x, 0),
-        planes("weight", weight, 1),
-        planes("grad_output", dy, 2),
+        planes(0, x),
+        planes(1, weight),
+        planes(2, dy),
     )
     # Decoded operands carry one fp32 rounding of a scale, rotations a few more, high-precision operands one of dtype.
     epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17

@@ -117,7 +117,7 @@ def test_a_float64_module_is_refused_by_formats_and_runs_in_high_precision() -> 
     module = duotone.Linear(64, 32, params_dtype=torch.float64, name="up")
     x = torch.randn(4, 64, dtype=torch.float64)
     assert torch.equal(module(x), nn.functional.linear(x, module.weight, module.bias))
-    with duotone.autocast(recipe=recipes.load("mxfp8")), pytest.raises(RecipeError, match="up is in torch.float64"):
+    with duotone.autocast(recipe=recipes.load("mxfp8")), pytest.raises(RecipeError, match=r"up is in torch.float64"):
         module(x)
 
 

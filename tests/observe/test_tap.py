@@ -240,6 +240,26 @@ def test_a_tapped_step_does_not_synchronise(name: str) -> None:
     assert len(store.rows()) >= 4 and all(row["samples"] == 2 for row in store.rows())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: run pytest tests/observe on one")
+@pytest.mark.parametrize("name", ["bf16", "fp8-current", "fp8-block", "mxfp8"])
+def test_on_cuda_a_tapped_step_does_not_synchronise(name: str) -> None:
+    store, recipe = observe.Tap(), recipes.load(name)
+    m = duotone.convert(nn.Linear(64, 32, dtype=BF16, device="cuda"), recipe, rules=())
+    x, dy = torch.randn(32, 64).to(BF16).cuda().requires_grad_(), torch.randn(32, 32).to(BF16).cuda()
+
+    def run() -> None:
+        with duotone.autocast(recipe=observe.tap(recipe, store)):
+            m(x).backward(dy)
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(row["samples"] == 2 for row in store.rows())
+
+
 @pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4", "identity"])
 def test_statistics_need_no_data_on_the_host(name: str) -> None:
     x = torch.empty(32, 64, dtype=BF16, device="meta")

@@ -128,11 +128,11 @@ class LinearPlan:
         return any(any(made.delayed) for made in self.quantizers.values())
 
     def streams(self, seed: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The seeds of input, weight and grad_output, None where nothing is stochastic."""
+        """The seeds of input, weight and grad_output: consecutive ones, None where nothing is stochastic."""
         if seed is None:
             return None, None, None
         x, w, dy = self.stochastic
-        return seed if x else None, seed + 1 if w else None, seed + 2 if dy else None
+        return seed if x else None, seed + int(x) if w else None, seed + int(x) + int(w) if dy else None
 
     def with_slots(self, forward: str, backward: str, group: str, mode: int) -> "LinearPlan":
         """The plan whose delayed directions use the module's states of these numbers."""

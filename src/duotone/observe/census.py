@@ -22,12 +22,14 @@ OUTSIDE = "(outside)"
 class Call:
     """One call of a module without children, or of one that follows a plan. Sizes are by storage.
 
-    `begin` and `end` count the storages that were saved before and after it.
+    `begin` and `end` count the storages that were saved before and after it. `inputs` are those that nobody had saved,
+    `owed` the bytes of those that need a gradient.
     """
 
     name: str
     module: nn.Module
     inputs: dict[int, int]
+    owed: int
     begin: int
     outputs: dict[int, int] = field(default_factory=dict)
     end: int = 0
@@ -87,7 +89,8 @@ class Census:
             if counts:
                 there = self.known.union(self.saved)
                 inputs = {key: size for key, size in sizes(tensors).items() if key not in there}
-                call = Call(name, module, inputs, len(self.saved))
+                owed = sum(sizes(t for t in tensors if t.requires_grad).values())
+                call = Call(name, module, inputs, owed, len(self.saved))
                 self.calls.append(call)
             self._open.append((name, call))
 

@@ -1,5 +1,6 @@
 """The peak of a step, predicted from a census: what lives at each call of a module, forward and backward."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,11 +43,13 @@ def forecast(census: Census, fixed: int, static: set[int]) -> Moment:
 def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
     """Forward and backward of every call, in the order of forward."""
     sizes = [0 if key in static else size for key, (_, size) in census.saved.items()]
-    saved = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    keys = list(census.saved)
+    saved = list(itertools.accumulate(sizes, initial=0))
     known: dict[Any, tuple[int, int]] = {}
     lasting = {key: size for key, size in census.output.items() if key not in static and key not in census.saved}
     for index, call in enumerate(census.calls):
-        forward, backward = _workspace(call, known)
+        own = slice(call.begin, call.end)
+        forward, backward = _workspace(call, dict(zip(keys[own], sizes[own], strict=True)), known)
         given = sum(size for key, size in call.inputs.items() if key not in static)
         now = Moment(call.name, "forward", fixed, saved[call.begin], 0, given + forward)
         yield now
@@ -60,11 +63,12 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
         )
 
 
-def _workspace(call: Call, known: dict[Any, tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of a call in forward and backward above what is saved and held."""
+def _workspace(call: Call, saved: dict[int, int], known: dict[Any, tuple[int, int]]) -> tuple[int, int]:
+    """Bytes of a call in forward and backward above what is saved and held; `saved` is what it saved itself."""
     if call.plan is None or call.operand is None:
         results = sum(call.outputs.values())
-        return results, results + sum(call.inputs.values()) + _gradients(_trained(call.module))
+        made = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
+        return results + made, results + made + call.owed + _gradients(_trained(call.module))
     weight, bias = call.module.weight, call.module.bias
     assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
     key = (call.plan, call.operand, held(weight), weight.shape, None if bias is None else bias.requires_grad)

@@ -8,8 +8,9 @@ calls of modules, in bytes, with each storage counted once:
 
 where fixed = weights + caches + inputs of the step that live on. The workspace of a planned linear is found from its
 plan and shapes (`workspace.py`): quantized planes, decoded operands, results and gradients. That of other modules is
-their results, and in backward the gradients of results, inputs and parameters. Operators outside of modules, such as a
-loss, count only with what they save: a step whose peak lies there is predicted too low.
+their results and what they saved of their own making, and in backward the gradients of both, of inputs and of
+parameters. Operators outside of modules, such as a loss, count only with what they save: a step whose peak lies there
+is predicted too low.
 """
 
 from collections.abc import Callable

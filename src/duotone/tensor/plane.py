@@ -39,7 +39,7 @@ class Plane:
     def encode(fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row") -> "Plane":
         """Encode a 2-D tensor; its last dimension is the contraction. `plane` is "row", or "col" for x transposed."""
         columnwise = plane == "col"
-        shard, slot = ctx.shard, ctx.slots[columnwise]
+        shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
         scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
         if shard is not None and columnwise:
             shard = shard.transposed()
