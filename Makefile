@@ -10,7 +10,7 @@ demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --out runs/demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench

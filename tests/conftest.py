@@ -1,7 +1,12 @@
 """Shared test data and switches."""
 
+import os
+
 import pytest
 import torch
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 
 @pytest.fixture(autouse=True)

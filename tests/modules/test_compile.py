@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
-from duotone.recipes import Recipe, Rule, RuleRecipe
+from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor import MXFP8Quantizer
 
@@ -87,20 +87,6 @@ def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     with duotone.autocast(recipe=recipes.MXFP8BlockScaling(fp8_format="E5M2")):
         assert not torch.equal(run(x), outputs[0])
     assert counter.frame_count == 2
-
-
-def test_a_schedule_compiles_once_per_phase() -> None:
-    last = RuleRecipe(rules=(Rule(fprop="identity", dgrad="mxfp8_e4m3", wgrad="mxfp8_e4m3"),))
-    schedule = recipes.Schedule(phases=(recipes.Phase(recipes.load("mxfp8"), 0), recipes.Phase(last, 3)))
-    m = duotone.convert(TwoLayers().bfloat16(), recipes.load("mxfp8"))
-    counter = CompileCounterWithBackend("aot_eager")
-    run = torch.compile(m, fullgraph=True, backend=counter)
-    frames = []
-    for at in range(6):
-        with duotone.autocast(recipe=schedule.at(at)):
-            run(torch.randn(32, 64).bfloat16()).sum().backward()
-        frames.append(counter.frame_count)
-    assert frames == [1, 1, 1, 2, 2, 2]
 
 
 def test_a_delayed_region_around_compiled_code_rolls_once_at_its_end() -> None:

@@ -125,14 +125,15 @@ def test_a_weight_held_only_in_mxfp8_rowwise_costs_at_most_1_04_bytes_an_element
     assert 1.0 < row["weights"] / 1024**2 <= 1.04
 
 
-def test_a_dequantized_override_keeps_less_than_none_does() -> None:
-    """hybrid 103: one rowwise plane for each operand against a columnwise one, and never more."""
+@pytest.mark.parametrize(("name", "ratio"), [("mxfp8-fwd-bf16-bwd", (1 + 1 / 32) / 2), ("mxfp8", 1.0)])
+def test_a_dequantized_override_keeps_the_bytes_of_rowwise_planes(name: str, ratio: float) -> None:
+    """hybrid 103: less than None where backward is in high precision; as much where both planes share a format, because
+    None keeps one plane of each operand, the columnwise one, and not two as elsewhere."""
     x = batch(512, 512)
-    kept = {
-        o: saved(converted("mxfp8-fwd-bf16-bwd" if o is None else "mxfp8", nn.Linear(512, 512), backward_override=o), x)
-        for o in (None, "dequantized")
-    }
-    assert kept["dequantized"] < kept[None]
+    kept = {o: saved(converted(name, nn.Linear(512, 512), backward_override=o), x) for o in (None, "dequantized")}
+    planes = 2 * 512 * 512 * (1 + 1 / 32)
+    assert kept["dequantized"] == planes
+    assert kept[None] == planes / ratio
 
 
 def test_a_high_precision_override_keeps_no_quantized_workspace() -> None:

@@ -241,6 +241,7 @@ def test_a_tapped_step_does_not_synchronise(name: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: run pytest tests/observe on one")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("name", ["bf16", "fp8-current", "fp8-block", "mxfp8"])
 def test_on_cuda_a_tapped_step_does_not_synchronise(name: str) -> None:
     store, recipe = observe.Tap(), recipes.load(name)
@@ -252,8 +253,8 @@ def test_on_cuda_a_tapped_step_does_not_synchronise(name: str) -> None:
             m(x).backward(dy)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         run()
     finally:
         torch.cuda.set_sync_debug_mode("default")
