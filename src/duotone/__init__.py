@@ -1,6 +1,7 @@
 """Duotone: low-precision training for PyTorch in which each direction of each tensor has a format of its own."""
 
 from duotone import formats as formats
+from duotone import observe as observe
 from duotone import recipes as recipes
 from duotone.convert import PlanRow as PlanRow
 from duotone.convert import convert as convert
@@ -14,6 +15,7 @@ from duotone.modules import convert_parameters as convert_parameters
 from duotone.modules import name_modules as name_modules
 from duotone.recipes import CustomRecipe as CustomRecipe
 from duotone.recipes import QuantizerRole as QuantizerRole
+from duotone.state import RecipeState as RecipeState
 from duotone.state import autocast as autocast
 from duotone.state import load_rng_state as load_rng_state
 from duotone.state import quantized_model_init as quantized_model_init

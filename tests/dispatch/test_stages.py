@@ -145,3 +145,16 @@ def test_a_compiler_that_builds_nothing_is_a_reason_not_an_error(monkeypatch) ->
         assert "not on the path" in compiler_reason()
     finally:
         compiler_reason.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "fp8_e5m2_tensor", "nvfp4_rht_sr"])
+def test_gradients_without_a_memory_order_are_cast_like_their_copies(name: str) -> None:
+    """An expanded tensor, such as the gradient of a sum, and one with gaps in both directions."""
+    fmt = formats.get(name)
+    wide = torch.randn(512, 1024).bfloat16()
+    for x in (torch.ones((), dtype=torch.bfloat16).expand(256, 256), wide[::2, ::4]):
+        backend = dispatch.stages_for(x)
+        for given, plane in ((x, "row"), (x.t(), "col")):
+            got = fmt.encode(given, seed=3, plane=plane, stages=backend)
+            want = fmt.encode(given.clone(memory_format=torch.contiguous_format), seed=3, plane=plane)
+            assert all(torch.equal(got[part], value) for part, value in want.items())

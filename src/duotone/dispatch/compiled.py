@@ -82,6 +82,11 @@ def _in_memory_order(blocks: Tensor) -> bool:
     return blocks.stride(3) == 1 or (blocks.shape[3] == 1 and blocks.stride(2) == 1)
 
 
+def _lies_turned(blocks: Tensor) -> bool:
+    """Whether rows, and not columns, lie next to each other; where neither do, as after expand, the stage copies."""
+    return not _in_memory_order(blocks) and _in_memory_order(_turn(blocks))
+
+
 def _turn(blocks: Tensor) -> Tensor:
     """Exchange rows and columns of a blocked tensor; every stage treats the two alike."""
     return blocks.permute(2, 3, 0, 1)
@@ -104,30 +109,30 @@ class CompiledStages(Stages):
     name = "compiled C++"
 
     def amax(self, blocks: Tensor) -> Tensor:
-        if not _in_memory_order(blocks):
+        if _lies_turned(blocks):
             return self.amax(_turn(blocks)).t()
         return _compile(stages.block_amax, _layout(blocks))(blocks.contiguous())
 
     def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
-        if not _in_memory_order(blocks):
+        if _lies_turned(blocks):
             return _turn(self.cast(_turn(blocks), _turn(multiplier), element))
         run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}")
         return run(blocks.contiguous(), multiplier.contiguous(), element)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
-        if not _in_memory_order(blocks):
+        if _lies_turned(blocks):
             return _turn(self.cast_stochastic(_turn(blocks), _turn(multiplier), _turn(bits), element))
         run = _compile(stages.cast_stochastic, f"{element.name}_{_layout(blocks)}")
         return run(blocks.contiguous(), multiplier.contiguous(), bits.contiguous(), element)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-        if not _in_memory_order(codes):
+        if _lies_turned(codes):
             return _turn(self.values(_turn(codes), _turn(factor), element, dtype))
         run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}")
         return run(codes.contiguous(), factor.contiguous(), element, dtype)
 
     def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
-        if amax.stride(1) != 1:
+        if amax.stride(1) != 1 and amax.stride(0) == 1:
             code, multiplier = self.exponent_scale(amax.t(), reciprocal)
             return code.t(), multiplier.t()
         return _compile(stages.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)

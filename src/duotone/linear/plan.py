@@ -114,6 +114,8 @@ class LinearPlan:
     input_context: QuantizeContext = LOCAL
     weight_context: QuantizeContext = LOCAL
     grad_context: QuantizeContext = LOCAL
+    rolls_forward_alone: bool = False
+    """Whether forward operands are delayed and the gradient is not, so that no op of backward rolls their states."""
 
     @property
     def gemms(self) -> Iterator[GemmPlan]:
@@ -145,6 +147,7 @@ class LinearPlan:
 
         return replace(
             self,
+            rolls_forward_alone=not any(self.grad_output.delayed),
             input_context=replace(self.input_context, slots=slots(self.input, 0, False)),
             weight_context=replace(self.weight_context, slots=slots(self.weight, 2, False)),
             grad_context=replace(self.grad_context, slots=slots(self.grad_output, 0, True)),

@@ -14,7 +14,7 @@ from duotone.modules.parameters import quantized_parameter
 from duotone.modules.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
-from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, active_region
+from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, STACK
 from duotone.state.parameters import CURRENT
 from duotone.tensor import QuantizedTensor
 
@@ -45,9 +45,8 @@ class PlannedLinear(Planned):
                 f"got {tuple(x.shape)} in {x.dtype}: cast or reshape the input"
             )
         plan = self.plan_for(x, weight)
-        region = active_region()
-        if region is not None and region.calibrating is not None:
-            self.calibrate(region, x, weight)
+        if STACK.regions and STACK.regions[-1].calibrating is not None:
+            self.calibrate(STACK.regions[-1], x, weight)
         seed = seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
         if not (fp8_output or fp8_grad):
             return states.roll_with(linear(plan, x, weight, bias, seed), plan)

@@ -157,18 +157,14 @@ class Planned:
 
     def plan_for(self, x: Tensor, weight: Tensor) -> LinearPlan:
         """The plan of a call; built once per recipe, dtype, device and pattern of gradients."""
-        tracked = torch.is_grad_enabled()
-        if torch.compiler.is_compiling():
-            mode, region = USE, active_region()
-        else:
-            mode = mode_now()
-            region = self._region_of_call(mode)
-        recipe = self.recipe if region is None else region.recipe
+        compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        mode = USE if compiling else mode_now()
+        region = active_region() if compiling else self._region_of_call(mode)
+        recipe, group = (self.recipe, "") if region is None else (region.recipe, region.group)
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         grads = (tracked and x.requires_grad, tracked and weight.requires_grad)
-        group = "" if region is None else region.group
-        if torch.compiler.is_compiling():
+        if compiling:
             where = (x.device.type, str(x.dtype), group)
             return getattr(traced.PLANS, traced.plan_name(self._number, recipe.key, *grads, tracked, *where))
         key = (recipe.key, grads, mode, x.dtype, x.device.type, group, held(x), held(weight))

@@ -12,7 +12,6 @@ from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
-NONE = LOCAL.slots
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
@@ -79,8 +78,7 @@ def record(context: QuantizeContext, x: Tensor) -> None:
 
 def roll_with(y: Tensor, plan: LinearPlan) -> Tensor:
     """The output `y`, whose backward rolls the forward states where no gradient is delayed and would say so itself."""
-    forward = plan.input_context.slots != NONE or plan.weight_context.slots != NONE
-    if forward and plan.grad_context.slots == NONE and y.requires_grad and not torch.compiler.is_compiling():
+    if plan.rolls_forward_alone and y.requires_grad and not torch.compiler.is_compiling():
         y.register_hook(roll_after)
     return y
 
