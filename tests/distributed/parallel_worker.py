@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
-from duotone.errors import UserError
+from duotone.errors import RecipeError, UserError
 from duotone.tensor import LOCAL, Planes
 
 TOKENS, WIDE, NARROW = 64, 128, 96
@@ -218,6 +218,34 @@ def delayed_scaling_takes_the_largest_amax_of_the_group(folder: Path) -> None:
         largest = float(dist.get_world_size() if reduce else 1 + rank)
         same(m.duotone_forward.scale[:1], torch.tensor([448.0]) / largest, "forward")
         same(m.duotone_backward.scale[:1], torch.tensor([57344.0]) / largest, "backward")
+
+
+@check
+def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> None:
+    """core 72: without a reduction it raises; with it, a step has the bits of the whole tensor under the same scales."""
+    x, weight, bias, dy = data()
+    recipe = recipes.DelayedScaling(amax_history_len=2)
+    for mode, given in (("column", piece(x)), ("row", piece(x, 1))):
+        m = parallel(mode, weight, bias, recipe)
+        try:
+            m(given)
+        except RecipeError as error:
+            assert "amax_reduction_group" in str(error), error
+        else:
+            raise AssertionError("shards were encoded with scales of their own")
+    m = parallel("column", weight, bias, recipe)
+    whole = nn.Linear(WIDE, m.weight.shape[0], dtype=torch.bfloat16)
+    whole.load_state_dict(m.state_dict(), strict=False)
+    duotone.convert(whole, recipe)
+    for _ in range(3):
+        with duotone.autocast(recipe=recipe, amax_reduction_group=dist.group.WORLD):
+            y = m(piece(x).requires_grad_())
+            expected = whole(x.clone().requires_grad_())
+        same(m.duotone_forward.scale[:1], whole.duotone_forward.scale[:1], "input scale")
+        same(y.detach(), expected.detach(), "output")
+        y.backward(piece(dy, 1))
+        expected.backward(piece(dy, 1))
+        same(m.weight.grad, whole.weight.grad, "weight gradient")
 
 
 @check

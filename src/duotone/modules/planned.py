@@ -211,6 +211,12 @@ class Planned:
 
     def resolve(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
         """Build the plan of a call (device, dtype, grads, input held), with the states that delayed scaling needs."""
+        plan = self._bind(recipe, call, group, mode)
+        if plan.is_delayed:
+            states.require_reduction(self.module_name, plan, group)
+        return plan
+
+    def _bind(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
         plan = self.plan_of(recipe, *call)
         if mode == DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(plan.stochastic))
@@ -224,7 +230,7 @@ class Planned:
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
-        self.resolve(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
+        self._bind(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
 
     def calibrate(self, region: Region, x: Tensor, weight: Tensor) -> None:
         """Record the amaxes that delayed scaling under the region's calibrated recipe would; recomputes do not."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import USE, DelayedState, roll_after
@@ -20,6 +21,17 @@ def agreed_history(plan: LinearPlan) -> History:
     delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
     check_requests(delayed)
     return next((made.history for made in delayed.values() if made.history is not None), History())
+
+
+def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
+    """RecipeError where shards of one tensor would be encoded with delayed scales that their ranks do not agree on."""
+    sharded = ((plan.layout.input_shard, plan.input), (plan.layout.grad_shard, plan.grad_output))
+    alone = not group or not agreed_history(plan).reduce_amax
+    if alone and any(shard is not None and any(made.delayed) for shard, made in sharded):
+        raise RecipeError(
+            f"{name}: delayed scaling under sequence parallelism needs one scale on all ranks; leave reduce_amax on and "
+            "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
+        )
 
 
 def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
