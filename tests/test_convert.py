@@ -246,6 +246,47 @@ def test_an_evaluation_recipe_applies_where_training_is_off() -> None:
     assert not torch.equal(m(x), expected["mxfp8"]) and not torch.equal(m(x), expected["nvfp4"])
 
 
+BAD_PAIR = recipes.RuleRecipe(rules=(Rule(tensor_type="input", format="nvfp4"), Rule(format="mxfp8_e4m3")))
+NOWHERE = recipes.RuleRecipe(rules=(Rule(module="nonexistent.*", format="identity"),), base=recipes.load("mxfp8"))
+
+
+def test_an_evaluation_recipe_is_checked_when_the_model_is_converted() -> None:
+    m = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(RecipeError, match=r"nvfp4 .* with mxfp8_e4m3"):
+        duotone.convert(m, recipes.MXFP8BlockScaling(evaluation=BAD_PAIR))
+    assert type(m[0]) is nn.Linear
+    mx = recipes.load("mxfp8")
+    duotone.convert_parameters(duotone.convert(m, mx), mx)
+    other = recipes.MXFP8BlockScaling(evaluation=recipes.load("nvfp4"))
+    for change in (duotone.convert, duotone.convert_parameters):
+        with pytest.raises(RecipeError, match=r"held in mxfp8_e4m3 and recipe nvfp4 asks"):
+            change(m, other)
+    assert m[0].recipe == mx
+    duotone.convert_parameters(m, recipes.MXFP8BlockScaling(evaluation=recipes.load("bf16")))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipes.MXFP8BlockScaling(evaluation=NOWHERE),
+        recipes.Schedule(phases=(recipes.Phase(recipes.load("mxfp8"), 0), recipes.Phase(NOWHERE, 5))),
+        recipes.RuleRecipe(rules=(Rule(module="0", format="identity"),), base=NOWHERE),
+    ],
+    ids=["evaluation", "phase", "base"],
+)
+def test_rules_that_match_nothing_are_found_wherever_they_are(recipe) -> None:
+    with pytest.warns(UserWarning, match=r"nonexistent.* matches no tensor of the model"):
+        duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe)
+
+
+def test_parameters_of_a_parametrized_module_are_not_converted() -> None:
+    m = nn.Sequential(nn.Linear(32, 32))
+    nn.utils.parametrizations.weight_norm(m[0])
+    duotone.convert(m, recipes.load("mxfp8"))
+    with pytest.raises(UserError, match="the weight of 0 is parametrized"):
+        duotone.convert_parameters(m, recipes.load("mxfp8"))
+
+
 def test_a_schedule_is_checked_phase_by_phase() -> None:
     """A phase that would change the format of a quantized parameter is refused unless it converts parameters."""
     mx, nv = recipes.load("mxfp8"), recipes.load("nvfp4")

@@ -63,10 +63,13 @@ def convert(model: nn.Module, recipe: Recipe | Schedule, rules: Sequence[Rule] =
     converted = {name: module for name, module in linears if not _reason_left_alone(module)}
     given: dict[str, dict[str, Quantizer]] = {}
     for phase in reversed(phases):
-        _refuse_left_alone(linears, phase.recipe)
+        for used in (phase.recipe, phase.recipe.evaluation):
+            if used is not None:
+                _refuse_left_alone(linears, used)
         for name, module in converted.items():
             given[name] = _check(module, name, phase, rules, sites[name])
-    _report_unmatched(first, rules, [(name, sites[name]) for name in converted])
+    for phase in phases:
+        _report_unmatched(phase.recipe, rules, [(name, sites[name]) for name in converted])
     for name, module in converted.items():
         _adopt(module, first, rules, name, sites[name], given[name])
     return model
@@ -82,7 +85,10 @@ def _check(module: nn.Linear, name: str, phase: Phase, rules: tuple[Rule, ...], 
     """Build the plan of one module in one phase; gives what the recipe gave its slots."""
     setting = Setting(phase.recipe, rules, name, "linear", module.weight.device.type, module.weight.dtype, site=site)
     given = ask_recipe(setting)
-    build_plan(setting if phase.convert_parameters else replace(setting, weight_held=held(module.weight)), given)
+    holding = None if phase.convert_parameters else held(module.weight)
+    build_plan(replace(setting, weight_held=holding), given)
+    if phase.recipe.evaluation is not None:
+        build_plan(replace(setting, recipe=phase.recipe.evaluation, weight_held=holding, input_grad=False))
     return given
 
 
@@ -101,8 +107,18 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[tu
     subjects = [(QuantizerRole("linear", kind, name), site) for name, site in places for kind in TENSOR_TYPES]
     asked = () if rules == OUTPUT_HEAD else rules
     left = [subject for subject in subjects if first_match(rules, *subject) is None]
-    found = [*unmatched(asked, subjects), *unmatched(getattr(recipe, "rules", ()), left)]
+    found = [*unmatched(asked, subjects), *_unmatched_in(recipe, left)]
     return [rule for rule in found if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
+
+
+def _unmatched_in(recipe: Recipe, subjects: Sequence[tuple[QuantizerRole, Site]]) -> list[Rule]:
+    """Of the recipe, of its base where its own rules leave a subject, and of its evaluation recipe."""
+    rules = getattr(recipe, "rules", ())
+    found = unmatched(rules, subjects)
+    base = getattr(recipe, "base", None)
+    if base is not None:
+        found += _unmatched_in(base, [subject for subject in subjects if first_match(rules, *subject) is None])
+    return found + ([] if recipe.evaluation is None else _unmatched_in(recipe.evaluation, subjects))
 
 
 def revert(model: nn.Module) -> nn.Module:

@@ -103,6 +103,11 @@ def fp8_block(folder: Path) -> None:
 
 
 @check
+def fp8_delayed_agrees_on_its_scale_without_an_amax_reduction_group(folder: Path) -> None:
+    compare(recipes.DelayedScaling(amax_history_len=2))
+
+
+@check
 def reshard_after_forward_off_is_the_same(folder: Path) -> None:
     whole, kept = model(HYBRID), model(HYBRID)
     shard(whole)

@@ -222,7 +222,7 @@ def delayed_scaling_takes_the_largest_amax_of_the_group(folder: Path) -> None:
 
 @check
 def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> None:
-    """core 72: without a reduction it raises; with it, a step has the bits of the whole tensor under the same scales."""
+    """core 72: without a reduction it raises; with it, a step has the bits of the whole tensor at equal scales."""
     x, weight, bias, dy = data()
     recipe = recipes.DelayedScaling(amax_history_len=2)
     for mode, given in (("column", piece(x)), ("row", piece(x, 1))):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
@@ -112,3 +113,26 @@ def test_evaluation_under_no_grad_compiles_whole() -> None:
     x = torch.randn(32, 64).bfloat16()
     with torch.no_grad():
         assert torch.equal(run(x), m(x))
+
+
+def test_a_compiled_checkpoint_under_delayed_scaling_equals_eager() -> None:
+    """The recompute inside a compiled backward uses the scale of its forward and records nothing."""
+    recipe = recipes.DelayedScaling(amax_history_len=8)
+    eager = duotone.convert(TwoLayers().bfloat16(), recipe)
+    compiled = copy.deepcopy(eager)
+
+    def checkpointed(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(m, x, use_reentrant=False)
+
+    run = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")
+    for step_number in range(1, 4):
+        x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
+        outcomes = []
+        for call, m in ((run, compiled), (checkpointed, eager)):
+            m.zero_grad()
+            with duotone.autocast(recipe=recipe):
+                y = call(m, x.clone().requires_grad_())
+            y.backward(dy)
+            outcomes.append([y, *(p.grad.clone() for p in m.parameters()), *(b.clone() for b in m.buffers())])
+        assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+        assert (compiled.up.duotone_forward.amax_history[:, 0] > 0).sum() == step_number

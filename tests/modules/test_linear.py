@@ -141,3 +141,27 @@ def test_seeds_of_a_model_that_was_built_on_the_meta_device_are_made_when_it_is_
     real = duotone.convert(nn.Sequential(nn.Linear(64, 32)), recipes.load("nvfp4"))
     m.to_empty(device="cpu")
     assert torch.equal(m[0].duotone_seed, real[0].duotone_seed)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block"])
+def test_quantized_parameters_of_an_fp32_model_run_under_torch_autocast(name) -> None:
+    recipe = recipes.load(name)
+    module = duotone.Linear(64, 32, recipe=recipe)
+    plain = duotone.Linear(64, 32, recipe=recipe)
+    plain.load_state_dict(module.state_dict())
+    duotone.convert_parameters(module, recipe)
+    with torch.no_grad():
+        plain.weight.copy_(module.weight.dequantize())
+        plain.duotone_seed.copy_(module.duotone_seed)
+    x, dy = torch.randn(16, 64), torch.randn(16, 32).bfloat16()
+    for m in (module, plain):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = m(x)
+        assert y.dtype == torch.bfloat16
+        y.backward(dy)
+    assert module.weight.grad.dtype == torch.float32 and torch.equal(module.weight.grad, plain.weight.grad)
+
+
+def test_what_is_no_tensor_is_one_line() -> None:
+    with pytest.raises(UserError, match="takes a tensor; got str"):
+        duotone.Linear(64, 32)("x")

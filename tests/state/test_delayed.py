@@ -614,3 +614,19 @@ def test_modules_do_not_outlive_their_use() -> None:
     other = model()
     other(x()).sum().backward()
     assert not PENDING.backward
+
+
+def test_what_a_failed_region_recorded_does_not_reach_later_scales() -> None:
+    """A batch that is skipped after an exception leaves scales and histories as they were."""
+    recipe = DelayedScaling(amax_history_len=4)
+    module = duotone.convert(nn.Sequential(nn.Linear(64, 64)), recipe, rules=())
+    twin = copy.deepcopy(module)
+    x = torch.randn(8, 64)
+    with pytest.raises(ZeroDivisionError), duotone.autocast(recipe=recipe):
+        module(x * 1e4)
+        raise ZeroDivisionError
+    for m in (module, twin):
+        with duotone.autocast(recipe=recipe):
+            m(x).sum().backward()
+    for got, want in zip(module.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(got, want)

@@ -1,14 +1,16 @@
 """convert_parameters: the weights of a whole model to other formats, or to high precision, or not at all."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
-from duotone.linear.plan import LinearPlan, ask_recipe, build_plan
+from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.modules import states
 from duotone.modules.parameters import quantized_parameter, replace
 from duotone.modules.planned import Planned
@@ -38,6 +40,7 @@ def convert_parameters(
     if not isinstance(recipe, Recipe):
         raise UserError(f"convert_parameters takes a recipe; got {type(recipe).__name__}")
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+    _refuse_parametrized(planned)
     given_masters = _masters(model, planned, masters or {})
     owners = _owners(model)
     made: dict[int, Conversion] = {}
@@ -48,6 +51,7 @@ def convert_parameters(
         given = ask_recipe(setting)
         plan = build_plan(setting, given)
         states.agreed_history(plan)
+        _check_evaluation(setting, plan.weight)
         plans.append((module, plan, given))
         before = made.get(id(weight))
         if before is None:
@@ -67,6 +71,19 @@ def convert_parameters(
         if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
             states.record(conversion.old.context, conversion.values)
     return model
+
+
+def _refuse_parametrized(planned: list[tuple[str, Planned]]) -> None:
+    for name, module in planned:
+        if is_parametrized(module, "weight"):  # type: ignore[arg-type]
+            raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
+
+
+def _check_evaluation(setting: Setting, weight: Quantizer) -> None:
+    """RecipeError unless the evaluation recipe can run on a weight that is held so."""
+    evaluation = setting.recipe.evaluation
+    if evaluation is not None:
+        build_plan(dataclasses.replace(setting, recipe=evaluation, weight_held=weight, input_grad=False))
 
 
 def _converted(name: str, module: Planned, plan: LinearPlan, master: Tensor | None, preserve: bool) -> Conversion:

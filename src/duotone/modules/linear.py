@@ -11,7 +11,7 @@ from duotone.linear import Layout, linear
 from duotone.linear.layout import LAYOUTS, WHOLE
 from duotone.modules import boundary, states
 from duotone.modules.parameters import quantized_parameter
-from duotone.modules.planned import Planned
+from duotone.modules.planned import Planned, holds_codes
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
 from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, STACK
@@ -36,12 +36,16 @@ class PlannedLinear(Planned):
         the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
         """
         weight, bias = self.weight, self.bias
+        if not isinstance(x, Tensor):
+            raise UserError(f"{self.module_name or 'Linear'} takes a tensor; got {type(x).__name__}")
+        dtype = weight.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if x.dtype is not weight.dtype or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+            x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+            weight = weight if holds_codes(weight) else weight.to(dtype)  # codes stand for values of any dtype
+        if x.dtype is not dtype or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
             raise UserError(
-                f"{self.module_name or 'Linear'} takes (..., {weight.shape[1]}) in {weight.dtype}; "
+                f"{self.module_name or 'Linear'} takes (..., {weight.shape[1]}) in {dtype}; "
                 f"got {tuple(x.shape)} in {x.dtype}: cast or reshape the input"
             )
         plan = self.plan_for(x, weight)

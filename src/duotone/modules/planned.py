@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from duotone.formats import IDENTITY
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
@@ -284,6 +285,13 @@ class Planned:
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.layout = self.layout
         return made
+
+
+def holds_codes(x: Tensor) -> bool:
+    """Whether every plane of a quantized tensor is codes, and none the values in a dtype of their own."""
+    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
+        return False
+    return all(plane is None or plane.format != IDENTITY for plane in x.planes)
 
 
 def held(x: Tensor) -> Quantizer | None:

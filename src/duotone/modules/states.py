@@ -29,7 +29,7 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
     alone = not group or not agreed_history(plan).reduce_amax
     if alone and any(shard is not None and any(made.delayed) for shard, made in sharded):
         raise RecipeError(
-            f"{name}: delayed scaling under sequence parallelism needs one scale on all ranks; leave reduce_amax on and "
+            f"{name}: delayed scaling under sequence parallelism needs one scale on all ranks; keep reduce_amax and "
             "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
         )
 

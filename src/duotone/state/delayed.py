@@ -89,6 +89,11 @@ class DelayedState(nn.Module):
         return scale[slot : slot + 1].clone()
 
     @torch.no_grad()
+    def forget_live(self) -> None:
+        """Drop what a step recorded that failed."""
+        self.amax_history[0].zero_()
+
+    @torch.no_grad()
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
         self.before, self.deferred = self.scale.clone(), False
@@ -178,6 +183,9 @@ class Pending:
     def end_of_region(self, *, failed: bool) -> None:
         finished, self.forward = self.forward, {}
         if failed:
+            for number in finished:
+                if number in _STATES:
+                    _STATES[number].forget_live()
             return
         for number in finished:
             finished[number] |= self.backward.pop(number, set())  # an optimizer's write, say: one roll for both
@@ -227,6 +235,8 @@ _LIBRARY.define(
 
 def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
     found = state_of(state)
+    if mode == RECORD and not backward and in_backward():
+        mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
     record = found.records(mode)
     PENDING.add(DelayedSlot(state, index, group, mode, backward), record)
     return found.scale_for(x, index, record, mode == RECOMPUTE)

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from duotone.comm import ShardContext
+from duotone.dispatch.stages import amax_of
 from duotone.errors import UsageError, UserError
 from duotone.formats import Format
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
 
 if TYPE_CHECKING:
@@ -92,7 +94,11 @@ class Writes(Tensor):
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
             row, col = (_KeptScale(p.parts["scale"]) if p and p.format.is_delayed else None for p in self.planes)
             slots = (row or col, col)
-        return QuantizeContext(given.shard or own.shard, slots, own.seed if given.seed is None else given.seed)
+        shard = given.shard or own.shard
+        if shard is not None:  # one scale for all shards: each records the largest amax of them
+            row, col = slots
+            slots = (row and _AgreedSlot(row, shard), col and _AgreedSlot(col, shard))
+        return QuantizeContext(shard, slots, own.seed if given.seed is None else given.seed)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -143,6 +149,16 @@ class Writes(Tensor):
         values = self.dequantize().clone()
         values[index] = plain(value)
         self.copy_(values)
+
+
+class _AgreedSlot:
+    """The slot of a shard: it meets the largest amax of all shards."""
+
+    def __init__(self, slot: Slot, shard: ShardContext) -> None:
+        self.slot, self.shard = slot, shard
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return self.slot.scale_for(self.shard.max(amax_of(x)).reshape(1, 1))
 
 
 class _KeptScale:
