@@ -39,8 +39,8 @@ class autocast:
 
     `enabled=False` means high precision, and with `calibrating=True` high precision that records the amaxes which
     delayed scaling under `recipe` needs. `recipe=None` means FP8 current scaling. `amax_reduction_group`, a process
-    group, is where delayed scaling takes its largest amaxes. Regions nest, the innermost decides, and hold for all threads
-    of the process; delayed scales of forward roll once, when the outermost region ends without an exception.
+    group, is where delayed scaling takes its largest amaxes. Regions nest, the innermost decides, and hold for all
+    threads of the process; delayed scales of forward roll once, when the outermost region ends without an exception.
     """
 
     def __init__(
