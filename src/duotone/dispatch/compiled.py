@@ -139,6 +139,7 @@ class CompiledStages(Stages):
 
     def rotate(self, x: Tensor) -> Tensor:
         order = "across" if x.stride(1) == 1 else "down"
+        x = x.to(torch.bfloat16)  # here, because torch 2.11 drops this rounding where it compiles it
         return _compile(hadamard.rotate, f"{order}_{_short(x.dtype)}")(x)
 
     def random_bytes(self, seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
