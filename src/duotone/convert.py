@@ -15,9 +15,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from duotone.errors import RecipeError, UserError
 from duotone.linear import Setting, build_plan
 from duotone.linear.plan import ask_recipe
-from duotone.modules.linear import Linear, PlannedLinear
-from duotone.modules.naming import sites_of
-from duotone.modules.planned import Planned, held
+from duotone.ops.linear import Linear, PlannedLinear
+from duotone.ops.naming import sites_of
+from duotone.ops.op import held
+from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match, unmatched

@@ -45,12 +45,12 @@ def test_everything_after_the_sizes_is_keyword_only() -> None:
 def test_a_plan_is_built_once_per_recipe_dtype_and_gradients() -> None:
     ours = duotone.Linear(32, 16, recipe=recipes.load("mxfp8"))
     x = torch.randn(8, 32)
-    first = ours.plan_for(x, ours.weight)
-    assert ours.plan_for(x.clone(), ours.weight) is first
+    first = ours.plan_for(x)
+    assert ours.plan_for(x.clone()) is first
     with torch.no_grad():
-        without = ours.plan_for(x, ours.weight)
+        without = ours.plan_for(x)
     assert without is not first and not without.weight_grad
-    assert ours.plan_for(x, ours.weight) is first
+    assert ours.plan_for(x) is first
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current", "fp8-block"])
@@ -96,9 +96,9 @@ def test_nan_and_infinity_stay_in_their_rows_of_the_output(name) -> None:
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.randn(4, 64, dtype=torch.float64), "got (4, 64) in torch.float64: cast or reshape the input"),
-        (torch.randn(4, 64), "got (4, 64) in torch.float32"),
-        (torch.randn(4, 63).bfloat16(), "takes (..., 64) in torch.bfloat16; got (4, 63)"),
+        (torch.randn(4, 64, dtype=torch.float64), "got (..., 64) in torch.float64: cast or reshape the input"),
+        (torch.randn(4, 64), "got (..., 64) in torch.float32"),
+        (torch.randn(4, 63).bfloat16(), "takes (..., 64) in torch.bfloat16; got (..., 63)"),
         (torch.tensor(1.0).bfloat16(), "got () in torch.bfloat16"),
         (torch.ones(4, 64, dtype=torch.int64), "torch.int64"),
     ],
@@ -163,5 +163,5 @@ def test_quantized_parameters_of_an_fp32_model_run_under_torch_autocast(name) ->
 
 
 def test_what_is_no_tensor_is_one_line() -> None:
-    with pytest.raises(UserError, match="takes a tensor; got str"):
+    with pytest.raises(UserError, match="takes a tensor .*; got str"):
         duotone.Linear(64, 32)("x")

@@ -554,7 +554,7 @@ def census() -> int:
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda r: r.name)
 def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
-    from duotone.modules import traced
+    from duotone.ops import traced
     from duotone.state import delayed
 
     m, x, dy = quantized(recipe), torch.randn(4, K).bfloat16(), torch.randn(4, N).bfloat16()
@@ -565,7 +565,7 @@ def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe
         m(x)
         evaluate(m, x, torch.no_grad)
         evaluate(m, x, torch.inference_mode)
-        return census(), len(m._plans), len(traced._MODULES), len(delayed._STATES)
+        return census(), len(m._stages), len(traced._MODULES), len(delayed._STATES)
 
     counted()
     before = counted()
@@ -579,7 +579,7 @@ def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe
 
 def test_changing_roles_for_ever_leaks_no_registration() -> None:
     """Issue 3, numbers: each change gives the module a new number."""
-    from duotone.modules import traced
+    from duotone.ops import traced
 
     gc.collect()
     m = duotone.Linear(K, N)

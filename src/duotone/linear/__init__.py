@@ -1,6 +1,6 @@
 """The plan of a linear and the one forward and backward that follow it."""
 
-from duotone.linear.core import linear as linear
+from duotone.linear.core import LinearStage as LinearStage
 from duotone.linear.layout import Layout as Layout
 from duotone.linear.plan import GemmPlan as GemmPlan
 from duotone.linear.plan import LinearPlan as LinearPlan

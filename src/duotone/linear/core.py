@@ -7,68 +7,147 @@
 Every operand is a plane with its contraction last, in the format that the plan names.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from duotone.linear.operand import Operand
 from duotone.linear.plan import LinearPlan
-from duotone.tensor.saving import pack, unpack
+from duotone.linear.sink import GRADIENT, Sink
+from duotone.linear.stage import Kept, Stage
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Plane, Planes
 
 
-class LinearFunction(torch.autograd.Function):
-    """x (M, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (M, N) in x's dtype."""
+@dataclass(frozen=True, eq=False)
+class LinearStage(Stage):
+    """x (*lead, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (*lead, N) in x's dtype.
+
+    `weight_from` says where the planes of the weight come from, `sink` where its gradient goes. `seed` is needed where
+    the plan rounds stochastically.
+    """
+
+    plan: LinearPlan
+    weight_from: Operand
+    sink: Sink = GRADIENT
+    arity = (3,)
 
     @staticmethod
-    def forward(
-        ctx: Any, plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
-    ) -> Tensor:
-        layout, seeds = plan.layout, plan.streams(seed)
-        x_context, w_context = plan.input_context.with_seed(seeds[0]), plan.weight_context.with_seed(seeds[1])
-        x_planes = plan.input_from.planes(x, plan.input, plan.input_usage, x_context)
-        w_planes = plan.weight_from.planes(weight, plan.weight, plan.weight_usage, w_context)
+    def of(plan: LinearPlan) -> "LinearStage":
+        return LinearStage(plan, plan.weight_from)
+
+    @property
+    def rolls_forward_alone(self) -> bool:
+        return self.plan.rolls_forward_alone
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        flat = as_matrix(x)
+        return self.multiply(flat, self.encode_input(flat, operands[2]), x, *operands)
+
+    def encode_input(self, x: Tensor, seed: Tensor | None) -> Planes:
+        """The planes of x (M, K) that forward multiplies and backward keeps."""
+        plan = self.plan
+        return plan.input_from.planes(
+            x, plan.input, plan.input_usage, plan.input_context.with_seed(plan.streams(seed)[0])
+        )
+
+    def multiply(
+        self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Kept]:
+        """The output, with the leading dimensions of `like`, and what backward needs, from the planes of the input.
+
+        `flat` is the input (M, K), which only a plan that goes back to the original looks at.
+        """
+        plan, layout = self.plan, self.plan.layout
+        context = plan.weight_context.with_seed(plan.streams(seed)[1])
+        w_planes = self.weight_from.planes(weight, plan.weight, plan.weight_usage, context)
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
         row = layout.gather_input(x_planes.rowwise, 0)
-        y = plan.fprop.rule.run(row, w_planes.rowwise, x.dtype, layout.bias_in_product(bias))
+        y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))
         y = layout.reduce_output(y, bias)
-        kept_x = plan.source.keep(x, x_planes) if plan.weight_grad else None
+        kept_x = plan.input_source.keep(flat, x_planes) if plan.weight_grad else None
         kept_w = plan.source.keep(weight, w_planes) if plan.input_grad else None
-        ctx.plan = plan
-        ctx.kept, tensors = pack(kept_x, kept_w)
-        # Not among the saved tensors: a recomputed forward must not replace the seed of the first one.
-        ctx.seed = seeds[2]
-        ctx.save_for_backward(*tensors)
-        return y
+        # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
+        return with_lead(y, like), (kept_x, kept_w, (seed,))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        dy = gradients[0]
-        plan: LinearPlan = ctx.plan
-        layout, source = plan.layout, plan.source
-        kept_x, kept_w = unpack(ctx.kept, ctx.saved_tensors)
-        dy_planes = plan.grad_output.encode(dy, plan.grad_usage, plan.grad_context.with_seed(ctx.seed))
+    def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        flat = as_matrix(dy)
+        return self.differentiate(flat, self.encode_gradient(flat, kept), dy, kept, needs)
+
+    def encode_gradient(self, dy: Tensor, kept: Kept) -> Planes:
+        """The planes of dy (M, N) that backward multiplies."""
+        plan = self.plan
+        context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
+        return plan.grad_output.encode(dy, plan.grad_usage, context)
+
+    def differentiate(
+        self, flat: Tensor, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy."""
+        plan, layout = self.plan, self.plan.layout
+        kept_x, kept_w, _ = kept
         dx = dw = db = None
         if kept_w is not None and dy_planes.rowwise is not None:
             row = layout.gather_grad(dy_planes.rowwise, 0)
-            dx = plan.dgrad.rule.run(row, source.restore(kept_w, dy.dtype), dy.dtype)
-            dx = layout.reduce_grad_input(dx)
+            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w, like.dtype, plan.weight), like.dtype)
+            dx = with_lead(layout.reduce_grad_input(dx), like)
         if kept_x is not None and dy_planes.columnwise is not None:
-            col = layout.gather_grad(dy_planes.columnwise, 1)
-            operand = source.restore(layout.gather_input(kept_x, source.token_dim), dy.dtype)
-            dw = plan.wgrad.rule.run(col, operand, dy.dtype)
-        if ctx.needs_input_grad[3]:
-            db = layout.reduce_grad_bias(dy.sum(0))
-        return None, dx, dw, db, None
+            dw = self.sink.take(WeightGradient(self, dy_planes.columnwise, kept), like)
+        if needs[2]:
+            db = layout.reduce_grad_bias(flat.sum(0))
+        return dx, dw, db, None
 
 
-def linear(plan: LinearPlan, x: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None) -> Tensor:
-    """x (*lead, K) -> (*lead, N), as the plan says. `seed` is needed where the plan rounds stochastically."""
+@dataclass(frozen=True, eq=False)
+class Calibrating(LinearStage):
+    """A linear that also records the amaxes which delayed scaling under the plan `recording` would."""
+
+    recording: LinearPlan | None = None
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        assert self.recording is not None
+        record(self.recording.input_context, x)
+        record(self.recording.weight_context, operands[0])
+        return super().forward(x, *operands)
+
+
+@dataclass(eq=False)
+class WeightGradient:
+    """The product dw = dy^T x, (N, K), not yet computed."""
+
+    stage: LinearStage
+    dy: Plane
+    kept: Kept
+
+    def compute(self, dtype: Any, operand_dtype: Any) -> Tensor:
+        plan, layout = self.stage.plan, self.stage.plan.layout
+        source, (kept_x, _, (seed,)) = plan.input_source, self.kept
+        col = layout.gather_grad(self.dy, 1)
+        context = plan.input_context.with_seed(plan.streams(seed)[0])
+        operand = source.restore(layout.gather_input(kept_x, source.token_dim), operand_dtype, plan.input, context)
+        return plan.wgrad.rule.run(col, operand, dtype)
+
+
+def record(context: QuantizeContext, x: Tensor) -> None:
+    """Record the amax of `x` in the delayed slots of a context."""
+    for slot in context.slots:
+        if slot is not None and x.numel():
+            slot.scale_for(x.detach().reshape(-1, x.shape[-1]))
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """(*lead, K) -> (M, K), also where it is empty."""
     if x.dim() == 2:
-        return LinearFunction.apply(plan, x, weight, bias, seed)  # type: ignore[no-any-return]
-    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.numel() // max(1, x.shape[-1]), x.shape[-1])
-    y: Tensor = LinearFunction.apply(plan, flat, weight, bias, seed)  # type: ignore[assignment]
-    if y.shape[0] == flat.shape[0]:
-        return y.view(*x.shape[:-1], weight.shape[0])
-    return y.view(-1, *x.shape[1:-1], weight.shape[0])  # sequence parallelism gathers or scatters the first dimension
+        return x
+    return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def with_lead(y: Tensor, like: Tensor) -> Tensor:
+    """(M, N) with the leading dimensions of `like`; sequence parallelism gathers or scatters the first of them."""
+    if like.dim() == 2:
+        return y
+    lead = like.shape[:-1]
+    if y.shape[0] == lead.numel():
+        return y.view(*lead, y.shape[-1])
+    return y.view(-1, *lead[1:], y.shape[-1])

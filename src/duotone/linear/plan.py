@@ -15,7 +15,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand
-from duotone.linear.source import SOURCES, Source
+from duotone.linear.source import REQUANTIZED, SOURCES, Source
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -49,6 +49,7 @@ class Setting:
     input_held: Quantizer | None = None
     output_role: QuantizerRole | None = None
     grad_input_role: QuantizerRole | None = None
+    save_original_input: bool = False
 
     def without_held(self) -> "Setting":
         """As if no operand were quantized yet."""
@@ -94,6 +95,7 @@ class LinearPlan:
     grad_output: Quantizer
     grad_input: Quantizer
     source: Source
+    input_source: Source
     input_from: Operand
     weight_from: Operand
     layout: Layout
@@ -136,12 +138,13 @@ class LinearPlan:
         x, w, dy = self.stochastic
         return seed if x else None, seed + int(x) if w else None, seed + int(x) + int(w) if dy else None
 
-    def with_slots(self, forward: str, backward: str, group: str, mode: int) -> "LinearPlan":
-        """The plan whose delayed directions use the module's states of these numbers."""
+    def with_slots(self, forward: str, backward: str, group: str, mode: int, member: int = 0) -> "LinearPlan":
+        """The plan whose delayed directions use the module's states of these numbers; `member` of its linears."""
 
         def slots(made: Quantizer, base: int, in_backward: bool) -> tuple[Slot | None, Slot | None]:
             row, col = made.delayed
             state, how = (backward, RECORD) if in_backward else (forward, mode)
+            base += member * (BACKWARD_SLOTS if in_backward else FORWARD_SLOTS)
             first = DelayedSlot(state, base, group, how, in_backward) if row else None
             return first, DelayedSlot(state, base + 1, group, how, in_backward) if col else None
 
@@ -171,7 +174,7 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
     made = dict(given or ask_recipe(setting))
     source = SOURCES[setting.recipe.backward_override]
     input_from, weight_from = _hold(setting, made)
-    if not source.needs_columnwise:
+    if not source.quantizes_gradient:
         made["grad_output"] = Quantizer()
     grad_output = made["grad_output"]
     operands = {
@@ -180,7 +183,8 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         "wgrad": (grad_output.columnwise, source.format(made["input"])),
     }
     gemms = {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
-    columnwise, backward = source.needs_columnwise, setting.input_grad or setting.weight_grad
+    input_source = _input_source(setting, source, made["input"])
+    backward = setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
     return LinearPlan(
         input=made["input"],
@@ -189,11 +193,12 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         grad_output=made["grad_output"],
         grad_input=made["grad_input"],
         source=source,
+        input_source=input_source,
         input_from=input_from,
         weight_from=weight_from,
         layout=setting.layout,
-        input_usage=Usage(True, columnwise and setting.weight_grad),
-        weight_usage=Usage(True, columnwise and setting.input_grad),
+        input_usage=Usage(True, input_source.needs_columnwise and setting.weight_grad),
+        weight_usage=Usage(True, source.needs_columnwise and setting.input_grad),
         grad_usage=Usage(setting.input_grad, setting.weight_grad),
         fprop=gemms["fprop"],
         dgrad=gemms["dgrad"],
@@ -205,6 +210,18 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         input_context=QuantizeContext(setting.layout.input_shard),
         grad_context=QuantizeContext(setting.layout.grad_shard),
     )
+
+
+def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:
+    """With `save_original_input`, backward encodes the input again, where that gives the bits that forward would."""
+    if not (setting.save_original_input and source.needs_columnwise) or setting.input_held is not None:
+        return source
+    if any(quantizer.delayed):
+        raise RecipeError(
+            f"save_original_input of {setting.name or 'a linear'}: a delayed scale moves between forward and backward; "
+            "give its input a format with a scale of its own, or leave the option off"
+        )
+    return REQUANTIZED
 
 
 def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from duotone.formats import IDENTITY, Format
 from duotone.linear.operand import original
-from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 
 class Source(Protocol):
     name: str
+    quantizes_gradient: bool
+    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
+
     needs_columnwise: bool
+    """Whether forward makes the columnwise plane."""
+
     token_dim: int
     """The dimension of a kept plane of the input that holds the rows of the activation."""
 
@@ -28,7 +34,7 @@ class Source(Protocol):
         """The plane to save, from the original (M, K) and forward's planes."""
         ...
 
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
         """The operand of the backward GEMM, contraction last."""
         ...
 
@@ -37,7 +43,7 @@ class ColumnwisePlane:
     """The columnwise plane that the recipe names."""
 
     name = "quantized"
-    needs_columnwise = True
+    quantizes_gradient = needs_columnwise = True
     token_dim = 1
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -47,7 +53,7 @@ class ColumnwisePlane:
         assert planes.columnwise is not None
         return planes.columnwise
 
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
         return plane
 
 
@@ -55,7 +61,7 @@ class Original:
     """The original tensor, in high precision."""
 
     name = "high_precision"
-    needs_columnwise = False
+    quantizes_gradient = needs_columnwise = False
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -64,7 +70,7 @@ class Original:
     def keep(self, x: Tensor, planes: Planes) -> Plane:
         return original(x, planes)
 
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
         return Plane.of(plane.dequantize(dtype).t())
 
 
@@ -72,7 +78,7 @@ class DequantizedRow:
     """The very plane that fprop multiplied, decoded in backward."""
 
     name = "dequantized"
-    needs_columnwise = False
+    quantizes_gradient = needs_columnwise = False
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -82,8 +88,28 @@ class DequantizedRow:
         assert planes.rowwise is not None
         return planes.rowwise
 
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
         return Plane.of(plane.dequantize(dtype).t())
+
+
+class Requantized:
+    """The original input, of which backward encodes the columnwise plane (`save_original_input`)."""
+
+    name = "requantized"
+    quantizes_gradient = True
+    needs_columnwise = False
+    token_dim = 0
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return quantizer.columnwise or IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes) -> Plane:
+        return original(x, planes)
+
+    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
+        made = quantizer.encode(plane.dequantize(dtype), Usage(False, True), ctx).columnwise
+        assert made is not None
+        return made
 
 
 SOURCES: dict[str | None, Source] = {
@@ -91,3 +117,5 @@ SOURCES: dict[str | None, Source] = {
     "high_precision": Original(),
     "dequantized": DequantizedRow(),
 }
+
+REQUANTIZED = Requantized()

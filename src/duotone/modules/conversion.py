@@ -10,10 +10,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
+from duotone.linear.core import record
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
-from duotone.modules import states
-from duotone.modules.parameters import quantized_parameter, replace
-from duotone.modules.planned import Planned
+from duotone.ops import states
+from duotone.ops.parameters import quantized_parameter, replace
+from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 
@@ -69,7 +70,7 @@ def convert_parameters(
         module.prepare(recipe)
     for conversion in made.values():
         if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
-            states.record(conversion.old.context, conversion.values)
+            record(conversion.old.context, conversion.values)
     return model
 
 

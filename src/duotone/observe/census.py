@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from duotone.linear.plan import LinearPlan
-from duotone.modules.linear import PlannedLinear
 from duotone.observe.storages import sizes, storages
+from duotone.ops.linear import PlannedLinear
 
 OUTSIDE = "(outside)"
 """The owner of what is saved outside of any call of a module, such as by the loss."""
@@ -115,7 +115,7 @@ class Census:
             x = _tensors(given)[0]
             if torch.is_autocast_enabled(x.device.type):
                 x = x.to(torch.get_autocast_dtype(x.device.type))
-            call.plan = module.plan_for(x, module.weight)
+            call.plan = module.plan_for(x)
             call.operand = (x.shape, x.dtype, x.device)
 
     def _note_leaves(self, tensors: Iterable[Tensor]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from duotone.modules.planned import held
 from duotone.observe.census import Call, Census
 from duotone.observe.workspace import linear_workspace
+from duotone.ops.planned import held
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from duotone.linear import linear
+from duotone.linear import LinearStage
 from duotone.linear.plan import LinearPlan
 from duotone.observe.storages import LiveStorages
+from duotone.ops.pipeline import PipelineFunction
 from duotone.tensor import QuantizedTensor
 
 Operand = tuple[torch.Size, torch.dtype, torch.device]
@@ -22,6 +23,7 @@ def linear_workspace(plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor 
     The first includes the output, the second its gradient and all gradients that the call makes.
     """
     shape, dtype, device = x
+    stages = (LinearStage.of(plan),)
     with FakeTensorMode():
         fake_x = torch.empty(shape, dtype=dtype, device=device, requires_grad=plan.input_grad)
         fake_w = _shell(weight, dtype).requires_grad_(plan.weight_grad)
@@ -30,7 +32,7 @@ def linear_workspace(plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor 
         held = [t for t in (fake_x, fake_w, fake_b, seed) if t is not None]
         with LiveStorages(held) as live:
             base = live.live
-            y = linear(plan, fake_x, fake_w, fake_b, seed)
+            y = PipelineFunction.apply(stages, stages, fake_x, fake_w, fake_b, seed)
             forward = live.peak - base
             if not y.requires_grad:
                 return forward, 0

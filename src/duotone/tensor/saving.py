@@ -10,37 +10,49 @@ from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import QuantizedTensor
 
 Shell = Any
-"""What a plane is besides its buffers: (format, shape, part names), or None for no plane."""
+"""What a kept thing is besides its buffers: a plane is (format, shape, part names), a tensor TENSOR."""
+
+TENSOR = "tensor"
 
 
-def pack(*planes: Plane | None) -> tuple[list[Shell], list[Tensor]]:
-    """Planes as shells and a flat list of their buffers."""
+def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
+    """Planes and tensors as shells and a flat list of buffers; None and tuples of one thing stay as they are."""
     shells: list[Shell] = []
     tensors: list[Tensor] = []
-    for plane in planes:
-        shells.append(None if plane is None else (plane.format, plane.shape, tuple(plane.parts)))
-        tensors.extend(() if plane is None else plane.parts.values())
+    for one in kept:
+        if isinstance(one, Plane):
+            shells.append((one.format, one.shape, tuple(one.parts)))
+            tensors.extend(one.parts.values())
+        elif isinstance(one, Tensor):
+            shells.append(TENSOR)
+            tensors.append(one)
+        else:
+            shells.append(one)
     return shells, tensors
 
 
-def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Plane | None]:
+def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Any]:
     """The inverse of `pack`; may be called again, for a second backward."""
-    remaining = iter(tensors)
-    planes: list[Plane | None] = []
+    at = 0
+    kept: list[Any] = []
     for shell in shells:
-        if shell is None:
-            planes.append(None)
-            continue
-        fmt, shape, names = shell
-        planes.append(Plane(fmt, {name: next(remaining) for name in names}, shape))
-    return planes
+        if shell is None or len(shell) == 1:
+            kept.append(shell)
+        elif shell is TENSOR:
+            kept.append(tensors[at])
+            at += 1
+        else:
+            fmt, shape, names = shell
+            kept.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
+            at += len(names)
+    return kept
 
 
 def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
     """Take the buffers out of `t`, rowwise first; it keeps only their description until `restore_from_saved`."""
     if "_shells" in vars(t):
         raise UsageError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
-    shells, tensors = pack(*t.planes)
+    shells, tensors = pack(t.planes)
     t._shells = shells  # type: ignore[attr-defined]
     t._rowwise = t._columnwise = None
     return tensors

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from duotone.linear.plan import LinearPlan
-from duotone.modules.planned import Planned
+from duotone.ops.planned import Planned
 from duotone.tensor.plane import Usage
 
 
@@ -18,7 +18,7 @@ def quantize_output(y: Tensor, plan: LinearPlan) -> Tensor:
 
 def quantize_gradient(x: Tensor, plan: LinearPlan) -> Tensor:
     """`x`, whose gradient comes quantized; under a backward override it stays as it is."""
-    return QuantizedGradient.apply(x, plan) if plan.source.needs_columnwise else x  # type: ignore[no-any-return]
+    return QuantizedGradient.apply(x, plan) if plan.source.quantizes_gradient else x  # type: ignore[no-any-return]
 
 
 class QuantizedGradient(Function):

@@ -8,28 +8,34 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from duotone.errors import UserError
 from duotone.formats import IDENTITY
+from duotone.linear.core import Calibrating, LinearStage, record
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
-from duotone.modules import states, traced
-from duotone.modules.parameters import demand, follow, moved
+from duotone.linear.stage import Stage
+from duotone.ops import states, traced
+from duotone.ops.op import Op, Signal, held, signal_of
+from duotone.ops.parameters import demand, follow, moved, quantized_parameter
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
-from duotone.state.autocast import Region, active_region
+from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, Region, active_region
 from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
+from duotone.state.parameters import CURRENT
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
+CACHES = ("_caches", "_queues", "_wgrad_hooks")
 UNNAMED = Site(named=False)
-LIVE = ("_plans", "_last", "_given", "_region")
+LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region")
 OWN = ("recipe", "rules", "module_name", "site", "layout", "_roles", "_number", "_saved", "_warned", *LIVE)
 """Attributes that `adopt` gives and `release` takes away."""
 
 
-class Planned:
+class Planned(Op):
     """`recipe` applies where no autocast encloses the call; `rules` go before any recipe.
 
     `module_name` is the full name in the model, `Layer_<n>` where nobody gave one; `site` is where rules find the
@@ -37,6 +43,7 @@ class Planned:
     """
 
     module_type: ClassVar[str]
+    fuse_wgrad_accumulation = delay_wgrad_compute = save_original_input = False
     weight: nn.Parameter
     training: bool
     recipe: Recipe
@@ -47,8 +54,10 @@ class Planned:
     _buffers: dict[str, Tensor | None]
     _parameters: dict[str, nn.Parameter | None]
     _modules: dict[str, nn.Module | None]
-    _plans: dict[Any, LinearPlan]
-    _last: tuple[Any, LinearPlan] | None
+    _stages: dict[Any, Stage]
+    _last: tuple[Any, Stage] | None
+    _variants: dict[Any, Stage]
+    """Stages whose weights are cached or whose gradients go elsewhere, by the stage as it was built."""
     _given: dict[str, dict[str, Quantizer]]
     _region: tuple[Region | None] | None
     """Where the newest forward that a backward may follow ran: recomputes do not look at the autocast stack."""
@@ -86,7 +95,7 @@ class Planned:
 
     def release(self) -> None:
         """Give up everything that `adopt` and plans added."""
-        for attribute in OWN:
+        for attribute in (*OWN, *CACHES):
             self.__dict__.pop(attribute, None)
         self._buffers.pop(seeds.BUFFER, None)
         states.drop(self)
@@ -98,7 +107,8 @@ class Planned:
 
     def forget_plans(self) -> None:
         """Build plans anew at the next call, in compiled code too: its constants go by the module's number."""
-        self._plans, self._last, self._given, self._region = {}, None, {}, None
+        self._stages, self._variants, self._rewritten, self._given = {}, {}, {}, {}
+        self._last = self._region = None
         self._register()
 
     def _register(self) -> None:
@@ -150,35 +160,55 @@ class Planned:
             *grads,
             site=self.site,
             layout=self.layout,
-            weight_held=held(self.weight),
+            weight_held=self.weight_held,
             input_held=input_held,
             output_role=self._roles[0],
             grad_input_role=self._roles[1],
+            save_original_input=self.save_original_input,
         )
 
-    def plan_for(self, x: Tensor, weight: Tensor) -> LinearPlan:
-        """The plan of a call; built once per recipe, dtype, device and pattern of gradients."""
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """The weight of each linear that this module is."""
+        return (self.weight,)
+
+    @property
+    def weight_held(self) -> Quantizer | None:
+        """The quantizer of weights that are quantized tensors."""
+        return held(self.weight)
+
+    def plan_for(self, x: Tensor) -> LinearPlan:
+        """The plan that a call with `x` would follow now."""
+        stage: Any = self.stage_for(signal_of(x))
+        return stage.plan
+
+    def stage_for(self, signal: Signal) -> Stage:
+        """The stage of a call; built once per recipe, dtype, device and pattern of gradients."""
         compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
         mode = USE if compiling else mode_now()
         region = active_region() if compiling else self._region_of_call(mode)
         recipe, group = (self.recipe, "") if region is None else (region.recipe, region.group)
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
-        grads = (tracked and x.requires_grad, tracked and weight.requires_grad)
+        weights = self.weights
+        grads = (tracked and signal.requires_grad, tracked and weights[0].requires_grad)
         if compiling:
-            where = (x.device.type, str(x.dtype), group)
+            where = (signal.device, str(signal.dtype), group)
             return getattr(traced.PLANS, traced.plan_name(self._number, recipe.key, *grads, tracked, *where))
-        key = (recipe.key, grads, mode, x.dtype, x.device.type, group, held(x), held(weight))
+        recorded = None
+        if region is not None and region.calibrating is not None and not in_backward():
+            recorded = region.calibrating
+        key = (recipe.key, grads, mode, signal.dtype, signal.device, group, signal.held, self.weight_held, recorded)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self.resolve(recipe, (x.device.type, x.dtype, grads, held(x)), group, mode)
-            self._plans[key] = plan
-        self._take_up(plan, mode)
-        self._last = (key, plan)
-        return plan
+        stage = self._stages.get(key)
+        if stage is None:
+            stage = self.resolve(recipe, (signal.device, signal.dtype, grads, signal.held), group, mode, recorded)
+            self._stages[key] = stage
+        self._take_up(stage, mode)
+        self._last = (key, stage)
+        return stage
 
     def _region_of_call(self, mode: int) -> Region | None:
         if in_backward() and self._region is not None:
@@ -188,20 +218,47 @@ class Planned:
             self._region = (region,)
         return region
 
-    def _take_up(self, plan: LinearPlan, mode: int) -> None:
+    def _take_up(self, stage: Any, mode: int) -> None:
         """What changes when calls switch to a plan: the states, and what is written into a quantized weight next."""
+        plan: LinearPlan = stage.plan
         if plan.is_delayed and mode != USE:
             states.states_for(self, plan)  # another recipe may have given the states other parameters since
-        if not isinstance(self.weight, QuantizedTensor):
+        for weight in self.weights:
+            if not isinstance(weight, QuantizedTensor):
+                return
+            if plan.weight_from is DEQUANTIZED and not self._warned:
+                self._warned = True
+                message = f"{self.module_name}: the weight is held quantized and computes here in high precision"
+                warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
+            if plan.weight_from is HELD:
+                demand(weight, plan.weight_usage, self.module_name)
+                if mode != USE:
+                    follow(weight, plan.weight)
+
+    def quantize_weights(self) -> None:
+        """Inside of `quantized_model_init`, keep planes of the weights only."""
+        construction = CURRENT.construction
+        if not construction.enabled:
             return
-        if plan.weight_from is DEQUANTIZED and not self._warned:
-            self._warned = True
-            message = f"{self.module_name}: the weight is held quantized and computes here in high precision"
-            warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=5)
-        if plan.weight_from is HELD:
-            demand(self.weight, plan.weight_usage, self.module_name)
-            if mode != USE:
-                follow(self.weight, plan.weight)
+        if "_split_names" in self.__dict__:
+            raise UserError(
+                f"{self.module_name}: parameters_split and quantized_model_init exclude each other; use one"
+            )
+        recipe = construction.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
+        quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight
+        self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
+        if quantizer.rowwise == quantizer.columnwise == IDENTITY:
+            return
+        keep = construction.preserve_high_precision_init_val
+        values = {id(weight): weight.detach() for weight in self.weights}
+        for name, weight in list(self.named_parameters(recurse=False)):  # type: ignore[attr-defined]
+            if id(weight) in values:
+                setattr(self, name, quantized_parameter(weight, quantizer, preserve=keep))
+        if any(quantizer.delayed):
+            self.prepare(recipe)
+            for weight, value in zip(self.weights, values.values(), strict=True):
+                assert isinstance(weight, QuantizedTensor)
+                record(weight.context, value)
 
     def plan_of(self, recipe: Recipe, device: str, dtype: torch.dtype, *call: Any) -> LinearPlan:
         """The plan under a recipe, whose factory is asked once per slot and never again."""
@@ -210,43 +267,44 @@ class Planned:
             self._given[recipe.key] = ask_recipe(setting)
         return build_plan(setting, self._given[recipe.key])
 
-    def resolve(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
-        """Build the plan of a call (device, dtype, grads, input held), with the states that delayed scaling needs."""
-        plan = self._bind(recipe, call, group, mode)
-        if plan.is_delayed:
-            states.require_reduction(self.module_name, plan, group)
-        return plan
+    def resolve(
+        self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE, recorded: Recipe | None = None
+    ) -> Stage:
+        """The stage of a call (device, dtype, grads, input held), with the states that delayed scaling needs.
 
-    def _bind(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> LinearPlan:
-        plan = self.plan_of(recipe, *call)
+        `recorded` is the recipe whose delayed scales the call calibrates.
+        """
+        plans = self._bind(recipe, call, group, mode)
+        if plans[0].is_delayed:
+            states.require_reduction(self.module_name, plans[0], group)
+        if recorded is None:
+            return self.make_stage([LinearStage.of(plan) for plan in plans])
+        calibrated = self._bind(recorded, (*call[:2], (False, False), None), group, RECORD)
+        if calibrated[0].is_delayed:
+            states.require_reduction(self.module_name, calibrated[0], group)
+        pairs = zip(plans, calibrated, strict=True)
+        return self.make_stage([Calibrating(plan, plan.weight_from, recording=other) for plan, other in pairs])
+
+    def make_stage(self, linears: list[LinearStage]) -> Stage:
+        """One stage out of the stages of this module's linears."""
+        return linears[0]
+
+    def _bind(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> list[LinearPlan]:
+        plan, members = self.plan_of(recipe, *call), range(len(self.weights))
         if mode == DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(plan.stochastic))
-        if plan.is_delayed:
-            numbers = states.states_for(self, plan)
-            plan = plan.with_slots(*numbers, group, mode)
-            if isinstance(self.weight, QuantizedTensor):
-                slots = plan.with_slots(*numbers, group, RECORD).weight_context.slots
-                self.weight.context = QuantizeContext(self.weight.context.shard, slots)
-        return plan
+        if not plan.is_delayed:
+            return [plan for _ in members]
+        numbers = states.states_for(self, plan)
+        for member, weight in enumerate(self.weights):
+            if isinstance(weight, QuantizedTensor):
+                slots = plan.with_slots(*numbers, group, RECORD, member).weight_context.slots
+                weight.context = QuantizeContext(weight.context.shard, slots)
+        return [plan.with_slots(*numbers, group, mode, member) for member in members]
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
         self._bind(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
-
-    def calibrate(self, region: Region, x: Tensor, weight: Tensor) -> None:
-        """Record the amaxes that delayed scaling under the region's calibrated recipe would; recomputes do not."""
-        assert region.calibrating is not None
-        if in_backward():
-            return
-        key = ("calibrating", region.calibrating.key, x.dtype, x.device.type, region.group, held(weight))
-        plan = self._plans.get(key)
-        if plan is None:
-            call = (x.device.type, x.dtype, (False, False), None)
-            self._plans[key] = plan = self.resolve(region.calibrating, call, region.group, RECORD)
-        if plan.is_delayed:
-            states.states_for(self, plan)
-            states.record(plan.input_context, x)
-            states.record(plan.weight_context, weight)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds are made for good."""
@@ -273,7 +331,17 @@ class Planned:
     def __getstate__(self) -> dict[str, Any]:
         # Plans name states of this process, and a group by its name could be another one elsewhere.
         unbound = type(self.layout)("", self.layout.sequence_parallel)
-        return {**self.__dict__, "_plans": {}, "_last": None, "_given": {}, "_region": None, "layout": unbound}
+        kept = {name: value for name, value in self.__dict__.items() if name not in CACHES}
+        return {
+            **kept,
+            "_stages": {},
+            "_variants": {},
+            "_rewritten": {},
+            "_last": None,
+            "_given": {},
+            "_region": None,
+            "layout": unbound,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_number": None})  # type: ignore[misc]
@@ -292,14 +360,3 @@ def holds_codes(x: Tensor) -> bool:
     if type(x) is Tensor or not isinstance(x, QuantizedTensor):
         return False
     return all(plane is None or plane.format != IDENTITY for plane in x.planes)
-
-
-def held(x: Tensor) -> Quantizer | None:
-    """The quantizer of a quantized tensor, in the formats that it really holds."""
-    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
-        return None
-    row, col = x.planes
-    made = x.quantizer
-    if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
-        return made
-    return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
-from duotone.state.delayed import USE, DelayedState, roll_after
+from duotone.state.delayed import USE, DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 
@@ -37,11 +37,11 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
 def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
     history = agreed_history(plan)
-    largest = {kind: _largest(made) for kind, made in plan.quantizers.items()}
+    largest, members = {kind: _largest(made) for kind, made in plan.quantizers.items()}, len(module.weights)
     forward = _state(module, FORWARD_STATE, history)
     backward = _state(module, BACKWARD_STATE, history)
-    forward.largest = [*largest["input"], *largest["weight"]]
-    backward.largest = [*largest["grad_output"]]
+    forward.largest = [*largest["input"], *largest["weight"]] * members
+    backward.largest = [*largest["grad_output"]] * members
     return forward.number, backward.number
 
 
@@ -49,7 +49,7 @@ def _state(module: Any, name: str, history: History) -> DelayedState:
     state = module._modules.get(name)
     if state is None:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
-            state = DelayedState(STATES[name], history, module.weight.device)
+            state = DelayedState(STATES[name] * len(module.weights), history, module.weight.device)
             saved = module._saved.pop(name, None)
             if saved is not None:
                 state.load_state_dict(saved)
@@ -75,24 +75,10 @@ def set_aside(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> dic
     return found
 
 
-def weight_context(module: Any, plan: LinearPlan) -> QuantizeContext:
-    """How to encode the weight with the scales that a state has already, recording nothing."""
+def weight_context(module: Any, plan: LinearPlan, member: int = 0) -> QuantizeContext:
+    """How to encode a weight with the scales that a state has already, recording nothing."""
     state = module._modules.get(FORWARD_STATE)
-    return plan.with_slots(state.number, "", "", USE).weight_context if state is not None else LOCAL
-
-
-def record(context: QuantizeContext, x: Tensor) -> None:
-    """Record the amax of `x` in the delayed slots of a context."""
-    for slot in context.slots:
-        if slot is not None and x.numel():
-            slot.scale_for(x.detach().reshape(-1, x.shape[-1]))
-
-
-def roll_with(y: Tensor, plan: LinearPlan) -> Tensor:
-    """The output `y`, whose backward rolls the forward states where no gradient is delayed and would say so itself."""
-    if plan.rolls_forward_alone and y.requires_grad and not torch.compiler.is_compiling():
-        y.register_hook(roll_after)
-    return y
+    return plan.with_slots(state.number, "", "", USE, member).weight_context if state is not None else LOCAL
 
 
 def _largest(made: Quantizer) -> list[float]:

@@ -1,4 +1,4 @@
-"""Plans of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
+"""Stages of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
 
 import itertools
 import weakref
@@ -6,13 +6,13 @@ from typing import Protocol
 
 import torch
 
-from duotone.linear.plan import LinearPlan
+from duotone.linear.stage import Stage
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.state.delayed import RECORD, USE
 
 
 class Resolver(Protocol):
-    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: int) -> LinearPlan: ...
+    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: int) -> Stage: ...
 
 
 _MODULES: "weakref.WeakValueDictionary[str, Resolver]" = weakref.WeakValueDictionary()
@@ -29,7 +29,7 @@ def register(module: Resolver, old: str | None = None) -> str:
 
 
 class TracedPlans:
-    """Plans of traced calls as attributes, by name: an object, because traces see its attributes as they are now."""
+    """Stages of traced calls as attributes, by name: an object, because traces see its attributes as they are now."""
 
 
 PLANS = TracedPlans()
@@ -38,7 +38,7 @@ PLANS = TracedPlans()
 def plan_name(
     module: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
 ) -> str:
-    """Build the plan of a traced call outside of the trace; the name under which `PLANS` holds it is a constant."""
+    """Build the stage of a traced call outside of the trace; the name under which `PLANS` holds it is a constant."""
     call = (device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad), None)
     parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
     name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot

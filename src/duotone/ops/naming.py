@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from duotone.modules.planned import Planned
+from duotone.ops.planned import Planned
 from duotone.recipes.roles import Site
 
 

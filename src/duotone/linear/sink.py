@@ -1,0 +1,80 @@
+"""Where a weight gradient goes: to autograd, into `main_grad`, or into a queue for later."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UsageError
+
+
+class Product(Protocol):
+    """A weight gradient that is not computed yet."""
+
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor: ...
+
+
+class Sink(Protocol):
+    def take(self, product: Product, dy: Tensor) -> Tensor | None:
+        """Compute the gradient now or keep it; what autograd is given for the weight."""
+        ...
+
+
+class ToAutograd:
+    """The gradient in the dtype of dy; autograd accumulates it."""
+
+    def take(self, product: Product, dy: Tensor) -> Tensor | None:
+        return product.compute(dy.dtype, dy.dtype)
+
+
+GRADIENT = ToAutograd()
+
+
+@dataclass(frozen=True, eq=False)
+class ToMainGrad:
+    """Added in the dtype of the weight's `main_grad` to it, or written over it; autograd gets None.
+
+    Where the weight has `grad_added_to_main_grad`, it becomes True and autograd gets zeros, so that its hooks fire.
+    """
+
+    weight: Callable[[], Tensor | None]
+    overwrite: bool = False
+
+    def take(self, product: Product, dy: Tensor) -> Tensor | None:
+        weight = self.weight()
+        if weight is None:
+            raise UsageError("the weight is gone before its gradient was added to main_grad; keep its module alive")
+        main = main_grad(weight)
+        gradient = product.compute(main.dtype, dy.dtype)
+        if self.overwrite or getattr(weight, "overwrite_main_grad", False):
+            main.copy_(gradient)
+        else:
+            main.add_(gradient)
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def main_grad(weight: Any) -> Tensor:
+    """The buffer that gradients of `weight` are added to. UsageError where there is none."""
+    found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+    if not isinstance(found, Tensor) or found.shape != weight.shape:
+        got = "none" if found is None else f"{tuple(getattr(found, 'shape', ()))}"
+        raise UsageError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {tuple(weight.shape)}; got {got}")
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """Kept until the module's `backward_dw` takes the oldest; autograd gets None."""
+
+    queue: deque[tuple[Product, Tensor, Sink]]
+    then: Sink = GRADIENT
+
+    def take(self, product: Product, dy: Tensor) -> Tensor | None:
+        self.queue.append((product, dy.new_empty(0), self.then))
+        return None

@@ -1,0 +1,51 @@
+"""A stage: one step of a layer as a forward and a backward over tensors, without parameters or state of its own.
+
+Modules and fusible ops are tuples of stages; `ops/pipeline.py` runs them in one autograd function.
+"""
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+Kept = tuple[Any, ...]
+"""What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace."""
+
+
+class Stage:
+    """One step. `arity` counts the operands (parameters, seeds, further inputs) of each basic stage that it stands for.
+
+    A fused stage stands for several, its `basics`, overrides `run` and `run_backward`, and keeps for each what that one
+    would keep, so that a backward without the fusion can follow.
+    """
+
+    arity: ClassVar[tuple[int, ...]] = (0,)
+    extra_outputs: ClassVar[int] = 0
+
+    @property
+    def basics(self) -> tuple["Stage", ...]:
+        return (self,)
+
+    @property
+    def rolls_forward_alone(self) -> bool:
+        """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
+        return False
+
+    def forward(self, x: Any, *operands: Any) -> tuple[Any, ...]:
+        """(y, kept, *extra outputs) of the input and the operands."""
+        raise NotImplementedError
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        """(dx, gradients of the operands...). `needs` says which of those autograd asks for, dx first."""
+        raise NotImplementedError
+
+    def run(self, x: Any, operands: list[tuple[Any, ...]]) -> tuple[Any, list[Kept], tuple[Tensor, ...]]:
+        """Forward over the operands of each basic stage: y, what each keeps, the extra outputs."""
+        y, kept, *extra = self.forward(x, *operands[0])
+        return y, [kept], tuple(extra)
+
+    def run_backward(
+        self, dy: Any, kept: list[Kept], needs: list[tuple[bool, ...]], extra: tuple[Tensor, ...]
+    ) -> tuple[Any, list[tuple[Tensor | None, ...]]]:
+        """Backward over what each basic stage kept: dx and the gradients of the operands of each."""
+        dx, *gradients = self.backward(dy, kept[0], needs[0], *extra)
+        return dx, [tuple(gradients)]

@@ -1,0 +1,173 @@
+"""Linear: nn.Linear whose three GEMMs follow a plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.core import LinearStage
+from duotone.linear.layout import Layout
+from duotone.linear.stage import Stage
+from duotone.ops import boundary, options
+from duotone.ops.initialising import initialise, keep_initialiser
+from duotone.ops.op import Signal, run, signal_of
+from duotone.ops.planned import Planned, holds_codes
+from duotone.ops.splitting import Splits, joined, split_parameters
+from duotone.recipes.recipe import Recipe
+from duotone.state import seeds
+from duotone.state.autocast import HIGH_PRECISION
+
+
+class PlannedLinear(Planned):
+    """What makes an nn.Linear follow plans. Mixed in before nn.Linear or a subclass without a forward of its own.
+
+    Parameters, their names and the state_dict stay nn.Linear's.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    module_type = "linear"
+    return_bias = False
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """(*lead, in_features) -> (*lead, out_features), with the bias, not added, where `return_bias` is set.
+
+        `is_first_microbatch` keeps the planes of the weight: True makes them, False takes those that are there.
+        `fp8_output` gives the output, `fp8_grad` the gradient of the input, as quantized tensors in the formats that
+        the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
+        """
+        if fp8_output or fp8_grad:
+            return self._with_boundary(x, is_first_microbatch, fp8_output, fp8_grad)
+        y = run((self,), x, (), is_first_microbatch, self.__dict__)
+        return (y, self.bias) if self.return_bias else y
+
+    def _with_boundary(self, x: Tensor, first: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
+        boundary.warn_without_role(self, fp8_output, fp8_grad)
+        self.link(signal_of(x), first)  # refuses a bad input before anything happens
+        plan = self.plan_for(x)
+        x = boundary.quantize_gradient(x, plan) if fp8_grad else x
+        y = run((self,), x, (), first, self.__dict__)
+        y = boundary.quantize_output(y, plan) if fp8_output else y
+        return (y, self.bias) if self.return_bias else y
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        weight = self.weight
+        if signal.width != weight.shape[1] or not self._may_take(signal):
+            raise UserError(
+                f"{self.module_name or 'Linear'} takes (..., {weight.shape[1]}) in {weight.dtype}; "
+                f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
+            )
+        stage = self.stage_for(signal)
+        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            stage = options.variant(self, stage, is_first_microbatch)
+        tracked = torch.is_grad_enabled() and (weight.requires_grad or self._bias_grad)
+        return stage, Signal(signal.device, signal.dtype, weight.shape[0], signal.requires_grad or tracked)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        weight, bias = self.weight, None if self.return_bias else self.bias
+        if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
+            weight = weight.to(signal.dtype)
+        if bias is not None and bias.dtype is not signal.dtype:
+            bias = bias.to(signal.dtype)
+        plan = stage.plan
+        return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
+
+    def make_variant(self, stage: Stage, first: bool | None) -> Stage:
+        assert isinstance(stage, LinearStage)
+        return options.linear_variant(self, stage, 0, first)
+
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weight anew at the next microbatch: for writes through `.data`, which leave no version."""
+        options.clear_caches(self)
+
+    def backward_dw(self) -> None:
+        """The oldest weight gradient that backward put off: computed, and added to `.grad` or `main_grad`."""
+        options.backward_dw(self)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after each `backward_dw`: autograd's own hooks on the weight do not fire for it."""
+        self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
+
+    @property
+    def _bias_grad(self) -> bool:
+        return self.bias is not None and self.bias.requires_grad and not self.return_bias
+
+    def _may_take(self, signal: Signal) -> bool:
+        return signal.dtype is self.weight.dtype or torch.is_autocast_enabled(signal.device)
+
+
+class Linear(PlannedLinear, nn.Linear):
+    """nn.Linear with a recipe. Arguments after the sizes are keyword-only; without a recipe, autocast alone quantizes.
+
+    `params_dtype` is torch's default dtype where None, `device` its default device; on "meta", `reset_parameters()`
+    after `to_empty` initialises. `init_method` fills the weight in place. `parameters_split` names the pieces of
+    out_features, equal ones or of these sizes, that become parameters `<name>_weight` of their own. `parallel_mode`
+    "column" splits out_features over the ranks of `tp_group`, "row" in_features; `sequence_parallel` keeps the
+    activations outside as shards of their rows. `return_bias` gives the bias beside the output instead of adding it.
+    `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`, `delay_wgrad_compute` leaves them to
+    `backward_dw`, `save_original_input` keeps the input itself for backward and encodes it there.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        parameters_split: Splits = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        name: str = "",
+        recipe: Recipe | None = None,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        layout = options.layout(parallel_mode, tp_group, sequence_parallel)
+        local_in, local_out = options.local_sizes(layout, in_features, out_features, tp_group)
+        keep_initialiser(self, init_method)
+        nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
+        self.return_bias = return_bias and bias
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.layout = layout
+        self.adopt(recipe or HIGH_PRECISION, (), name)
+        split_parameters(self, parameters_split)
+        self.quantize_weights()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew, as at construction; a quantized weight is written in its formats."""
+        initialise(self, super().reset_parameters)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and "_split_names" in self.__dict__ and name not in self._parameters:
+            return joined(self, name)
+        return super().__getattr__(name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
+        self.layout: Layout = options.layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
+        self.forget_plans()
+
+
+class BasicLinear(Linear):
+    """A linear without a bias."""
+
+    def __init__(self, in_features: int, out_features: int, **given: Any) -> None:
+        if given.pop("bias", False):
+            raise UserError("BasicLinear has no bias; use Linear, or put ops.Bias behind it")
+        super().__init__(in_features, out_features, bias=False, **given)

@@ -1,0 +1,118 @@
+"""Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.linear.stage import Stage
+from duotone.ops.pipeline import PipelineFunction
+from duotone.ops.rules import RULES, rewrite
+from duotone.state.delayed import roll_after
+from duotone.tensor import QuantizedTensor, Quantizer
+
+
+class Signal(NamedTuple):
+    """What is known of a tensor between two ops before anything runs. `width` is its last dimension.
+
+    `held` is its quantizer where it comes quantized.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int
+    requires_grad: bool
+    held: Quantizer | None = None
+
+
+class Op:
+    """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
+
+    extra_inputs = 0
+    """How many further inputs a call takes."""
+
+    _rewritten: dict[Any, Any]
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
+        raise NotImplementedError
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The operands of the linked stage: parameters, seeds and the `extra` inputs of this call.
+
+        Asked when every op is linked: only here may a seed advance.
+        """
+        return ()
+
+    def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:
+        return run((self,), x, extra, is_first_microbatch, self.__dict__)
+
+
+def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]) -> Any:
+    """Link the ops and run them as one pipeline. `owner` is where rewritten tuples are remembered."""
+    signal = signal_of(x, owner.get("module_name", ""))
+    if signal.dtype is not x.dtype:
+        x = x.to(signal.dtype)
+    taken = sum(op.extra_inputs for op in ops)
+    if taken != len(extra):
+        raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
+    signals, stages = [signal], []
+    for op in ops:
+        stage, signal = op.link(signal, first)
+        stages.append(stage)
+        signals.append(signal)
+    operands: list[Any] = []
+    at = 0
+    for op, stage, before in zip(ops, stages, signals, strict=False):
+        operands += op.operands(stage, before, extra[at : at + op.extra_inputs])
+        at += op.extra_inputs
+    made = tuple(stages)
+    forward, backward = (made, made) if torch.compiler.is_compiling() else _rewritten(made, owner)
+    y = PipelineFunction.apply(forward, backward, x, *operands)
+    return _roll_with(y, made)
+
+
+def signal_of(x: Any, name: str = "") -> Signal:
+    """What the first op is told. UserError unless `x` is a tensor with a last dimension."""
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
+    device, dtype = x.device.type, x.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return Signal(device, dtype, x.shape[-1], torch.is_grad_enabled() and x.requires_grad, held(x))
+
+
+def held(x: Tensor) -> Quantizer | None:
+    """The quantizer of a quantized tensor, in the formats that it really holds."""
+    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
+        return None
+    row, col = x.planes
+    made = x.quantizer
+    if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
+        return made
+    return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
+
+
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    cache = owner.setdefault("_rewritten", {})
+    key = (RULES.version, *stages)
+    found = cache.get(key)
+    if found is None:
+        found = cache[key] = rewrite(stages)
+    return found
+
+
+def _roll_with(y: Any, stages: tuple[Stage, ...]) -> Any:
+    """`y`, whose backward rolls forward's delayed scales where no gradient is delayed and would say so itself."""
+    if torch.compiler.is_compiling():
+        return y
+    for stage in stages:
+        if stage.rolls_forward_alone:
+            first = y[0] if isinstance(y, tuple) else y
+            if first.requires_grad:
+                first.register_hook(roll_after)
+            break
+    return y

@@ -1,0 +1,109 @@
+"""What a module may ask of its weights beside the plan: cached planes, and gradients that go elsewhere."""
+
+import weakref
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from duotone.errors import UsageError, UserError
+from duotone.linear.cache import WeightCache
+from duotone.linear.core import LinearStage
+from duotone.linear.layout import LAYOUTS, WHOLE, Layout
+from duotone.linear.operand import ENCODED
+from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
+from duotone.linear.stage import Stage
+
+
+def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
+    """The stage with this module's caches and sinks; UsageError where a `main_grad` that it needs is missing."""
+    if module.fuse_wgrad_accumulation and module.weights[0].requires_grad:
+        for weight in module.weights:
+            main_grad(weight)
+    made = module._variants.get((stage, first))
+    if made is None:
+        made = module._variants[stage, first] = module.make_variant(stage, first)
+    return made
+
+
+def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None) -> LinearStage:
+    """The stage of the module's `member`-th linear."""
+    weight_from = stage.weight_from
+    if first is not None and weight_from is ENCODED:
+        cache = _cache(module, member)
+        weight_from = cache.refreshed if first else cache.reused
+    return replace(stage, weight_from=weight_from, sink=_sink(module, member, first))
+
+
+def clear_caches(module: Any) -> None:
+    for cache in module.__dict__.get("_caches", {}).values():
+        cache.clear()
+
+
+def backward_dw(module: Any) -> None:
+    """Compute the oldest gradient of each weight that a backward put off."""
+    queues = module.__dict__.get("_queues", {})
+    if not module.delay_wgrad_compute:
+        return
+    if not any(queues.values()):
+        raise UsageError(f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward")
+    for member, queue in queues.items():
+        if queue:
+            product, like, then = queue.popleft()
+            weight = module.weights[member]
+            gradient = then.take(product, like)
+            if gradient is not None and then is GRADIENT:
+                gradient = gradient.to(weight.dtype)
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    for hook in module.__dict__.get("_wgrad_hooks", ()):
+        hook()
+
+
+def _cache(module: Any, member: int) -> WeightCache:
+    caches = module.__dict__.setdefault("_caches", {})
+    if member not in caches:
+        caches[member] = WeightCache(_weight_of(module, member))
+    return caches[member]
+
+
+def _sink(module: Any, member: int, first: bool | None) -> Sink:
+    sink: Sink = GRADIENT
+    if module.fuse_wgrad_accumulation:
+        sink = ToMainGrad(_weight_of(module, member), overwrite=first is True)
+    if module.delay_wgrad_compute:
+        queue = module.__dict__.setdefault("_queues", {}).setdefault(member, deque())
+        module.weights[member].skip_backward_post_hook = True
+        sink = Deferred(queue, sink)
+    return sink
+
+
+def _weight_of(module: Any, member: int) -> Any:
+    owner = weakref.ref(module)
+
+    def weight() -> Tensor | None:
+        alive = owner()
+        return None if alive is None else alive.weights[member]
+
+    return weight
+
+
+def layout(mode: str | None, group: Any, sequence_parallel: bool) -> Layout:
+    """The layout of `parallel_mode` in a process group."""
+    if mode not in LAYOUTS:
+        raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
+    if mode is None and sequence_parallel:
+        raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
+    if mode is not None and group is None:
+        raise UserError(f"parallel_mode {mode!r} needs a tp_group; pass the process group of the tensor-parallel ranks")
+    return LAYOUTS[mode](group.group_name, sequence_parallel) if mode else WHOLE
+
+
+def local_sizes(chosen: Layout, in_features: int, out_features: int, group: Any) -> tuple[int, int]:
+    """What this rank holds of in_features and out_features."""
+    size = 1 if group is None else group.size()
+    whole = {"column": out_features, "row": in_features}.get(chosen.mode or "", size)
+    if whole % size:
+        raise UserError(f"parallel_mode {chosen.mode!r} cannot split {whole} features over {size} ranks")
+    local_in = in_features // size if chosen.mode == "row" else in_features
+    return local_in, out_features // size if chosen.mode == "column" else out_features

@@ -1,0 +1,70 @@
+"""parameters_split: pieces of one weight as parameters of their own that stay views of one buffer."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+
+Splits = Sequence[str] | Mapping[str, int] | None
+
+
+def split_sizes(splits: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
+    """Rows of each piece by name. UserError unless they sum to out_features."""
+    if isinstance(splits, Mapping):
+        sizes = dict(splits)
+    else:
+        sizes = {name: out_features // len(splits) for name in splits}
+    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) <= 0:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
+        raise UserError(f"parameters_split gives {given}, which must be positive and sum to {out_features}")
+    return sizes
+
+
+def split_parameters(module: Any, splits: Splits) -> None:
+    """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory."""
+    if splits is None:
+        return
+    sizes = split_sizes(splits, module.weight.shape[0])
+    for kind in ("weight", "bias"):
+        whole = module._parameters.pop(kind)
+        if whole is None:
+            module._parameters[kind] = None
+            continue
+        for name, piece in zip(sizes, whole.detach().split(list(sizes.values())), strict=True):
+            module.register_parameter(f"{name}_{kind}", nn.Parameter(piece, requires_grad=whole.requires_grad))
+    module.__dict__["_split_names"] = tuple(sizes)
+
+
+def joined(module: Any, kind: str) -> Tensor:
+    """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
+    pieces = [module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"]]
+    return Joined.apply(*pieces)  # type: ignore[no-any-return]
+
+
+class Joined(torch.autograd.Function):
+    """Pieces (n_i, *rest) -> (sum n_i, *rest)."""
+
+    @staticmethod
+    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
+        ctx.sizes = [piece.shape[0] for piece in pieces]
+        if not _adjacent(pieces):
+            return torch.cat(pieces)
+        first = pieces[0].detach()
+        shape = (sum(ctx.sizes), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), first.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].split(ctx.sizes)
+
+
+def _adjacent(pieces: Sequence[Tensor]) -> bool:
+    at, store = pieces[0].data_ptr(), pieces[0].untyped_storage().data_ptr()
+    for piece in pieces:
+        if not piece.is_contiguous() or piece.data_ptr() != at or piece.untyped_storage().data_ptr() != store:
+            return False
+        at += piece.numel() * piece.element_size()
+    return True
