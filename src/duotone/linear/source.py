@@ -23,6 +23,9 @@ class Source(Protocol):
     needs_columnwise: bool
     """Whether forward makes the columnwise plane."""
 
+    keeps_original: bool
+    """Whether what is kept is the tensor itself and not a plane of it."""
+
     token_dim: int
     """The dimension of a kept plane of the input that holds the rows of the activation."""
 
@@ -44,6 +47,7 @@ class ColumnwisePlane:
 
     name = "quantized"
     quantizes_gradient = needs_columnwise = True
+    keeps_original = False
     token_dim = 1
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -62,6 +66,7 @@ class Original:
 
     name = "high_precision"
     quantizes_gradient = needs_columnwise = False
+    keeps_original = True
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -78,7 +83,7 @@ class DequantizedRow:
     """The very plane that fprop multiplied, decoded in backward."""
 
     name = "dequantized"
-    quantizes_gradient = needs_columnwise = False
+    quantizes_gradient = needs_columnwise = keeps_original = False
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -96,7 +101,7 @@ class Requantized:
     """The original input, of which backward encodes the columnwise plane (`save_original_input`)."""
 
     name = "requantized"
-    quantizes_gradient = True
+    quantizes_gradient = keeps_original = True
     needs_columnwise = False
     token_dim = 0
 

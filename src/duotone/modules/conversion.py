@@ -1,7 +1,8 @@
 """convert_parameters: the weights of a whole model to other formats, or to high precision, or not at all."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,10 @@ from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.ops import states
 from duotone.ops.parameters import quantized_parameter, replace
 from duotone.ops.planned import Planned
+from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe
 from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.context import QuantizeContext
 
 
 @dataclass
@@ -42,26 +45,10 @@ def convert_parameters(
         raise UserError(f"convert_parameters takes a recipe; got {type(recipe).__name__}")
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
     _refuse_parametrized(planned)
-    given_masters = _masters(model, planned, masters or {})
-    owners = _owners(model)
-    made: dict[int, Conversion] = {}
-    plans: list[tuple[Planned, LinearPlan, dict[str, Quantizer]]] = []
-    for name, module in planned:
-        weight = module.weight
-        setting = module.setting(recipe, weight.device.type, weight.dtype).without_held()
-        given = ask_recipe(setting)
-        plan = build_plan(setting, given)
-        states.agreed_history(plan)
-        _check_evaluation(setting, plan.weight)
-        plans.append((module, plan, given))
-        before = made.get(id(weight))
-        if before is None:
-            _refuse_foreign_tie(name, plan.weight, owners[id(weight)] - sum(m.weight is weight for _, m in planned))
-            made[id(weight)] = _converted(name, module, plan, given_masters.get(id(weight)), preserve)
-        elif before.quantizer != plan.weight:
-            raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
+    plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]
+    made = _conversions(model, plans, masters or {}, preserve)
     _publish(list(made.values()))
-    for module, plan, given in plans:
+    for _, module, plan, given in plans:
         module.recipe = recipe
         if not plan.is_delayed:
             states.drop(module)
@@ -74,10 +61,45 @@ def convert_parameters(
     return model
 
 
+Plans = Sequence[tuple[str, Planned, LinearPlan, dict[str, Quantizer]]]
+
+
+def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, Quantizer]]:
+    """The plan as if no weight were held, and what the recipe gave the slots."""
+    setting = module.setting(recipe, module.weight.device.type, module.weight.dtype).without_held()
+    given = ask_recipe(setting)
+    plan = build_plan(setting, given)
+    states.agreed_history(plan)
+    _check_evaluation(setting, plan.weight)
+    return plan, given
+
+
+def _conversions(
+    model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], preserve: bool
+) -> dict[int, Conversion]:
+    """What becomes of each weight, by the identity of the parameter."""
+    holders = Counter(id(weight) for _, module, *_ in plans for weight in module.weight_parameters)
+    owners, given = _owners(model), _masters(model, set(holders), masters)
+    made: dict[int, Conversion] = {}
+    for name, module, plan, _ in plans:
+        for member, weight in enumerate(module.weight_parameters):
+            key = id(weight)
+            if key not in made:
+                _refuse_foreign_tie(name, plan.weight, owners[key] - holders[key])
+                ctx = states.weight_context(module, plan, member)
+                made[key] = _converted(name, weight, plan.weight, ctx, (given.get(key), preserve))
+                module.refuse_held(made[key].new)
+            elif made[key].quantizer != plan.weight:
+                raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
+    return made
+
+
 def _refuse_parametrized(planned: list[tuple[str, Planned]]) -> None:
     for name, module in planned:
         if is_parametrized(module, "weight"):  # type: ignore[arg-type]
             raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
+        if is_split(module):
+            raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
 
 
 def _check_evaluation(setting: Setting, weight: Quantizer) -> None:
@@ -87,8 +109,11 @@ def _check_evaluation(setting: Setting, weight: Quantizer) -> None:
         build_plan(dataclasses.replace(setting, recipe=evaluation, weight_held=weight, input_grad=False))
 
 
-def _converted(name: str, module: Planned, plan: LinearPlan, master: Tensor | None, preserve: bool) -> Conversion:
-    weight, quantizer = module.weight, plan.weight
+def _converted(
+    name: str, weight: nn.Parameter, quantizer: Quantizer, ctx: QuantizeContext, given: tuple[Tensor | None, bool]
+) -> Conversion:
+    """`given` is the master, and whether the values in high precision are to be kept."""
+    master, preserve = given
     if master is not None and master.shape != weight.shape:
         shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
         raise UserError(f"a master of shape {shapes}; give its own")
@@ -101,7 +126,6 @@ def _converted(name: str, module: Planned, plan: LinearPlan, master: Tensor | No
     if isinstance(values, QuantizedTensor):
         values = values.values(weight.dtype)
     if not _is_plain(quantizer):
-        ctx = states.weight_context(module, plan)
         values.requires_grad_(False)
         new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx)
     elif isinstance(weight, QuantizedTensor) or master is not None:
@@ -135,9 +159,8 @@ def _refuse_foreign_tie(name: str, quantizer: Quantizer, others: int) -> None:
         raise UserError(f"the weight of {name} is tied to a module that is not converted; keep it in high precision")
 
 
-def _masters(model: nn.Module, planned: list[tuple[str, Planned]], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
     """Masters by the identity of the weight. UserError where a name is no weight of a planned module."""
-    weights = {id(module.weight) for _, module in planned}
     names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
     unknown = sorted(set(masters) - set(names))
     if unknown:

@@ -14,7 +14,7 @@ from duotone.ops import boundary, options
 from duotone.ops.initialising import initialise, keep_initialiser
 from duotone.ops.op import Signal, run, signal_of
 from duotone.ops.planned import Planned, holds_codes
-from duotone.ops.splitting import Splits, joined, split_parameters
+from duotone.ops.splitting import Splits, is_split, joined, split_parameters
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
 from duotone.state.autocast import HIGH_PRECISION
@@ -61,7 +61,7 @@ class PlannedLinear(Planned):
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         weight = self.weight
-        if signal.width != weight.shape[1] or not self._may_take(signal):
+        if signal.width not in (None, weight.shape[1]) or not self._may_take(signal):
             raise UserError(
                 f"{self.module_name or 'Linear'} takes (..., {weight.shape[1]}) in {weight.dtype}; "
                 f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
@@ -70,7 +70,8 @@ class PlannedLinear(Planned):
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = options.variant(self, stage, is_first_microbatch)
         tracked = torch.is_grad_enabled() and (weight.requires_grad or self._bias_grad)
-        return stage, Signal(signal.device, signal.dtype, weight.shape[0], signal.requires_grad or tracked)
+        rows = None if self.layout.sequence_parallel else signal.rows
+        return stage, Signal(signal.device, signal.dtype, weight.shape[0], rows, signal.requires_grad or tracked)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         weight, bias = self.weight, None if self.return_bias else self.bias
@@ -154,7 +155,7 @@ class Linear(PlannedLinear, nn.Linear):
         initialise(self, super().reset_parameters)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("weight", "bias") and "_split_names" in self.__dict__ and name not in self._parameters:
+        if name in ("weight", "bias") and is_split(self) and name not in self._parameters:
             return joined(self, name)
         return super().__getattr__(name)
 

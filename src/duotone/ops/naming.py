@@ -2,20 +2,20 @@
 
 from torch import Tensor, nn
 
-from duotone.ops.planned import Planned
 from duotone.recipes.roles import Site
 
 
 def name_modules(root: nn.Module) -> nn.Module:
-    """Give every planned module below `root` its full name and place; returns `root`.
+    """Give every module below `root` that has roles its full name and place; returns `root`.
 
     `convert` does this by itself; models built from Duotone's modules call it once, so that rules by name or layer
     apply.
     """
     sites = sites_of(root)
     for name, module in root.named_modules():
-        if isinstance(module, Planned):
-            module.take_name(name or type(root).__name__, sites[name])
+        take = getattr(module, "take_name", None)
+        if callable(take):
+            take(name or type(root).__name__, sites[name])
     return root
 
 

@@ -15,14 +15,16 @@ from duotone.tensor import QuantizedTensor, Quantizer
 
 
 class Signal(NamedTuple):
-    """What is known of a tensor between two ops before anything runs. `width` is its last dimension.
+    """What is known of a tensor between two ops before anything runs.
 
-    `held` is its quantizer where it comes quantized.
+    `width` is its last dimension and `rows` the product of the others, None where that is not known; `held` is its
+    quantizer where it comes quantized.
     """
 
     device: str
     dtype: torch.dtype
-    width: int
+    width: int | None
+    rows: int | None
     requires_grad: bool
     held: Quantizer | None = None
 
@@ -82,7 +84,8 @@ def signal_of(x: Any, name: str = "") -> Signal:
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return Signal(device, dtype, x.shape[-1], torch.is_grad_enabled() and x.requires_grad, held(x))
+    tracked = torch.is_grad_enabled() and x.requires_grad
+    return Signal(device, dtype, x.shape[-1], x.shape[:-1].numel(), tracked, held(x))
 
 
 def held(x: Tensor) -> Quantizer | None:

@@ -50,8 +50,8 @@ class PipelineFunction(torch.autograd.Function):
             dx, found = stage.run_backward(dx, kept[first:last], asked, own)
             grads = found + grads
             last, extra = first, extra - stage.extra_outputs
-            if dx is None and not any(any(needs[i]) for i in range(last)) and not extra:
-                break
+            if not (ctx.needs_input_grad[2] or any(map(any, needs[:last]))):
+                break  # what is before saved nothing
         flat = [gradient for found in grads for gradient in found]
         missing = sum(arities[:last])
         return None, None, dx if last == 0 else None, *[None] * missing, *flat

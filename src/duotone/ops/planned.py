@@ -18,6 +18,7 @@ from duotone.linear.stage import Stage
 from duotone.ops import states, traced
 from duotone.ops.op import Op, Signal, held, signal_of
 from duotone.ops.parameters import demand, follow, moved, quantized_parameter
+from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
@@ -173,6 +174,11 @@ class Planned(Op):
         return (self.weight,)
 
     @property
+    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The parameters that hold the weights: one each, or one for all."""
+        return self.weights
+
+    @property
     def weight_held(self) -> Quantizer | None:
         """The quantizer of weights that are quantized tensors."""
         return held(self.weight)
@@ -240,7 +246,7 @@ class Planned(Op):
         construction = CURRENT.construction
         if not construction.enabled:
             return
-        if "_split_names" in self.__dict__:
+        if is_split(self):
             raise UserError(
                 f"{self.module_name}: parameters_split and quantized_model_init exclude each other; use one"
             )
@@ -250,15 +256,20 @@ class Planned(Op):
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
             return
         keep = construction.preserve_high_precision_init_val
-        values = {id(weight): weight.detach() for weight in self.weights}
+        old = {id(weight): weight.detach() for weight in self.weight_parameters}
         for name, weight in list(self.named_parameters(recurse=False)):  # type: ignore[attr-defined]
-            if id(weight) in values:
-                setattr(self, name, quantized_parameter(weight, quantizer, preserve=keep))
+            if id(weight) in old:
+                made = quantized_parameter(weight, quantizer, preserve=keep)
+                self.refuse_held(made)
+                setattr(self, name, made)
         if any(quantizer.delayed):
             self.prepare(recipe)
-            for weight, value in zip(self.weights, values.values(), strict=True):
+            for weight, value in zip(self.weight_parameters, old.values(), strict=True):
                 assert isinstance(weight, QuantizedTensor)
                 record(weight.context, value)
+
+    def refuse_held(self, weight: nn.Parameter) -> None:
+        """UserError where this module cannot hold the weight in those planes."""
 
     def plan_of(self, recipe: Recipe, device: str, dtype: torch.dtype, *call: Any) -> LinearPlan:
         """The plan under a recipe, whose factory is asked once per slot and never again."""

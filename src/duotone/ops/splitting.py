@@ -38,6 +38,11 @@ def split_parameters(module: Any, splits: Splits) -> None:
     module.__dict__["_split_names"] = tuple(sizes)
 
 
+def is_split(module: Any) -> bool:
+    """Whether the weight of a module is pieces."""
+    return "_split_names" in module.__dict__
+
+
 def joined(module: Any, kind: str) -> Tensor:
     """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
     pieces = [module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"]]

@@ -116,6 +116,11 @@ def _select(t: QuantizedTensor, dim: int, index: int) -> Tensor:
     return aten.select.int(unshared(t), dim, index) if piece is None else _view(piece, t.shape[1:])
 
 
+@_op(aten.unbind.int)
+def _unbind(t: QuantizedTensor, dim: int = 0) -> list[Tensor]:
+    return [_select(t, dim, index) for index in range(t.shape[dim])]
+
+
 @_op(aten.split.Tensor)
 def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
     extent = t.shape[dim]

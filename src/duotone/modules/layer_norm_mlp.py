@@ -1,0 +1,141 @@
+"""LayerNormMLP: norm, linear, activation and linear as one pipeline."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.ops.activation import ActivationOp
+from duotone.ops.basic import MakeExtraOutput
+from duotone.ops.linear import Linear
+from duotone.ops.norm import NormOp
+from duotone.ops.op import Op, run
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import QuantizerRole, Site
+
+
+class LayerNormMLP(nn.Module):
+    """fc2(activation(fc1(norm(x)))), x (*lead, hidden_size) -> the same shape.
+
+    `activation` is one of `duotone.ops.activation.ACTIVATIONS`; gated ones make fc1 twice as wide. `normalization` is
+    "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`; fc1 and fc2 are Linear
+    modules whose roles are named `<name>.fc1` and `<name>.fc2`. With `set_parallel_mode` fc1 is column- and fc2
+    row-parallel. Checkpoints that name `fc1_weight` instead of `fc1.weight` load too.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: Mapping[str, float] | None = None,
+        zero_centered_gamma: bool = False,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        name: str = "",
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = ActivationOp(activation, activation_params)
+        self.return_bias, self.return_layernorm_output = return_bias and bias, return_layernorm_output
+        self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
+        self._norm.make_parameters(hidden_size, params_dtype, device)
+        given: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "recipe": recipe,
+            "tp_group": tp_group if set_parallel_mode else None,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+        }
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        wide = ffn_hidden_size * (2 if self.activation.gated else 1)
+        names = [f"{name}.{part}" if name else part for part in ("fc1", "fc2")]
+        self.fc1 = Linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0], **given)
+        self.fc2 = Linear(
+            ffn_hidden_size,
+            hidden_size,
+            name=names[1],
+            init_method=output_layer_init_method or init_method,
+            parallel_mode=modes[1],
+            return_bias=return_bias,
+            **given,
+        )
+        self._wire(*names)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """What runs, in order."""
+        kept = (MakeExtraOutput(),) if self.return_layernorm_output else ()
+        return (self._norm, *kept, self.fc1, self.activation, self.fc2)
+
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
+        """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
+        made = run(self._ops, x, (), is_first_microbatch, self.__dict__)
+        y, *normalised = made if isinstance(made, tuple) else (made,)
+        bias = [self.fc2.bias] if self.return_bias else []
+        return (y, *bias, *normalised) if bias or normalised else y
+
+    def take_name(self, name: str, site: Site) -> None:
+        """The full name in the model: fc1 and fc2 are below it."""
+        self._wire(f"{name}.fc1", f"{name}.fc2")
+
+    def _wire(self, fc1: str, fc2: str) -> None:
+        """Tell the linears who consumes what lies between them."""
+        self._ops = self.ops
+        self.fc1.output_quantizer_role = QuantizerRole("linear", "input", fc2)
+        self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew, materialising them where they are on meta."""
+        if any(p.is_meta for p in self.parameters(recurse=False)):
+            self.to_empty(device=torch.get_default_device(), recurse=False)
+        self._norm.reset()
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on."""
+        self.fc1.set_tensor_parallel_group(tp_group)
+        self.fc2.set_tensor_parallel_group(tp_group)
+
+    def backward_dw(self) -> None:
+        """The oldest weight gradients that backward put off, of fc2 and of fc1."""
+        self.fc2.backward_dw()
+        self.fc1.backward_dw()
+
+    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
+        """Every quantizer slot with its role: the forward slots of fc1 and fc2, then the backward ones."""
+        slots = [(part, self.get_submodule(part).get_quantizer_roles()) for part in ("fc1", "fc2")]  # type: ignore
+        made = {}
+        for kinds in (("input", "weight", "output"), ("grad_output", "grad_input")):
+            for part, roles in slots:
+                made.update({f"{part}.{kind}": roles[kind] for kind in kinds})
+        return made
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for part in ("fc1", "fc2"):
+            for kind in ("weight", "bias"):
+                old, new = f"{prefix}{part}_{kind}", f"{prefix}{part}.{kind}"
+                if old in state_dict and new not in state_dict:
+                    state_dict[new] = state_dict.pop(old)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}

@@ -1,0 +1,35 @@
+"""Fusible ops: stages that one autograd function runs, and the modules that are one stage each."""
+
+from duotone.ops import handover as handover
+from duotone.ops.activation import GEGLU as GEGLU
+from duotone.ops.activation import GELU as GELU
+from duotone.ops.activation import GLU as GLU
+from duotone.ops.activation import QGEGLU as QGEGLU
+from duotone.ops.activation import QGELU as QGELU
+from duotone.ops.activation import ClampedSwiGLU as ClampedSwiGLU
+from duotone.ops.activation import ReGLU as ReGLU
+from duotone.ops.activation import ReLU as ReLU
+from duotone.ops.activation import SiLU as SiLU
+from duotone.ops.activation import SReGLU as SReGLU
+from duotone.ops.activation import SReLU as SReLU
+from duotone.ops.activation import SwiGLU as SwiGLU
+from duotone.ops.basic import AddExtraInput as AddExtraInput
+from duotone.ops.basic import Bias as Bias
+from duotone.ops.basic import ConstantScale as ConstantScale
+from duotone.ops.basic import Dropout as Dropout
+from duotone.ops.basic import Identity as Identity
+from duotone.ops.basic import MakeExtraOutput as MakeExtraOutput
+from duotone.ops.basic import Quantize as Quantize
+from duotone.ops.basic import Reshape as Reshape
+from duotone.ops.collective import AllGather as AllGather
+from duotone.ops.collective import AllReduce as AllReduce
+from duotone.ops.collective import ReduceScatter as ReduceScatter
+from duotone.ops.grouped import GroupedLinear as GroupedLinear
+from duotone.ops.linear import BasicLinear as BasicLinear
+from duotone.ops.linear import Linear as Linear
+from duotone.ops.norm import L2Normalization as L2Normalization
+from duotone.ops.norm import LayerNorm as LayerNorm
+from duotone.ops.norm import RMSNorm as RMSNorm
+from duotone.ops.rules import register_rule as register_rule
+from duotone.ops.rules import unregister_rule as unregister_rule
+from duotone.ops.sequential import Sequential as Sequential

@@ -1,0 +1,256 @@
+"""Small ops: bias, scale, dropout, reshape, further inputs and outputs, quantize."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import RecipeError, UserError
+from duotone.formats import IDENTITY
+from duotone.linear.core import as_matrix
+from duotone.linear.source import SOURCES
+from duotone.linear.stage import Kept, Stage
+from duotone.ops.op import Op, Signal
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import ANYWHERE, QuantizerRole
+from duotone.state.autocast import HIGH_PRECISION, active_recipe
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+
+class IdentityStage(Stage):
+    """x -> x."""
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x, ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return (dy,)
+
+
+class BiasStage(Stage):
+    """x (*lead, N), bias (N,) -> x + bias."""
+
+    arity = (1,)
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x + operands[0], ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return dy, as_matrix(dy).sum(0) if needs[1] else None
+
+
+@dataclass(frozen=True, eq=False)
+class ScaleStage(Stage):
+    """x -> x * scale."""
+
+    scale: float
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x * self.scale, ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return (dy * self.scale,)
+
+
+@dataclass(frozen=True, eq=False)
+class DropoutStage(Stage):
+    """Zeroes with probability p and divides the rest by 1 - p."""
+
+    p: float
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        y, mask = torch.native_dropout(x, self.p, True)
+        return y, (mask,)
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        return (torch.ops.aten.native_dropout_backward(dy, kept[0], scale),)
+
+
+@dataclass(frozen=True, eq=False)
+class ReshapeStage(Stage):
+    """x -> x.reshape(shape)."""
+
+    shape: tuple[int, ...]
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x.reshape(self.shape), ((x.shape,),)
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return (dy.reshape(kept[0][0]),)
+
+
+class AddStage(Stage):
+    """x, other of the same shape -> x + other."""
+
+    arity = (1,)
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        other = operands[0]
+        if other.shape != x.shape:
+            raise UserError(f"AddExtraInput adds tensors of one shape; got {tuple(x.shape)} and {tuple(other.shape)}")
+        return x + other, ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return dy, dy if needs[1] else None
+
+
+class ExtraOutputStage(Stage):
+    """x -> x, and x as a further output."""
+
+    extra_outputs: ClassVar[int] = 1
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x, (), x.view_as(x)
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return (dy + extra[0],)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeStage(Stage):
+    """x to a quantized tensor, and its gradient too, where there are quantizers for them."""
+
+    forward_to: Quantizer | None
+    backward_to: Quantizer | None
+    columnwise: bool
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return x if self.forward_to is None else self.forward_to.make(x, Usage(True, self.columnwise)), ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        return (dy if self.backward_to is None else self.backward_to.make(dy),)
+
+
+class BasicOp(Op, nn.Module):
+    """An op whose stage does not depend on the input."""
+
+    stage: Stage = IdentityStage()
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        return self.stage, signal._replace(held=None)
+
+
+class Identity(BasicOp):
+    """x -> x."""
+
+
+class Bias(BasicOp):
+    """Adds a vector of the last dimension's size."""
+
+    stage = BiasStage()
+
+    def __init__(self, size: int, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        if signal.width not in (None, self.bias.shape[0]):
+            raise UserError(f"Bias takes (..., {self.bias.shape[0]}); got (..., {signal.width}): reshape the input")
+        tracked = torch.is_grad_enabled() and self.bias.requires_grad
+        return self.stage, signal._replace(requires_grad=signal.requires_grad or tracked, held=None)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        return (self.bias if self.bias.dtype is signal.dtype else self.bias.to(signal.dtype),)
+
+
+class ConstantScale(BasicOp):
+    """Multiplies by a number."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.stage = ScaleStage(scale)
+
+
+class Dropout(BasicOp):
+    """torch's dropout; the identity in evaluation."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise UserError(f"dropout has probability {p}; give one from 0 to 1")
+        self.p = p
+        self._dropping = DropoutStage(p)
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        return self._dropping if self.training and self.p else self.stage, signal._replace(held=None)
+
+
+class Reshape(BasicOp):
+    """x.reshape(shape); one dimension may be -1."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = tuple(shape)
+        self.stage = ReshapeStage(self.shape)
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        width = self.shape[-1] if self.shape[-1] >= 0 else None
+        return self.stage, signal._replace(width=width, rows=None, held=None)
+
+
+class AddExtraInput(BasicOp):
+    """Adds a further input of the call."""
+
+    extra_inputs = 1
+    stage = AddStage()
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        return self.stage, signal._replace(requires_grad=torch.is_grad_enabled(), held=None)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        return extra
+
+
+class MakeExtraOutput(BasicOp):
+    """Gives its input as a further output of the call too."""
+
+    stage = ExtraOutputStage()
+
+
+INPUT, GRAD_OUTPUT = QuantizerRole("linear", "input"), QuantizerRole("linear", "grad_output")
+
+
+class Quantize(BasicOp):
+    """Quantizes its input, its gradient or both for the consumer whose roles are given; the identity without a recipe.
+
+    `recipe` applies where no autocast encloses the call. Under a backward override gradients stay as they are. Raises
+    RecipeError where the recipe gives a delayed format, whose scale belongs to the module that consumes the tensor.
+    """
+
+    def __init__(
+        self,
+        forward: bool = True,
+        backward: bool = False,
+        *,
+        role: QuantizerRole = INPUT,
+        grad_role: QuantizerRole = GRAD_OUTPUT,
+        recipe: Recipe = HIGH_PRECISION,
+    ) -> None:
+        super().__init__()
+        self.roles = (role if forward else None, grad_role if backward else None)
+        self.recipe = recipe
+        self._by_recipe: dict[Any, QuantizeStage] = {}
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        recipe = active_recipe() or self.recipe
+        key = (recipe.key, signal.requires_grad)
+        if key not in self._by_recipe:
+            forward, backward = (None if role is None else self._quantizer(recipe, role) for role in self.roles)
+            if not SOURCES[recipe.backward_override].quantizes_gradient:
+                backward = None
+            self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad)
+        stage = self._by_recipe[key]
+        return stage, signal if stage.forward_to is None else signal._replace(held=stage.forward_to)
+
+    def _quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
+        made = recipe.quantizer(role, ANYWHERE)
+        if any(made.delayed):
+            raise RecipeError(
+                f"ops.Quantize has no delayed scale for {role}; give that role a format without a history"
+            )
+        return None if made.rowwise == made.columnwise == IDENTITY else made

@@ -1,0 +1,246 @@
+"""GroupedLinear: the linears of a mixture's experts, each over its own rows of one input."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.core import LinearStage
+from duotone.linear.grouped import GroupedStage, host_splits
+from duotone.linear.stage import Stage
+from duotone.ops import options
+from duotone.ops.initialising import initialise, keep_initialiser
+from duotone.ops.op import Signal, held, run
+from duotone.ops.planned import Planned, holds_codes
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import QuantizerRole
+from duotone.state import seeds
+from duotone.state.autocast import HIGH_PRECISION
+from duotone.tensor import QuantizedTensor, Quantizer
+
+
+class PlannedGroup(Planned):
+    """`num_gemms` linears under one plan. `weights` and `biases` say where their parameters are."""
+
+    module_type = "grouped_linear"
+    extra_inputs = 1
+    num_gemms: int
+    return_bias = False
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        return (None,) * self.num_gemms
+
+    def whole_weights(self) -> Sequence[Tensor]:
+        """The weights as autograd sees them."""
+        return self.weights
+
+    @property
+    def weight_held(self) -> Quantizer | None:
+        weights = self.weights
+        first = held(weights[0])
+        for i, weight in enumerate(weights):
+            if held(weight) != first or weight.dtype is not weights[0].dtype:
+                formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
+                raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
+        return first
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        if signal.held is not None:
+            raise UserError(
+                f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
+            )
+        weights = self.weights
+        out, width = weights[0].shape
+        right = signal.dtype is weights[0].dtype or torch.is_autocast_enabled(signal.device)
+        if signal.width not in (None, width) or not right:
+            raise UserError(
+                f"{self.module_name} takes (..., {width}) in {weights[0].dtype}; "
+                f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
+            )
+        stage = self.stage_for(signal)
+        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            stage = options.variant(self, stage, is_first_microbatch)
+        trained = any(p is not None and p.requires_grad for p in (*weights, *self.biases))
+        tracked = torch.is_grad_enabled() and trained
+        return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        splits = host_splits(extra[0], self.num_gemms, signal.rows)
+        weights, biases = self.whole_weights(), (None,) * self.num_gemms if self.return_bias else self.biases
+        dtype = signal.dtype
+        weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
+        biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
+        count = stage.plan.seeds * self.num_gemms
+        seed = seeds.take(getattr(self, seeds.BUFFER), count) if count else None
+        return splits, seed, *weights, *biases
+
+    def make_stage(self, linears: list[LinearStage]) -> Stage:
+        return GroupedStage(tuple(linears))
+
+    def make_variant(self, stage: Stage, first: bool | None) -> Stage:
+        assert isinstance(stage, GroupedStage)
+        made = [options.linear_variant(self, one, i, first) for i, one in enumerate(stage.linears)]
+        return GroupedStage(tuple(made))
+
+    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
+        """Every quantizer slot with its role, `<slot>.<expert>`: forward slots of all experts, then backward ones."""
+        slots = super().get_quantizer_roles()
+        made: dict[str, QuantizerRole | None] = {}
+        for kinds in (("input", "weight", "output"), ("grad_output", "grad_input")):
+            made.update({f"{kind}.{i}": slots[kind] for i in range(self.num_gemms) for kind in kinds})
+        return made
+
+
+class GroupedLinear(PlannedGroup, nn.Module):
+    """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input, as `num_gemms` separate Linears would give it.
+
+    Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
+    in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
+    Other arguments are Linear's.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str = "",
+        recipe: Recipe | None = None,
+    ) -> None:
+        if num_gemms < 1:
+            raise UserError(f"num_gemms is {num_gemms}; give one or more")
+        if single_grouped_weight and (fuse_wgrad_accumulation or delay_wgrad_compute):
+            raise UserError("single_grouped_weight gives its gradient to autograd; keep separate weights for the rest")
+        super().__init__()
+        keep_initialiser(self, init_method)
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias and bias
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.save_original_input = save_original_input
+        given = {"dtype": params_dtype, "device": device}
+        self._add("weight", (out_features, in_features), single_grouped_weight, given)
+        if bias:
+            self._add("bias", (out_features,), single_grouped_bias, given)
+        self.reset_parameters()
+        self.adopt(recipe or HIGH_PRECISION, (), name)
+        self.quantize_weights()
+
+    def _add(self, kind: str, shape: tuple[int, ...], packed: bool, given: dict[str, Any]) -> None:
+        names = [kind] if packed else [f"{kind}{i}" for i in range(self.num_gemms)]
+        for name in names:
+            full = (self.num_gemms, *shape) if packed else shape
+            self.register_parameter(name, nn.Parameter(torch.empty(full, **given)))
+
+    def forward(self, x: Tensor, m_splits: Any, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore
+        """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
+
+        `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. With
+        `return_bias` the biases follow, not added.
+        """
+        y = run((self,), x, (m_splits,), is_first_microbatch, self.__dict__)
+        return (y, list(self.biases)) if self.return_bias else y
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        if not self.single_grouped_weight:
+            return tuple(self._parameters[f"weight{i}"] for i in range(self.num_gemms))  # type: ignore[misc]
+        with torch.no_grad():
+            members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
+        return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
+
+    def whole_weights(self) -> Sequence[Tensor]:
+        return self._parameters["weight"].unbind(0) if self.single_grouped_weight else self.weights  # type: ignore
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        if not self.use_bias:
+            return (None,) * self.num_gemms
+        if self.single_grouped_bias:
+            return tuple(self._parameters["bias"].unbind(0))  # type: ignore[union-attr]
+        return tuple(self._parameters[f"bias{i}"] for i in range(self.num_gemms))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and not self.__dict__.get("single_grouped_weight", True):
+            return self._parameters["weight0"]
+        return super().__getattr__(name)
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew as so many Linears; those on meta come to the default device first."""
+        initialise(self, self._default)
+
+    def _default(self) -> None:
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.weight,) if self.single_grouped_weight else self.weights
+
+    def refuse_held(self, weight: nn.Parameter) -> None:
+        if not self.single_grouped_weight or not isinstance(weight, QuantizedTensor):
+            return
+        for dim, plane in enumerate(weight.planes):
+            if plane is not None and (plane.spans(dim) or self.out_features % plane.format.alignment[dim]):
+                raise UserError(
+                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
+                    "use separate weights, or a format whose blocks divide out_features"
+                )
+
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        options.clear_caches(self)
+
+    def backward_dw(self) -> None:
+        """The oldest weight gradients that backward put off: computed, and added to `.grad` or `main_grad`."""
+        options.backward_dw(self)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after each `backward_dw`: autograd's own hooks on the weights do not fire for it."""
+        self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for kind, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            names = [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
+            whole = f"{prefix}{kind}"
+            if packed and all(name in state_dict for name in names):
+                state_dict[whole] = _packed(self._parameters[kind], [state_dict.pop(name) for name in names])
+            elif not packed and whole in state_dict and state_dict[whole].dim() > (2 if kind == "weight" else 1):
+                state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=False))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+@torch.no_grad()
+def _packed(like: Any, members: list[Tensor]) -> Tensor:
+    """One tensor of the members, quantized as `like` is; bytes of the same formats stay as they are."""
+    if not isinstance(like, QuantizedTensor):
+        return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
+    whole = like.detach().clone()
+    for piece, member in zip(whole.unbind(0), members, strict=True):
+        piece.copy_(member)
+    return whole
+
+
+def _formats(weight: Tensor) -> str:
+    found = held(weight)
+    if found is None:
+        return f"plain {weight.dtype}"
+    return "/".join(fmt.name if fmt else "none" for fmt in (found.rowwise, found.columnwise))

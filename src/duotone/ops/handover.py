@@ -1,0 +1,104 @@
+"""Hand-over: a norm or an activation gives the linear behind it planes, and takes its place in one fused stage.
+
+The values that are encoded are those that the producer would have written, rounded to its dtype, so results are the
+same bits; what is saved is the tensor in high precision between the two.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from duotone.formats import IDENTITY
+from duotone.linear.core import LinearStage, as_matrix
+from duotone.linear.operand import ENCODED
+from duotone.linear.stage import Kept, Stage
+from duotone.ops.activation import ActivationStage
+from duotone.ops.rules import Stages, register_rule, replace_pairs
+
+
+class Pair(Stage):
+    """Two stages as one."""
+
+    first: Stage
+    second: Stage
+
+    @property
+    def basics(self) -> tuple[Stage, ...]:
+        return self.first, self.second
+
+    @property
+    def arity(self) -> tuple[int, ...]:  # type: ignore[override]
+        return (*self.first.arity, *self.second.arity)
+
+    @property
+    def rolls_forward_alone(self) -> bool:
+        return self.second.rolls_forward_alone or self.first.rolls_forward_alone
+
+
+@dataclass(frozen=True, eq=False)
+class CastForward(Pair):
+    """A producer whose output only exists as the planes that the linear multiplies and keeps."""
+
+    first: Any
+    second: LinearStage
+
+    def run(self, x: Any, operands: list[tuple[Any, ...]]) -> tuple[Any, list[Kept], tuple[Tensor, ...]]:
+        values, kept = self.first.forward(x, *operands[0])
+        planes = self.second.encode_input(as_matrix(values), operands[1][2])
+        del values
+        y, kept_here = self.second.multiply(None, planes, x, *operands[1])
+        return y, [kept, kept_here], ()
+
+
+@dataclass(frozen=True, eq=False)
+class CastBackward(Pair):
+    """The gradient through an activation, cast at once for the linear before it."""
+
+    first: LinearStage
+    second: ActivationStage
+
+    def run_backward(
+        self, dy: Any, kept: list[Kept], needs: list[tuple[bool, ...]], extra: tuple[Tensor, ...]
+    ) -> tuple[Any, list[tuple[Tensor | None, ...]]]:
+        (gradient,) = self.second.backward(dy, kept[1], needs[1])
+        assert gradient is not None
+        flat = as_matrix(gradient)
+        planes = self.first.encode_gradient(flat, kept[0])
+        dx, *found = self.first.differentiate(flat, planes, gradient, kept[0], needs[0])
+        return dx, [tuple(found), ()]
+
+
+def cast_forward(stages: Stages) -> Stages:
+    """Producers before a linear that multiplies and keeps planes of its own."""
+    return replace_pairs(stages, _hand_over)
+
+
+def cast_backward(stages: Stages) -> Stages:
+    """Activations behind a linear whose gradient is quantized."""
+    return replace_pairs(stages, _hand_back)
+
+
+def _hand_over(first: Stage, second: Stage) -> Stage | None:
+    if not getattr(first, "hands_over", False) or type(second) is not LinearStage:
+        return None
+    plan = second.plan
+    if plan.input_from is not ENCODED or plan.input.rowwise == plan.input.columnwise == IDENTITY:
+        return None
+    if plan.weight_grad and plan.input_source.keeps_original:
+        return None
+    return CastForward(first, second)
+
+
+def _hand_back(first: Stage, second: Stage) -> Stage | None:
+    if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
+        return None
+    plan = first.plan
+    quantizes = plan.source.quantizes_gradient and not (
+        plan.grad_output.rowwise == plan.grad_output.columnwise == IDENTITY
+    )
+    return CastBackward(first, second) if quantizes else None
+
+
+register_rule(cast_forward, "forward")
+register_rule(cast_backward, "backward")

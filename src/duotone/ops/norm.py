@@ -1,0 +1,206 @@
+"""LayerNorm, RMSNorm and L2 normalisation over the last dimension, with torch's own arithmetic and rounding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.stage import Kept, Stage
+from duotone.ops.op import Op, Signal
+
+aten = torch.ops.aten
+
+
+class LayerNormKernel:
+    """y = (x - mean) / sqrt(var + eps) * gamma + beta."""
+
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+        return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
+
+    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+        mask = [needs[0], bool(needs[1]), bool(needs[2])]
+        return aten.native_layer_norm_backward(dy, x, [x.shape[-1]], *saved, gamma, beta, mask)
+
+
+class RMSNormKernel:
+    """y = x / sqrt(mean(x^2) + eps) * gamma, in fp32."""
+
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+        return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
+
+    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+        """The sequence of operations, and so the bits, of autograd through torch's own CPU implementation."""
+        (rms,) = saved
+        wide, grad = x.to(torch.float32), dy.to(torch.float32)
+        lead = list(range(x.dim() - 1))
+        dgamma = (grad * (wide * rms)).sum(lead).to(gamma.dtype) if gamma is not None and needs[1] else None
+        if not needs[0]:
+            return None, dgamma, None
+        grad = grad if gamma is None else grad * gamma
+        inner = -0.5 * (grad * wide).sum(-1, keepdim=True) * rms.pow(3)
+        dx = grad * rms + inner.expand(x.shape) / x.shape[-1] * (2 * wide)
+        return dx.to(x.dtype), dgamma, None
+
+
+class L2Kernel:
+    """y = x / sqrt(sum(x^2) + eps), in fp32, without parameters."""
+
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+        wide = x.to(torch.float32)
+        scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+        return (wide * scale).to(x.dtype), scale
+
+    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+        (scale,) = saved
+        wide, grad = x.to(torch.float32), dy.to(torch.float32)
+        along = (grad * wide).sum(-1, keepdim=True) * scale.square()
+        return ((grad - wide * along) * scale).to(x.dtype), None, None
+
+
+KERNELS: dict[str, Any] = {"LayerNorm": LayerNormKernel(), "RMSNorm": RMSNormKernel(), "L2Normalization": L2Kernel()}
+
+
+@dataclass(frozen=True, eq=False)
+class NormStage(Stage):
+    """x (*lead, K), gamma (K,) or None, beta (K,) or None -> (*lead, K) in x's dtype.
+
+    `zero_centered` means that gamma stands for 1 + gamma, which is then taken in fp32. `keeps` says whether a backward
+    follows.
+    """
+
+    kernel: Any
+    eps: float
+    zero_centered: bool
+    keeps: bool
+    arity = (2,)
+    hands_over = True
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        gamma, beta = operands
+        y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
+        return y.to(x.dtype), (x, gamma, beta, *saved) if self.keeps else ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        x, gamma, beta, *saved = kept
+        wide, scale, shift = self._inputs(x, gamma, beta)
+        dx, dgamma, dbeta = self.kernel.backward(dy.to(wide.dtype), wide, scale, shift, saved, needs)
+        return (
+            None if dx is None else dx.to(x.dtype),
+            None if dgamma is None or not needs[1] else dgamma.to(gamma.dtype),
+            None if dbeta is None or not needs[2] else dbeta.to(beta.dtype),
+        )
+
+    def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Any, Any]:
+        if not self.zero_centered or gamma is None:
+            return x, gamma, beta
+        return x.to(torch.float32), 1 + gamma.to(torch.float32), None if beta is None else beta.to(torch.float32)
+
+
+class NormOp(Op):
+    """The norm whose parameters are `<prefix>weight` and `<prefix>bias` of a module."""
+
+    def __init__(self, owner: nn.Module, kind: str, eps: float, zero_centered: bool, prefix: str = "") -> None:
+        if kind not in KERNELS:
+            raise UserError(f"normalization {kind!r} is unknown; allowed are {', '.join(KERNELS)}")
+        self.owner, self.prefix = owner, prefix
+        self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
+        self.stages = {keeps: NormStage(KERNELS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
+
+    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+        owner, prefix = self.owner, self.prefix
+        return getattr(owner, f"{prefix}weight", None), getattr(owner, f"{prefix}bias", None)
+
+    def make_parameters(self, width: int, dtype: torch.dtype | None, device: Any) -> None:
+        """Register gamma, and beta for LayerNorm, on the owner, with their neutral values."""
+        if self.kind == "L2Normalization":
+            return
+        owner, prefix = self.owner, self.prefix
+        owner.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(width, dtype=dtype, device=device)))
+        beta = nn.Parameter(torch.empty(width, dtype=dtype, device=device)) if self.kind == "LayerNorm" else None
+        owner.register_parameter(f"{prefix}bias", beta)
+        self.reset()
+
+    def reset(self) -> None:
+        gamma, beta = self.parameters()
+        if gamma is not None:
+            nn.init.constant_(gamma, 0.0 if self.zero_centered else 1.0)
+        if beta is not None:
+            nn.init.zeros_(beta)
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        own = self.parameters()
+        gamma = own[0]
+        if gamma is not None and signal.width not in (None, gamma.shape[0]):
+            raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {signal.width}): reshape the input")
+        tracked = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in own)
+        keeps = signal.requires_grad or tracked
+        return self.stages[keeps], signal._replace(requires_grad=keeps, held=None)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        gamma, beta = self.parameters()
+        if self.zero_centered:
+            return gamma, beta
+        return tuple(p if p is None or p.dtype is signal.dtype else p.to(signal.dtype) for p in (gamma, beta))
+
+
+class Norm(Op, nn.Module):
+    """A norm as a module. Arguments after the width are keyword-only."""
+
+    kind: str
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+        if len(shape) != 1:
+            raise UserError(f"{type(self).__name__} normalises the last dimension; got {tuple(shape)}: flatten it")
+        self.normalized_shape, self.eps, self.zero_centered_gamma = tuple(shape), eps, zero_centered_gamma
+        self._norm = NormOp(self, self.kind, eps, zero_centered_gamma)
+        self._norm.make_parameters(shape[0], params_dtype or dtype, device)
+
+    def reset_parameters(self) -> None:
+        self._norm.reset()
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        return self._norm.link(signal, is_first_microbatch)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        return self._norm.operands(stage, signal, extra)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+
+    kind = "LayerNorm"
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    kind = "RMSNorm"
+
+
+class L2Normalization(Norm):
+    """x / sqrt(sum(x^2) + eps) over the last dimension, without parameters."""
+
+    kind = "L2Normalization"
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__(1, eps=eps)
+
+    def extra_repr(self) -> str:
+        return f"eps={self.eps}"
