@@ -79,7 +79,7 @@ class LinearStage(Stage):
         """The planes of dy (M, N) that backward multiplies."""
         plan = self.plan
         context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
-        return plan.grad_output.encode(dy, plan.grad_usage, context)
+        return plan.gradient_from.planes(dy, plan.grad_output, plan.grad_usage, context)
 
     def differentiate(
         self, flat: Tensor, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]

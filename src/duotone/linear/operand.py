@@ -28,6 +28,14 @@ class Encoded:
         return quantizer.encode(x, usage, ctx)
 
 
+class Aliased:
+    """A plain tensor that stays in high precision: what the quantizer would give, at the least cost to the host."""
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        row = Plane.of(x) if usage.rowwise else None
+        return Planes(row, Plane.of(x.t()) if usage.columnwise else None)
+
+
 class Held:
     """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
 
@@ -49,7 +57,13 @@ class Dequantized:
         return quantizer.encode(x.values(x.dtype), usage, ctx)
 
 
-ENCODED, HELD, DEQUANTIZED = Encoded(), Held(), Dequantized()
+ENCODED, ALIASED, HELD, DEQUANTIZED = Encoded(), Aliased(), Held(), Dequantized()
+IN_HIGH_PRECISION = Quantizer()
+
+
+def encoding(quantizer: Quantizer) -> Operand:
+    """How a plain tensor gets its planes."""
+    return ALIASED if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODED
 
 
 def original(x: Tensor, planes: Planes) -> Plane:

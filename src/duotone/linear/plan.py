@@ -14,7 +14,7 @@ from duotone.dispatch.gemms import GemmProblem, GemmRule, choose
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand
+from duotone.linear.operand import DEQUANTIZED, HELD, Operand, encoding
 from duotone.linear.source import REQUANTIZED, SOURCES, Source
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
@@ -98,6 +98,7 @@ class LinearPlan:
     input_source: Source
     input_from: Operand
     weight_from: Operand
+    gradient_from: Operand
     layout: Layout
     input_usage: Usage
     weight_usage: Usage
@@ -196,6 +197,7 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         input_source=input_source,
         input_from=input_from,
         weight_from=weight_from,
+        gradient_from=encoding(made["grad_output"]),
         layout=setting.layout,
         input_usage=Usage(True, input_source.needs_columnwise and setting.weight_grad),
         weight_usage=Usage(True, source.needs_columnwise and setting.input_grad),
@@ -231,7 +233,7 @@ def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:
 
 def _hold(setting: Setting, made: dict[str, Any]) -> tuple[Operand, Operand]:
     """Put the formats that quantized tensors hold already into `made`; say where the operands' planes come from."""
-    input_from = weight_from = ENCODED
+    input_from, weight_from = encoding(made["input"]), encoding(made["weight"])
     if setting.weight_held is not None:
         weight_from = _held_weight(setting, made["weight"], setting.weight_held)
     if setting.input_held is not None:

@@ -3,6 +3,7 @@
 Modules and fusible ops are tuples of stages; `ops/pipeline.py` runs them in one autograd function.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -38,14 +39,14 @@ class Stage:
         """(dx, gradients of the operands...). `needs` says which of those autograd asks for, dx first."""
         raise NotImplementedError
 
-    def run(self, x: Any, operands: list[tuple[Any, ...]]) -> tuple[Any, list[Kept], tuple[Tensor, ...]]:
-        """Forward over the operands of each basic stage: y, what each keeps, the extra outputs."""
-        y, kept, *extra = self.forward(x, *operands[0])
-        return y, [kept], tuple(extra)
+    def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
+        """Forward over the operands of all basic stages: y, what each of those keeps, the extra outputs."""
+        y, kept, *extra = self.forward(x, *operands)
+        return y, (kept,), extra
 
     def run_backward(
-        self, dy: Any, kept: list[Kept], needs: list[tuple[bool, ...]], extra: tuple[Tensor, ...]
-    ) -> tuple[Any, list[tuple[Tensor | None, ...]]]:
-        """Backward over what each basic stage kept: dx and the gradients of the operands of each."""
-        dx, *gradients = self.backward(dy, kept[0], needs[0], *extra)
-        return dx, [tuple(gradients)]
+        self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
+    ) -> tuple[Any, Sequence[Tensor | None]]:
+        """Backward over what each basic stage kept: dx and the gradients of all operands."""
+        dx, *gradients = self.backward(dy, kept[0], (True, *needs), *extra)
+        return dx, gradients

@@ -3,6 +3,7 @@
 from duotone.modules.conversion import convert_parameters as convert_parameters
 from duotone.modules.layer_norm_linear import LayerNormLinear as LayerNormLinear
 from duotone.modules.layer_norm_mlp import LayerNormMLP as LayerNormMLP
+from duotone.modules.moe import MoE as MoE
 from duotone.ops.grouped import GroupedLinear as GroupedLinear
 from duotone.ops.linear import Linear as Linear
 from duotone.ops.naming import name_modules as name_modules

@@ -85,6 +85,15 @@ class PlannedGroup(Planned):
         made = [options.linear_variant(self, one, i, first) for i, one in enumerate(stage.linears)]
         return GroupedStage(tuple(made))
 
+    def refuse_crossing(self, weight: Tensor) -> None:
+        """UserError where a scale or a block of a packed weight would belong to two experts."""
+        for dim, plane in enumerate(weight.planes if isinstance(weight, QuantizedTensor) else ()):
+            if plane is not None and (plane.spans(dim) or weight.shape[1] % plane.format.alignment[dim]):
+                raise UserError(
+                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
+                    "use separate weights, or a format whose blocks divide out_features"
+                )
+
     def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
         """Every quantizer slot with its role, `<slot>.<expert>`: forward slots of all experts, then backward ones."""
         slots = super().get_quantizer_roles()
@@ -193,14 +202,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return (self.weight,) if self.single_grouped_weight else self.weights
 
     def refuse_held(self, weight: nn.Parameter) -> None:
-        if not self.single_grouped_weight or not isinstance(weight, QuantizedTensor):
-            return
-        for dim, plane in enumerate(weight.planes):
-            if plane is not None and (plane.spans(dim) or self.out_features % plane.format.alignment[dim]):
-                raise UserError(
-                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
-                    "use separate weights, or a format whose blocks divide out_features"
-                )
+        if self.single_grouped_weight:
+            self.refuse_crossing(weight)
 
     def invalidate_weight_cache(self) -> None:
         """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""

@@ -4,12 +4,12 @@ The values that are encoded are those that the producer would have written, roun
 same bits; what is saved is the tensor in high precision between the two.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage, as_matrix
 from duotone.linear.operand import ENCODED
 from duotone.linear.stage import Kept, Stage
@@ -43,12 +43,13 @@ class CastForward(Pair):
     first: Any
     second: LinearStage
 
-    def run(self, x: Any, operands: list[tuple[Any, ...]]) -> tuple[Any, list[Kept], tuple[Tensor, ...]]:
-        values, kept = self.first.forward(x, *operands[0])
-        planes = self.second.encode_input(as_matrix(values), operands[1][2])
+    def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
+        *of_producer, weight, bias, seed = operands
+        values, kept = self.first.forward(x, *of_producer)
+        planes = self.second.encode_input(as_matrix(values), seed)
         del values
-        y, kept_here = self.second.multiply(None, planes, x, *operands[1])
-        return y, [kept, kept_here], ()
+        y, kept_here = self.second.multiply(None, planes, x, weight, bias, seed)
+        return y, (kept, kept_here), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +60,14 @@ class CastBackward(Pair):
     second: ActivationStage
 
     def run_backward(
-        self, dy: Any, kept: list[Kept], needs: list[tuple[bool, ...]], extra: tuple[Tensor, ...]
-    ) -> tuple[Any, list[tuple[Tensor | None, ...]]]:
-        (gradient,) = self.second.backward(dy, kept[1], needs[1])
+        self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
+    ) -> tuple[Any, Sequence[Tensor | None]]:
+        (gradient,) = self.second.backward(dy, kept[1], (True,))
         assert gradient is not None
         flat = as_matrix(gradient)
         planes = self.first.encode_gradient(flat, kept[0])
-        dx, *found = self.first.differentiate(flat, planes, gradient, kept[0], needs[0])
-        return dx, [tuple(found), ()]
+        dx, *found = self.first.differentiate(flat, planes, gradient, kept[0], (True, *needs))
+        return dx, found
 
 
 def cast_forward(stages: Stages) -> Stages:
@@ -83,7 +84,7 @@ def _hand_over(first: Stage, second: Stage) -> Stage | None:
     if not getattr(first, "hands_over", False) or type(second) is not LinearStage:
         return None
     plan = second.plan
-    if plan.input_from is not ENCODED or plan.input.rowwise == plan.input.columnwise == IDENTITY:
+    if plan.input_from is not ENCODED:
         return None
     if plan.weight_grad and plan.input_source.keeps_original:
         return None
@@ -94,10 +95,7 @@ def _hand_back(first: Stage, second: Stage) -> Stage | None:
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
     plan = first.plan
-    quantizes = plan.source.quantizes_gradient and not (
-        plan.grad_output.rowwise == plan.grad_output.columnwise == IDENTITY
-    )
-    return CastBackward(first, second) if quantizes else None
+    return CastBackward(first, second) if plan.gradient_from is ENCODED else None
 
 
 register_rule(cast_forward, "forward")

@@ -59,22 +59,32 @@ class PlannedLinear(Planned):
         y = boundary.quantize_output(y, plan) if fp8_output else y
         return (y, self.bias) if self.return_bias else y
 
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
+        return (self.weight if weight is None else weight,)
+
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        weight = self.weight
-        if signal.width not in (None, weight.shape[1]) or not self._may_take(signal):
+        (weight,) = self.weights
+        out, width = weight.shape
+        right = signal.dtype is weight.dtype or torch.is_autocast_enabled(signal.device)
+        if signal.width not in (None, width) or not right:
             raise UserError(
-                f"{self.module_name or 'Linear'} takes (..., {weight.shape[1]}) in {weight.dtype}; "
+                f"{self.module_name or 'Linear'} takes (..., {width}) in {weight.dtype}; "
                 f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
             )
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = options.variant(self, stage, is_first_microbatch)
-        tracked = torch.is_grad_enabled() and (weight.requires_grad or self._bias_grad)
+        tracked = signal.requires_grad
+        if not tracked and torch.is_grad_enabled():
+            bias = None if self.return_bias else self._bias
+            tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
         rows = None if self.layout.sequence_parallel else signal.rows
-        return stage, Signal(signal.device, signal.dtype, weight.shape[0], rows, signal.requires_grad or tracked)
+        return stage, Signal(signal.device, signal.dtype, out, rows, tracked)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
-        weight, bias = self.weight, None if self.return_bias else self.bias
+        (weight,), bias = self.weights, None if self.return_bias else self._bias
         if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(signal.dtype)
         if bias is not None and bias.dtype is not signal.dtype:
@@ -99,11 +109,8 @@ class PlannedLinear(Planned):
         self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
 
     @property
-    def _bias_grad(self) -> bool:
-        return self.bias is not None and self.bias.requires_grad and not self.return_bias
-
-    def _may_take(self, signal: Signal) -> bool:
-        return signal.dtype is self.weight.dtype or torch.is_autocast_enabled(signal.device)
+    def _bias(self) -> nn.Parameter | None:
+        return self._parameters["bias"] if "bias" in self._parameters else self.bias
 
 
 class Linear(PlannedLinear, nn.Linear):

@@ -25,7 +25,7 @@ def sites_of(root: nn.Module) -> dict[str, Site]:
     sites = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else None
+        shape = tuple(weight.shape[-2:]) if isinstance(weight, Tensor) else None
         sites[name] = Site(*_stack(name, modules), shape=shape)
     return sites
 

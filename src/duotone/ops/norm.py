@@ -105,22 +105,22 @@ class NormOp(Op):
     def __init__(self, owner: nn.Module, kind: str, eps: float, zero_centered: bool, prefix: str = "") -> None:
         if kind not in KERNELS:
             raise UserError(f"normalization {kind!r} is unknown; allowed are {', '.join(KERNELS)}")
-        self.owner, self.prefix = owner, prefix
+        self.owner, self.names = owner, (f"{prefix}weight", f"{prefix}bias")
         self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
         self.stages = {keeps: NormStage(KERNELS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
 
     def parameters(self) -> tuple[Tensor | None, Tensor | None]:
-        owner, prefix = self.owner, self.prefix
-        return getattr(owner, f"{prefix}weight", None), getattr(owner, f"{prefix}bias", None)
+        own = self.owner._parameters  # past nn.Module's slow look-up
+        return own.get(self.names[0]), own.get(self.names[1])
 
     def make_parameters(self, width: int, dtype: torch.dtype | None, device: Any) -> None:
         """Register gamma, and beta for LayerNorm, on the owner, with their neutral values."""
         if self.kind == "L2Normalization":
             return
-        owner, prefix = self.owner, self.prefix
-        owner.register_parameter(f"{prefix}weight", nn.Parameter(torch.empty(width, dtype=dtype, device=device)))
+        weight, bias = self.names
+        self.owner.register_parameter(weight, nn.Parameter(torch.empty(width, dtype=dtype, device=device)))
         beta = nn.Parameter(torch.empty(width, dtype=dtype, device=device)) if self.kind == "LayerNorm" else None
-        owner.register_parameter(f"{prefix}bias", beta)
+        self.owner.register_parameter(bias, beta)
         self.reset()
 
     def reset(self) -> None:
@@ -131,19 +131,20 @@ class NormOp(Op):
             nn.init.zeros_(beta)
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        own = self.parameters()
-        gamma = own[0]
+        gamma, beta = self.parameters()
         if gamma is not None and signal.width not in (None, gamma.shape[0]):
             raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {signal.width}): reshape the input")
-        tracked = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in own)
-        keeps = signal.requires_grad or tracked
+        keeps = signal.requires_grad
+        if not keeps and torch.is_grad_enabled():
+            keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
         return self.stages[keeps], signal._replace(requires_grad=keeps, held=None)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         gamma, beta = self.parameters()
-        if self.zero_centered:
+        dtype = signal.dtype
+        if gamma is None or gamma.dtype is dtype or self.zero_centered:
             return gamma, beta
-        return tuple(p if p is None or p.dtype is signal.dtype else p.to(signal.dtype) for p in (gamma, beta))
+        return gamma.to(dtype), None if beta is None else beta.to(dtype)
 
 
 class Norm(Op, nn.Module):

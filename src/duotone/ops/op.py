@@ -57,23 +57,27 @@ def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, 
     signal = signal_of(x, owner.get("module_name", ""))
     if signal.dtype is not x.dtype:
         x = x.to(signal.dtype)
-    taken = sum(op.extra_inputs for op in ops)
+    taken, linked = 0, []
+    for op in ops:
+        before = signal
+        stage, signal = op.link(before, first)
+        linked.append((op, stage, before))
+        taken += op.extra_inputs
     if taken != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
-    signals, stages = [signal], []
-    for op in ops:
-        stage, signal = op.link(signal, first)
-        stages.append(stage)
-        signals.append(signal)
     operands: list[Any] = []
     at = 0
-    for op, stage, before in zip(ops, stages, signals, strict=False):
+    for op, stage, before in linked:
         operands += op.operands(stage, before, extra[at : at + op.extra_inputs])
         at += op.extra_inputs
-    made = tuple(stages)
-    forward, backward = (made, made) if torch.compiler.is_compiling() else _rewritten(made, owner)
+    stages = tuple([stage for _, stage, _ in linked])
+    if torch.compiler.is_compiling():
+        return PipelineFunction.apply(stages, stages, x, *operands)
+    forward, backward, rolls = _rewritten(stages, owner)
     y = PipelineFunction.apply(forward, backward, x, *operands)
-    return _roll_with(y, made)
+    if rolls:
+        _roll_with(y)
+    return y
 
 
 def signal_of(x: Any, name: str = "") -> Signal:
@@ -84,8 +88,9 @@ def signal_of(x: Any, name: str = "") -> Signal:
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    tracked = torch.is_grad_enabled() and x.requires_grad
-    return Signal(device, dtype, x.shape[-1], x.shape[:-1].numel(), tracked, held(x))
+    width = x.shape[-1]
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    return Signal(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), held(x))
 
 
 def held(x: Tensor) -> Quantizer | None:
@@ -99,23 +104,18 @@ def held(x: Tensor) -> Quantizer | None:
     return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
 
 
-def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], tuple[Stage, ...], bool]:
+    """The stages of forward and backward, and whether delayed scales of forward have nothing else to roll them."""
     cache = owner.setdefault("_rewritten", {})
     key = (RULES.version, *stages)
     found = cache.get(key)
     if found is None:
-        found = cache[key] = rewrite(stages)
+        found = cache[key] = (*rewrite(stages), any(stage.rolls_forward_alone for stage in stages))
     return found
 
 
-def _roll_with(y: Any, stages: tuple[Stage, ...]) -> Any:
-    """`y`, whose backward rolls forward's delayed scales where no gradient is delayed and would say so itself."""
-    if torch.compiler.is_compiling():
-        return y
-    for stage in stages:
-        if stage.rolls_forward_alone:
-            first = y[0] if isinstance(y, tuple) else y
-            if first.requires_grad:
-                first.register_hook(roll_after)
-            break
-    return y
+def _roll_with(y: Any) -> None:
+    """Let the backward of `y` roll forward's delayed scales: no gradient is delayed and would say so itself."""
+    first = y[0] if isinstance(y, tuple) else y
+    if first.requires_grad:
+        first.register_hook(roll_after)

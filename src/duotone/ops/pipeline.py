@@ -20,47 +20,47 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Stages, backward: Stages, x: Tensor, *operands: Any) -> Any:
-        kept: list[tuple[Any, ...]] = []
+        kept: list[Any] = []
+        counts: list[int] = []
         outputs: list[Tensor] = []
         y, at = x, 0
         for stage in forward:
-            groups, at = _grouped(operands, stage.arity, at)
-            y, kept_here, extra = stage.run(y, groups)
-            kept += kept_here
-            outputs += extra
-        ctx.stages, ctx.counts = backward, [len(one) for one in kept]
-        ctx.shells, tensors = pack([one for kept_here in kept for one in kept_here])
+            end = at + sum(stage.arity)
+            y, kept_here, extra = stage.run(y, operands[at:end])
+            at = end
+            for one in kept_here:
+                kept += one
+                counts.append(len(one))
+            if extra:
+                outputs += extra
+        ctx.stages, ctx.counts = backward, counts
+        ctx.shells, tensors = pack(kept)
         ctx.save_for_backward(*tensors)
         return (y, *outputs) if outputs else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        kept, _ = _grouped(unpack(ctx.shells, ctx.saved_tensors), ctx.counts, 0)
-        stages: Stages = ctx.stages
-        arities = [arity for stage in stages for arity in stage.arity]
-        needs, _ = _grouped(ctx.needs_input_grad[3:], arities, 0)
+        stages, needs, counts = ctx.stages, ctx.needs_input_grad, ctx.counts
+        kept = unpack(ctx.shells, ctx.saved_tensors)
         dx, outputs = gradients[0], gradients[1:]
-        grads: list[tuple[Tensor | None, ...]] = []
-        last, extra = len(kept), len(outputs)
+        found: list[Tensor | None] = []
+        last, kept_last, extra, at = len(counts), len(kept), len(outputs), len(needs)
         for stage in reversed(stages):
-            first = last - len(stage.arity)
-            own = outputs[extra - stage.extra_outputs : extra]
-            asked = [(True, *needs[i]) for i in range(first, last)]
-            dx, found = stage.run_backward(dx, kept[first:last], asked, own)
-            grads = found + grads
-            last, extra = first, extra - stage.extra_outputs
-            if not (ctx.needs_input_grad[2] or any(map(any, needs[:last]))):
+            first, start = last - len(stage.arity), at - sum(stage.arity)
+            own, kept_here = counts[first:last], []
+            for count in reversed(own):
+                kept_here.insert(0, tuple(kept[kept_last - count : kept_last]))
+                kept_last -= count
+            here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
+            dx, gradients_here = stage.run_backward(dx, kept_here, needs[start:at], here)
+            found = [*gradients_here, *found]
+            last, extra, at = first, extra - stage.extra_outputs, start
+            if not any(needs[2:at]):
                 break  # what is before saved nothing
-        flat = [gradient for found in grads for gradient in found]
-        missing = sum(arities[:last])
-        return None, None, dx if last == 0 else None, *[None] * missing, *flat
+        missing = at - FIXED
+        return None, None, dx if needs[2] else None, *[None] * missing, *found
 
 
-def _grouped(flat: Any, counts: Any, at: int) -> tuple[list[tuple[Any, ...]], int]:
-    """Consecutive tuples of these lengths out of `flat` from `at` on, and where the next one starts."""
-    groups = []
-    for count in counts:
-        groups.append(tuple(flat[at : at + count]))
-        at += count
-    return groups, at
+FIXED = 3
+"""Arguments before the operands: two tuples of stages, and x."""

@@ -181,7 +181,7 @@ class Planned(Op):
     @property
     def weight_held(self) -> Quantizer | None:
         """The quantizer of weights that are quantized tensors."""
-        return held(self.weight)
+        return held(self.weights[0])
 
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""

@@ -1,0 +1,86 @@
+"""MoE: a mixture of experts whose linears are two GroupedLinears."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.modules.routing import Routing
+from duotone.ops.activation import ActivationOp
+from duotone.ops.grouped import GroupedLinear
+from duotone.ops.op import run
+from duotone.recipes.recipe import Recipe
+
+
+class Router(nn.Module):
+    """The k best experts of each token by the softmax of a linear, which stays in high precision."""
+
+    def __init__(self, hidden_size: int, num_experts: int, top_k: int, **given: Any) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **given))
+        nn.init.normal_(self.weight, std=hidden_size**-0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, hidden_size) -> weights fp32 (T, k), which sum to 1, and experts int64 (T, k), ascending."""
+        scores = F.linear(x, self.weight.to(x.dtype)).float().softmax(-1)
+        best, index = scores.topk(self.top_k, dim=-1)
+        index, by_expert = index.sort(dim=-1)
+        best = best.gather(-1, by_expert)
+        return best / best.sum(-1, keepdim=True), index
+
+
+class MoE(nn.Module):
+    """x (*lead, hidden_size) -> the same shape: each token through its `top_k` of `num_experts` MLPs.
+
+    An expert is fc2(activation(fc1(x))); gated activations make fc1 twice as wide. No token is dropped and no caller
+    pads. `fc1` and `fc2` are GroupedLinear modules.
+    """
+
+    def __init__(  # noqa: PLR0913 (the field's vocabulary)
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        *,
+        top_k: int = 2,
+        activation: str = "swiglu",
+        activation_params: Mapping[str, float] | None = None,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        name: str = "",
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise UserError(f"top_k is {top_k}; give one from 1 to the {num_experts} experts")
+        self.num_experts = num_experts
+        self.activation = ActivationOp(activation, activation_params)
+        self.router = Router(hidden_size, num_experts, top_k, dtype=params_dtype, device=device)
+        given: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "init_method": init_method,
+            "recipe": recipe,
+        }
+        wide = ffn_hidden_size * (2 if self.activation.gated else 1)
+        names = [f"{name}.{part}" if name else part for part in ("fc1", "fc2")]
+        self.fc1 = GroupedLinear(num_experts, hidden_size, wide, name=names[0], **given)
+        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, name=names[1], **given)
+
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, index = self.router(flat)
+        routing = Routing.of(index, self.num_experts)
+        extra = (routing.splits, routing.splits)
+        y = run((self.fc1, self.activation, self.fc2), routing.rows(flat), extra, is_first_microbatch, self.__dict__)
+        return routing.combine(y, weights).view(x.shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}

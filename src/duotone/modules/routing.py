@@ -1,0 +1,77 @@
+"""Routing: tokens to the rows of their experts, and back. Gathers both ways, so that sums have one order."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from duotone.errors import UserError
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where (T, k) choices of experts go: rows sorted by expert, and for each choice its row.
+
+    `splits` are the rows of each expert.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    choices: int
+    splits: tuple[int, ...]
+
+    @staticmethod
+    def of(index: Tensor, experts: int) -> "Routing":
+        """From the chosen experts, int64 (T, k). UserError where one is not among them."""
+        flat = index.reshape(-1)
+        order = torch.argsort(flat, stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.numel(), device=order.device)
+        splits = tuple(torch.bincount(flat, minlength=experts).tolist()) if flat.numel() else (0,) * experts
+        if len(splits) != experts:
+            raise UserError(f"a token was routed to expert {len(splits) - 1}; there are {experts}, counted from 0")
+        return Routing(order, inverse, index.shape[-1], splits)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(T, H) -> (T k, H), each token once for each of its experts."""
+        return ToExperts.apply(x, self)  # type: ignore[no-any-return]
+
+    def combine(self, y: Tensor, weights: Tensor) -> Tensor:
+        """(T k, H) of the experts and the weights (T, k) of the choices -> (T, H), summed in the order of `weights`."""
+        own: Any = FromExperts.apply(y, self)
+        parts = (own.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+
+class ToExperts(torch.autograd.Function):
+    """Rows by expert; the gradient of a token is the sum over its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return x[routing.order // routing.choices]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        routing, dy = ctx.routing, gradients[0]
+        return dy[routing.inverse].view(-1, routing.choices, dy.shape[-1]).sum(1), None
+
+
+class FromExperts(torch.autograd.Function):
+    """Rows in the order of the choices again."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, routing: Routing) -> Tensor:
+        ctx.routing = routing
+        return y[routing.inverse]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0][ctx.routing.order], None
