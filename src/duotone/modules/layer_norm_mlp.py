@@ -51,7 +51,7 @@ class LayerNormMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = ActivationOp(activation, activation_params)
-        self.return_bias, self.return_layernorm_output = return_bias and bias, return_layernorm_output
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
         given: dict[str, Any] = {

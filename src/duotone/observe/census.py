@@ -1,8 +1,8 @@
 """A census of one step: which module called what in which order, and which storages autograd kept for it."""
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from duotone.linear.plan import LinearPlan
 from duotone.observe.storages import sizes, storages
-from duotone.ops.linear import PlannedLinear
+from duotone.observe.workspace import PipelineCall
+from duotone.ops.op import Op
+from duotone.ops.pipeline import RUNNER
 
 OUTSIDE = "(outside)"
 """The owner of what is saved outside of any call of a module, such as by the loss."""
@@ -20,22 +21,21 @@ OUTSIDE = "(outside)"
 
 @dataclass
 class Call:
-    """One call of a module without children, or of one that follows a plan. Sizes are by storage.
+    """One call of a module without children, or of a pipeline. Sizes are by storage.
 
     `begin` and `end` count the storages that were saved before and after it. `inputs` are those that nobody had saved,
     `owed` the bytes of those that need a gradient.
     """
 
     name: str
-    module: nn.Module
+    trained: list[nn.Parameter]
     inputs: dict[int, int]
     owed: int
     begin: int
     outputs: dict[int, int] = field(default_factory=dict)
     end: int = 0
     differentiable: bool = False
-    plan: LinearPlan | None = None
-    operand: tuple[torch.Size, torch.dtype, torch.device] | None = None
+    pipeline: PipelineCall | None = None
 
 
 @dataclass
@@ -55,6 +55,7 @@ class Census:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self._watch(stack, name, module)
+            stack.enter_context(self._watched_pipelines())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             output = step()
         if isinstance(output, Tensor):
@@ -80,24 +81,18 @@ class Census:
                 tensor.grad = gradient
 
     def _watch(self, stack: ExitStack, name: str, module: nn.Module) -> None:
-        counts = isinstance(module, PlannedLinear) or next(module.children(), None) is None
+        counts = not isinstance(module, Op) and next(module.children(), None) is None
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             tensors = _tensors((args, kwargs))
             self._note_leaves(tensors)
-            call = None
-            if counts:
-                there = self.known.union(self.saved)
-                inputs = {key: size for key, size in sizes(tensors).items() if key not in there}
-                owed = sum(sizes(t for t in tensors if t.requires_grad).values())
-                call = Call(name, module, inputs, owed, len(self.saved))
-                self.calls.append(call)
-            self._open.append((name, call))
+            trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            self._open.append((name, self._begin(name, tensors, trained) if counts else None))
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             call = self._open.pop()[1]
             if call is not None:
-                self._finish(call, (args, kwargs), result)
+                self._finish(call, result)
 
         hooks = (
             module.register_forward_pre_hook(before, with_kwargs=True),
@@ -106,17 +101,38 @@ class Census:
         for hook in hooks:
             stack.callback(hook.remove)
 
-    def _finish(self, call: Call, given: Any, result: Any) -> None:
+    @contextmanager
+    def _watched_pipelines(self) -> Iterator[None]:
+        """Count each pipeline as a call of the module that runs it."""
+        apply = RUNNER.apply
+
+        def counted(forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+            owner = self._open[-1][0] if self._open else OUTSIDE
+            given = [t for t in operands if isinstance(t, Tensor)]
+            call = self._begin(owner, [x], [p for t in given if (p := _parameter(t)) is not None])
+            call.pipeline = PipelineCall.of(forward, backward, x, operands)
+            result = apply(forward, backward, x, *operands)
+            self._finish(call, result)
+            return result
+
+        RUNNER.apply = counted
+        try:
+            yield
+        finally:
+            RUNNER.apply = apply
+
+    def _begin(self, name: str, tensors: list[Tensor], trained: list[nn.Parameter]) -> Call:
+        there = self.known.union(self.saved)
+        inputs = {key: size for key, size in sizes(tensors).items() if key not in there}
+        owed = sum(sizes(t for t in tensors if t.requires_grad).values())
+        call = Call(name, trained, inputs, owed, len(self.saved))
+        self.calls.append(call)
+        return call
+
+    def _finish(self, call: Call, result: Any) -> None:
         tensors = _tensors(result)
         call.outputs, call.end = sizes(tensors), len(self.saved)
         call.differentiable = any(t.requires_grad for t in tensors)
-        module = call.module
-        if isinstance(module, PlannedLinear):
-            x = _tensors(given)[0]
-            if torch.is_autocast_enabled(x.device.type):
-                x = x.to(torch.get_autocast_dtype(x.device.type))
-            call.plan = module.plan_for(x)
-            call.operand = (x.shape, x.dtype, x.device)
 
     def _note_leaves(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
@@ -137,3 +153,9 @@ class Census:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter that an operand is, or is a member of, where it is trained."""
+    owner = tensor if tensor.is_leaf else tensor._base
+    return owner if isinstance(owner, nn.Parameter) and owner.requires_grad else None

@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 
 from duotone.observe.census import Call, Census
-from duotone.observe.workspace import linear_workspace
-from duotone.ops.planned import held
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
         yield now
         if not call.differentiable:
             continue
-        later = [p for other in census.calls[index + 1 :] for p in _trained(other.module)]
+        later = [p for other in census.calls[index + 1 :] for p in other.trained]
         kept = sum(lasting.values())  # the output of the step, and its gradient where this call is not what takes it
         kept += 0 if call.outputs.keys() & census.output.keys() else sum(census.output.values())
         yield replace(
@@ -65,20 +63,14 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
 
 def _workspace(call: Call, saved: dict[int, int], known: dict[Any, tuple[int, int]]) -> tuple[int, int]:
     """Bytes of a call in forward and backward above what is saved and held; `saved` is what it saved itself."""
-    if call.plan is None or call.operand is None:
+    if call.pipeline is None:
         results = sum(call.outputs.values())
         made = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
-        return results + made, results + made + call.owed + _gradients(_trained(call.module))
-    weight, bias = call.module.weight, call.module.bias
-    assert isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
-    key = (call.plan, call.operand, held(weight), weight.shape, None if bias is None else bias.requires_grad)
+        return results + made, results + made + call.owed + _gradients(call.trained)
+    key = call.pipeline.key
     if key not in known:
-        known[key] = linear_workspace(call.plan, call.operand, weight, bias)
+        known[key] = call.pipeline.workspace()
     return known[key]
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters(recurse=False) if p.requires_grad]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> int:

@@ -1,55 +1,85 @@
-"""Workspace: what one call of a linear takes on top of what lives anyway, found from its plan and shapes alone.
+"""Workspace: what one pipeline takes on top of what lives anyway, found from its stages and shapes alone.
 
-The plan runs on tensors that have shapes and no data (fake tensors), so operands decoded for an emulated product, casts
-and results count as the plan's own kernels make them, for every format and GEMM rule, and nothing is computed.
+The stages run on tensors that have shapes and no data (fake tensors), so operands decoded for an emulated product,
+casts and results count as the plans' own kernels make them, for every format and GEMM rule, and nothing is computed.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from duotone.linear import LinearStage
-from duotone.linear.plan import LinearPlan
 from duotone.observe.storages import LiveStorages
-from duotone.ops.pipeline import PipelineFunction
+from duotone.ops.pipeline import PipelineFunction, Stages
 from duotone.tensor import QuantizedTensor
 
-Operand = tuple[torch.Size, torch.dtype, torch.device]
+Shell = Callable[[], Any]
+"""Makes an operand of the same buffers without their data; inside of a fake mode."""
 
 
-def linear_workspace(plan: LinearPlan, x: Operand, weight: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    """Peak bytes above the operands in forward, and above operands and saved tensors in backward.
+@dataclass
+class PipelineCall:
+    """The stages of a call and the shells of x and of the operands. Calls of one `key` take the same."""
 
-    The first includes the output, the second its gradient and all gradients that the call makes.
-    """
-    shape, dtype, device = x
-    stages = (LinearStage.of(plan),)
-    with FakeTensorMode():
-        fake_x = torch.empty(shape, dtype=dtype, device=device, requires_grad=plan.input_grad)
-        fake_w = _shell(weight, dtype).requires_grad_(plan.weight_grad)
-        fake_b = None if bias is None else _shell(bias, dtype).requires_grad_(bias.requires_grad)
-        seed = torch.zeros(1, dtype=torch.int64, device=device) if plan.seeds else None
-        held = [t for t in (fake_x, fake_w, fake_b, seed) if t is not None]
-        with LiveStorages(held) as live:
-            base = live.live
-            y = PipelineFunction.apply(stages, stages, fake_x, fake_w, fake_b, seed)
-            forward = live.peak - base
-            if not y.requires_grad:
-                return forward, 0
-            edge, result = torch.autograd.graph.get_gradient_edge(y), (y.shape, y.dtype)
-            del y
-            base = live.peak = live.live
-            gradient = torch.empty(result[0], dtype=result[1], device=device)
-            torch.autograd.backward(edge, gradient)
-        return forward, live.peak - base
+    forward: Stages
+    backward: Stages
+    shells: list[Shell]
+    key: Any
+
+    @staticmethod
+    def of(forward: Stages, backward: Stages, x: Tensor, operands: Sequence[Any]) -> "PipelineCall":
+        tracked = torch.is_grad_enabled()
+        made = [_shell(value, tracked) for value in (x, *operands)]
+        stages = tuple((type(basic), getattr(basic, "plan", basic)) for stage in forward for basic in stage.basics)
+        return PipelineCall(forward, backward, [shell for shell, _ in made], (stages, *(key for _, key in made)))
+
+    def workspace(self) -> tuple[int, int]:
+        """Peak bytes above the operands in forward, and above operands and saved tensors in backward.
+
+        The first includes the output, the second its gradient and all gradients that the call makes.
+        """
+        with FakeTensorMode():
+            given = [shell() for shell in self.shells]
+            with LiveStorages([t for t in given if isinstance(t, Tensor)]) as live:
+                base = live.live
+                y: Any = PipelineFunction.apply(self.forward, self.backward, *given)
+                forward = live.peak - base
+                outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
+                if not outputs:
+                    return forward, 0
+                edges = [torch.autograd.graph.get_gradient_edge(t) for t in outputs]
+                results = [(t.shape, t.dtype, t.device) for t in outputs]
+                del y, outputs
+                base = live.peak = live.live
+                gradients = [torch.empty(shape, dtype=dtype, device=at) for shape, dtype, at in results]
+                torch.autograd.backward(edges, gradients)
+            return forward, live.peak - base
 
 
-def _shell(held: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of the same buffers without their data; inside of a fake mode."""
+def _shell(value: Any, tracked: bool) -> tuple[Shell, Any]:
+    """What makes the shell of a value, and what it depends on."""
+    if not isinstance(value, Tensor):
+        return lambda: value, value
+    needs = tracked and value.requires_grad
+    if isinstance(value, QuantizedTensor):
+        parts = value.planes.map(lambda part: part.detach())
+        held: Any = value.detach()
+        fmts = tuple(plane and plane.format for plane in parts)
 
-    def empty(t: Tensor, kind: torch.dtype) -> Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=kind, device=t.device)
+        def planes() -> Tensor:
+            return held.with_planes(parts.map(_like)).requires_grad_(needs)
 
-    if isinstance(held, QuantizedTensor):
-        return nn.Parameter(held.with_planes(held.planes.map(lambda part: empty(part, part.dtype))), False)
-    return empty(held, dtype)
+        return planes, (fmts, value.shape, value.dtype, needs)
+    shape, stride, dtype, device = layout = value.shape, value.stride(), value.dtype, value.device
+
+    def empty() -> Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device).requires_grad_(needs)
+
+    return empty, (layout, needs)
+
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)

@@ -149,12 +149,12 @@ class Linear(PlannedLinear, nn.Linear):
         local_in, local_out = options.local_sizes(layout, in_features, out_features, tp_group)
         keep_initialiser(self, init_method)
         nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
-        self.return_bias = return_bias and bias
+        self.return_bias = return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
         self.layout = layout
         self.adopt(recipe or HIGH_PRECISION, (), name)
-        split_parameters(self, parameters_split)
+        split_parameters(self, parameters_split, out_features)
         self.quantize_weights()
 
     def reset_parameters(self) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.stage import Stage
-from duotone.ops.pipeline import PipelineFunction
+from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
 from duotone.state.delayed import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -74,7 +74,7 @@ def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, 
     if torch.compiler.is_compiling():
         return PipelineFunction.apply(stages, stages, x, *operands)
     forward, backward, rolls = _rewritten(stages, owner)
-    y = PipelineFunction.apply(forward, backward, x, *operands)
+    y = RUNNER.apply(forward, backward, x, *operands)
     if rolls:
         _roll_with(y)
     return y
@@ -86,7 +86,7 @@ def signal_of(x: Any, name: str = "") -> Signal:
         got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
     device, dtype = x.device.type, x.dtype
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     width = x.shape[-1]
     rows = x.numel() // width if width else x.shape[:-1].numel()

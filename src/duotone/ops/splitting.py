@@ -23,11 +23,18 @@ def split_sizes(splits: Sequence[str] | Mapping[str, int], out_features: int) ->
     return sizes
 
 
-def split_parameters(module: Any, splits: Splits) -> None:
-    """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory."""
+def split_parameters(module: Any, splits: Splits, out_features: int) -> None:
+    """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory.
+
+    The sizes are those of the whole linear, of which this rank may hold an equal part.
+    """
     if splits is None:
         return
-    sizes = split_sizes(splits, module.weight.shape[0])
+    sizes, ranks = split_sizes(splits, out_features), out_features // module.weight.shape[0]
+    odd = next((name for name, size in sizes.items() if size % ranks), None)
+    if odd is not None:
+        raise UserError(f"parameters_split gives {odd} {sizes[odd]} rows, which do not divide over {ranks} ranks")
+    sizes = {name: size // ranks for name, size in sizes.items()}
     for kind in ("weight", "bias"):
         whole = module._parameters.pop(kind)
         if whole is None:
@@ -46,6 +53,8 @@ def is_split(module: Any) -> bool:
 def joined(module: Any, kind: str) -> Tensor:
     """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
     pieces = [module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"]]
+    if torch.compiler.is_compiling():  # compiled code knows no addresses
+        return torch.cat(pieces)
     return Joined.apply(*pieces)  # type: ignore[no-any-return]
 
 

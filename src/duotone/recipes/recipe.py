@@ -19,12 +19,15 @@ class Recipe:
     `strict` turns every fallback to high precision into an error before the first step. `backward_override` runs both
     backward GEMMs in high precision: on the original operands ("high_precision") or on the dequantized operands of
     forward ("dequantized"). `emulate_mixed` allows GEMMs of two quantized formats that no hardware multiplies with each
-    other; they run emulated. `evaluation` is the recipe of modules whose `training` is False; None is this recipe.
+    other; they run emulated. `fp8_dpa` asks for attention's products, `fp8_mha` also for its boundaries, in the formats
+    of the roles of module type "dpa". `evaluation` is the recipe of modules whose `training` is False, None this one.
     """
 
     strict: bool = False
     backward_override: str | None = None
     emulate_mixed: bool = False
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
     evaluation: "Recipe | None" = None
 
     kind: ClassVar[str] = ""
@@ -73,6 +76,11 @@ class Recipe:
         """What a module at `site` gets for `role`: what plans ask. Recipes that look at the site override it."""
         del site
         return self(QuantizerRole() if role is None else role)
+
+    def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
+        """Whether a role of attention is to run in low precision: formats for all alike are meant for linears."""
+        del role, site
+        return self.fp8_dpa or self.fp8_mha
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; `duotone.recipes.from_dict` reads it back."""

@@ -210,9 +210,18 @@ class RuleRecipe(Recipe):
             raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
         return found or Quantizer()
 
+    def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
+        """Also where the rule of the role names attention by its module type or its tensor type."""
+        if super().asks_for(role, site):
+            return True
+        rule = next((rule for rule in self.rules if rule.matches(role, site)), None)
+        if rule is None:
+            return self.base is not None and self.base.asks_for(role, site)
+        return not rule.matches(QuantizerRole(name=role.name), site)
+
     def to_dict(self) -> dict[str, Any]:
         head: dict[str, Any] = {"name": self.title}
-        for field in ("strict", "backward_override", "emulate_mixed", "evaluation", "base"):
+        for field in ("strict", "backward_override", "emulate_mixed", "fp8_dpa", "fp8_mha", "evaluation", "base"):
             head[field] = plain(getattr(self, field))
         if self.history is not None:
             values = {f.name: plain(getattr(self.history, f.name)) for f in fields(History)}

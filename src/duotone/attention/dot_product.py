@@ -1,0 +1,218 @@
+"""DotProductAttention: softmax(Q K^T) V by torch's own kernels, with the roles of attention."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duotone.attention.layout import check_layout, from_heads, to_heads, token_axis
+from duotone.attention.masks import Masking, Window, mask_type, window_of
+from duotone.attention.meeting import UNNAMED, MeetsRecipes
+from duotone.attention.request import SLOTS, answer
+from duotone.errors import RecipeError, UserError
+from duotone.formats import IDENTITY
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.state.autocast import HIGH_PRECISION
+from duotone.tensor.quantizer import Quantizer
+
+
+class ProductPlan(NamedTuple):
+    """One product of attention, by the names of the formats that it multiplies, and why."""
+
+    gemm: str
+    a: str
+    b: str
+    reason: str
+
+
+class DotProductAttention(MeetsRecipes):
+    """Attention of heads, grouped where `num_gqa_groups` is below `num_attention_heads`; holds no parameters.
+
+    `kv_channels` is the width of a head, or (of query and key, of value). `softmax_scale` None is 1/sqrt(width).
+    `window_size` (left, right) bounds the keys around a query's own position, -1 for no bound. Products run in high
+    precision; a recipe that asks for less shows in `plan_rows`, and is a RecipeError where it is strict. UserError for
+    names that are not allowed, heads that groups do not divide, and probabilities outside of [0, 1).
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        *,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        qkv_format: str = "sbhd",
+        name: str = "",
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        groups = num_gqa_groups or num_attention_heads
+        if num_attention_heads % groups:
+            raise UserError(f"num_gqa_groups {groups} does not divide num_attention_heads {num_attention_heads}")
+        if not 0 <= attention_dropout < 1:
+            raise UserError(f"attention_dropout is {attention_dropout}; give a probability from 0 to below 1")
+        window_of(mask_type(attn_mask_type), window_size)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
+        self.attn_mask_type, self.window_size = attn_mask_type, window_size
+        self.qkv_format = check_layout(qkv_format)
+        self.recipe = recipe or HIGH_PRECISION
+        self._roles: tuple[QuantizerRole | None, QuantizerRole | None] = (None, None)
+        self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
+
+    def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        *,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+    ) -> Tensor:
+        """Heads (s, b, h, d), (b, s, h, d) or packed (t, h, d), as `qkv_format` -> (s, b, h*d), (b, s, h*d), (t, h*d).
+
+        `attention_mask` is bool, True for what is not seen: for "padding" types tokens (b, s) or (b, 1, 1, s), one mask
+        or (of queries, of keys); for "arbitrary" what broadcasts to (b, h, queries, keys). `cu_seqlens`, integers
+        (sequences + 1,), delimit packed sequences, or give the lengths of padded ones; a mask of (t, t) comes of the
+        former. Queries that see no key give zeros. UserError where shapes, dtypes or masks do not fit.
+        """
+        layout = check_layout(qkv_format or self.qkv_format)
+        self._check(layout, query_layer, key_layer, value_layer)
+        self.meet_recipe_of_call(self.recipe)
+        kind = mask_type(attn_mask_type or self.attn_mask_type)
+        window = window_of(kind, window_size or self.window_size)
+        query, key, value = (to_heads(x, layout) for x in (query_layer, key_layer, value_layer))
+        alike = cu_seqlens_kv is None and query_layer.shape[:-2] == key_layer.shape[:-2]
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if alike else cu_seqlens_kv)
+        seen = Masking(kind, window, layout == "thd").mask(query, key, attention_mask, cu_seqlens)
+        if seen is None:
+            return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
+        nothing = ~seen.any(dim=-1, keepdim=True)
+        return from_heads(self._attend(query, key, value, attn_mask=seen | nothing).masked_fill(nothing, 0), layout)
+
+    def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
+        dropout = self.attention_dropout if self.training else 0.0
+        grouped = self.num_gqa_groups != self.num_attention_heads
+        return F.scaled_dot_product_attention(
+            *heads, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
+        )
+
+    def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        given, axes = (query, key, value), len(layout)
+        heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
+        widths = (self.channels[0], *self.channels)
+        ends = list(zip(heads, widths, strict=True))
+        fit = all(x.dim() == axes and tuple(x.shape[-2:]) == end for x, end in zip(given, ends, strict=True))
+        fit = fit and key.shape[:-2] == value.shape[:-2]
+        if fit and axes == 4:
+            batch = 1 - token_axis(layout)
+            fit = query.shape[batch] == key.shape[batch]
+        same = len({x.dtype for x in given}) == 1 or torch.is_autocast_enabled(query.device.type)
+        if not (fit and same and query.is_floating_point()):
+            wanted = ", ".join(f"(..., {count}, {width})" for count, width in ends)
+            got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in given)
+            raise UserError(
+                f"{self.module_name} takes query, key and value as {layout} {wanted} of one batch and floating dtype, "
+                f"keys and values alike; got {got}: reshape or cast them"
+            )
+
+    def take_name(self, name: str, site: Site) -> None:
+        """The full name in the model, and where rules find the module."""
+        self.module_name, self.site = name, site
+        self.forget()
+
+    def forget(self) -> None:
+        """Ask every recipe anew at the next forward."""
+        super().forget()
+        self._given: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
+        self._requests: dict[str, list[str]] = {}
+        self._met: set[str] = set()
+
+    @property
+    def output_quantizer_role(self) -> QuantizerRole | None:
+        """The role of the output at its consumer; None where it is not known."""
+        return self._roles[0]
+
+    @output_quantizer_role.setter
+    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_roles(role, self._roles[1])
+
+    @property
+    def grad_input_quantizer_role(self) -> QuantizerRole | None:
+        """The role of the gradients of query, key and value at their consumer; None where it is not known."""
+        return self._roles[1]
+
+    @grad_input_quantizer_role.setter
+    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
+        self._set_roles(self._roles[0], role)
+
+    def _set_roles(self, output: QuantizerRole | None, grad_input: QuantizerRole | None) -> None:
+        if (output, grad_input) != self._roles:
+            self._roles = (output, grad_input)
+            self._met = set()
+
+    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
+        """The role of every slot: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
+        output, grad = self._roles
+        if mode == "forward":
+            kinds = (self._role("qkv"), output or QuantizerRole(name=f"{self.module_name}.dpa_output"), self._role("s"))
+            return [role for role in kinds for _ in range(3)]
+        if mode == "backward":
+            hint = QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
+            return [role for role in (grad or hint, self._role("do"), self._role("dp")) for _ in range(2)]
+        raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
+
+    def quantizers(self, recipe: Recipe) -> list[Quantizer]:
+        """What the recipe gives every slot, forward slots first; it is asked once for each."""
+        forward, backward = (self.get_quantizer_roles(mode) for mode in ("forward", "backward"))
+        roles = [(role, 3) for role in forward[::3]] + [(role, 2) for role in backward[::2]]
+        return [made for role, slots in roles for made in self._ask(recipe, role, slots)]
+
+    def requested(self, recipe: Recipe) -> list[str]:
+        """The tensor types of attention's products that the recipe wants in low precision; RecipeError where strict."""
+        found = self._requests.get(recipe.key)
+        if found is None:
+            asked = [(role := self._role(kind), self._ask(recipe, role, slots)[0]) for kind, slots in SLOTS.items()]
+            wanted = [role for role, made in asked if made != Quantizer() and recipe.asks_for(role, self.site)]
+            found = [role.tensor_type for role in wanted]
+            self._requests[recipe.key] = found
+        if found and recipe.strict:
+            remedy = "give roles of module type 'dpa' identity, or set strict to false"
+            asked = f"the recipe asks for low precision in {', '.join(found)}"
+            raise RecipeError(f"strict: {self.module_name} runs in high precision and {asked}; {remedy}")
+        return found
+
+    def plan_rows(self, recipe: Recipe) -> list[ProductPlan]:
+        """What runs for both products under the recipe; RecipeError where it is strict and asks for something else."""
+        reason, asked = "attention runs in high precision", self.requested(recipe)
+        if asked:
+            reason += f"; the request of recipe {recipe.name} for {', '.join(asked)} is not met"
+        return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in ("QK^T", "PV")]
+
+    def meet(self, recipe: Recipe) -> None:
+        if recipe.key not in self._met:
+            self.quantizers(recipe)
+            self.requested(recipe)
+            self._met.add(recipe.key)
+
+    def _ask(self, recipe: Recipe, role: QuantizerRole, slots: int) -> tuple[Quantizer, ...]:
+        key = (recipe.key, role)
+        if key not in self._given:
+            self._given[key] = tuple(answer(recipe, role, self.site) for _ in range(slots))
+        return self._given[key]
+
+    def _role(self, tensor_type: str) -> QuantizerRole:
+        return QuantizerRole("dpa", tensor_type, self.module_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_given": {}, "_requests": {}, "_met": set()}  # the keys of recipes are this process's

@@ -1,0 +1,65 @@
+"""Heads in the output of a projection, and their norms."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.ops import L2Normalization, LayerNorm, RMSNorm
+
+KINDS = ("query", "key", "value")
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many heads a rank has and how wide they are; `groups` heads of keys, and as many of values.
+
+    Interleaved projections hold group after group, each with all of its heads, others kind after kind.
+    """
+
+    count: int
+    groups: int
+    width: int
+    interleaved: bool
+
+    def over(self, ranks: int) -> "Heads":
+        """What each rank has of them. UserError where heads, groups and ranks do not divide."""
+        if self.count % self.groups or self.groups % ranks:
+            given = f"{self.count} heads, {self.groups} groups and {ranks} ranks"
+            raise UserError(f"{given} do not divide: ranks must divide num_gqa_groups, and groups num_attention_heads")
+        return replace(self, count=self.count // ranks, groups=self.groups // ranks)
+
+    def sizes(self, kinds: tuple[str, ...]) -> dict[str, int]:
+        """Output features of each kind."""
+        return {kind: (self.count if kind == "query" else self.groups) * self.width for kind in kinds}
+
+    def split(self, x: Tensor, kinds: tuple[str, ...]) -> tuple[Tensor, ...]:
+        """(*lead, features of the kinds) -> one (*lead, heads, width) per kind."""
+        counts = [size // self.width for size in self.sizes(kinds).values()]
+        if not self.interleaved:
+            return x.unflatten(-1, (-1, self.width)).split(counts, dim=-2)
+        groups = x.unflatten(-1, (self.groups, -1, self.width))
+        parts = groups.split([count // self.groups for count in counts], dim=-2)
+        return tuple(part.flatten(-3, -2) for part in parts)
+
+
+def head_width(hidden_size: int, heads: int) -> int:
+    if hidden_size % heads:
+        raise UserError(
+            f"hidden_size {hidden_size} does not divide over {heads} heads; change them or give kv_channels"
+        )
+    return hidden_size // heads
+
+
+def head_norm(kind: str | None, width: int, eps: float, **given: Any) -> nn.Module | None:
+    """The norm of each head of queries or keys, None without one. UserError for an unknown one."""
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return L2Normalization(eps=eps)
+    if kind not in NORMS:
+        allowed = ", ".join(map(repr, (None, "L2Normalization", *NORMS)))
+        raise UserError(f"qk_norm_type {kind!r} is unknown; allowed are {allowed}")
+    return NORMS[kind](width, eps=eps, **given)

@@ -1,0 +1,152 @@
+"""TransformerLayer: attention and MLP, each behind a norm and beside a residual connection."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from duotone.attention.layout import check_layout, token_axis
+from duotone.attention.masks import Window
+from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
+from duotone.errors import UserError
+from duotone.modules import LayerNorm, LayerNormMLP, RMSNorm
+from duotone.recipes.recipe import Recipe
+
+
+class TransformerLayer(nn.Module):
+    """x + drop(attention(norm(x))), in decoders then + drop(cross attention), then + drop(MLP(norm(x))).
+
+    Arguments after the heads are keyword-only, with the names and defaults of Transformer Engine; `attention` are all
+    others of `MultiheadAttention`. `layer_type` "decoder" adds `inter_attention` over the encoder's output.
+    `apply_residual_connection_post_layernorm` adds to the outputs of the norms in place of x. `output_layernorm` moves
+    the first norm behind the layer. `parallel_attention_mlp` runs the MLP on x itself, beside attention.
+    `drop_path_rate` is the probability that a sample skips a branch. Nothing depends on `layer_number`. UserError for
+    what is not allowed.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        *,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        layer_number: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_window_size: Window | None = None,
+        params_dtype: torch.dtype | None = None,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, Any] | None = None,
+        attn_input_format: str = "sbhd",
+        device: torch.device | str | None = None,
+        recipe: Recipe | None = None,
+        name: str = "",
+        **attention: Any,
+    ) -> None:
+        super().__init__()
+        self.hidden_dropout, self.drop_path_rate, self.layer_number = hidden_dropout, drop_path_rate, layer_number
+        self.layer_type, self.parallel_attention_mlp = layer_type, parallel_attention_mlp
+        self.sample_axis = 1 - token_axis(check_layout(attn_input_format)) if attn_input_format != "thd" else None
+        self._check()
+        norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
+        given = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe, "init_method": init_method}
+        given |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "sequence_parallel": sequence_parallel}
+        given["return_layernorm_output"] = apply_residual_connection_post_layernorm
+        given["output_layer_init_method"] = output_layer_init_method
+        more = {**given, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format, "return_bias": False}
+        own = {"attn_mask_type": self_attn_mask_type, "window_size": window_size, "name": below(name, "self_attention")}
+        own["input_layernorm"] = not output_layernorm
+        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **own, **more, **attention)
+        self.inter_attention = None
+        if layer_type == "decoder":
+            own = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
+            own |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
+            self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, **own, **more, **attention)
+        own = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **given, **own)
+        last = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
+        self.layernorm = last(hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
+
+    def _check(self) -> None:
+        if self.layer_type not in ("encoder", "decoder"):
+            raise UserError(f"layer_type {self.layer_type!r} is unknown; allowed are 'encoder' and 'decoder'")
+        for name in ("hidden_dropout", "drop_path_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; give a probability from 0 to below 1")
+        if self.parallel_attention_mlp and self.layer_type == "decoder":
+            raise UserError("parallel_attention_mlp is for layer_type 'encoder'; leave one of them out")
+        if self.drop_path_rate and self.sample_axis is None:
+            raise UserError(
+                "drop_path_rate drops samples, which packed sequences ('thd') do not have apart; set it to 0"
+            )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on."""
+        for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
+            if part is not None:
+                part.set_tensor_parallel_group(tp_group)
+
+    def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        *,
+        self_attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        encoder_output: Tensor | None = None,
+        enc_dec_attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Rotary | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+    ) -> Tensor:
+        """(s, b, hidden), (b, s, hidden) or packed (t, hidden), as `attn_input_format` -> the same.
+
+        Masks, angles and `cu_seqlens` are those of `MultiheadAttention`; `cu_seqlens_kv` are of the encoder's output.
+        UserError where they, shapes or dtypes do not fit, and for an encoder's output without a decoder.
+        """
+        if (encoder_output is None) != (self.inter_attention is None):
+            raise UserError("encoder_output is for layer_type 'decoder', which needs it; 'encoder' takes none")
+        first = {"is_first_microbatch": is_first_microbatch}
+        masking = {"attn_mask_type": self_attn_mask_type, "window_size": window_size, "cu_seqlens_q": cu_seqlens_q}
+        mixed = self.self_attention(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **masking, **first)
+        out = self._add(mixed, hidden_states)
+        if self.inter_attention is not None:
+            masking = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
+            masking |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+            mixed = self.inter_attention(out, enc_dec_attn_mask, encoder_output, **masking, **first)
+            out = self._add(mixed, out)
+        beside = self.parallel_attention_mlp
+        made = self.layernorm_mlp(hidden_states if beside else out, **first)
+        out = self._add(made[0] if beside and isinstance(made, tuple) else made, out)
+        return out if self.layernorm is None else self.layernorm(out)
+
+    def _add(self, branch: Any, residual: Tensor) -> Tensor:
+        """The residual, or the output of the branch's norm where it comes along, plus the branch after its dropouts."""
+        out, residual = branch if isinstance(branch, tuple) else (branch, residual)
+        if self.training and self.hidden_dropout:
+            out = F.dropout(out, self.hidden_dropout)
+        if self.training and self.drop_path_rate:
+            shape = [size if axis == self.sample_axis else 1 for axis, size in enumerate(out.shape)]
+            kept = torch.rand(shape, device=out.device) >= self.drop_path_rate
+            out = out * (kept / (1 - self.drop_path_rate)).to(out.dtype)
+        return residual + out

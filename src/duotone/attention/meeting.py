@@ -1,0 +1,61 @@
+"""Meeting a recipe: what a module of attention does before a forward under it, outside of traces."""
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from duotone.recipes.recipe import Recipe, recipe_of
+from duotone.recipes.roles import Site
+from duotone.state.autocast import active_region
+from duotone.state.delayed import in_backward
+
+UNNAMED = Site(named=False)
+_MODULES: "weakref.WeakValueDictionary[str, MeetsRecipes]" = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+
+
+class MeetsRecipes(nn.Module):
+    """Calls `meet(recipe)` before each forward, which must be cheap for a recipe that it met before.
+
+    Graphs are traced again where `forget` was called.
+    """
+
+    _number: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forget()
+
+    def meet(self, recipe: Recipe) -> None:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Meet every recipe anew."""
+        self._number = str(next(_NUMBERS))
+        _MODULES[self._number] = self
+
+    def meet_recipe_of_call(self, own: Recipe) -> None:
+        region = active_region()
+        recipe = own if region is None else region.recipe
+        if recipe.evaluation is not None and not self.training:
+            recipe = recipe.evaluation
+        if torch.compiler.is_compiling():
+            _meet(self._number, recipe.key)
+        elif not in_backward():  # a recompute goes as its forward went
+            self.meet(recipe)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.forget()
+
+
+def _meet(number: str, recipe: str) -> str:
+    _MODULES[number].meet(recipe_of(recipe))
+    return recipe
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_meet._dynamo_marked_constant = True  # type: ignore[attr-defined]

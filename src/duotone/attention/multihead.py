@@ -1,0 +1,202 @@
+"""MultiheadAttention: projections to heads, attention, and the projection back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.attention.dot_product import DotProductAttention
+from duotone.attention.heads import KINDS, Heads, head_norm, head_width
+from duotone.attention.masks import Window
+from duotone.attention.meeting import MeetsRecipes
+from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
+from duotone.errors import UserError
+from duotone.modules import LayerNormLinear, Linear
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import QuantizerRole
+
+Init = Callable[[Tensor], Any]
+Rotary = Angles | tuple[Angles, Angles]
+PROJECTIONS = {
+    "self": ((("qkv", "qkv"), ("layernorm_qkv", "layernorm_linear_qkv"), KINDS),),
+    "cross": (
+        (("query_layer", "query_layer"), ("layernorm_query", "layernorm_linear_q"), KINDS[:1]),
+        (("key_value", "key_value"), None, KINDS[1:]),
+    ),
+}
+"""Each projection by attribute and role name, without a norm and with one, and what it makes."""
+
+
+class MultiheadAttention(MeetsRecipes):
+    """Attention over hidden states; arguments after the heads are keyword-only, names and defaults as in
+    Transformer Engine.
+
+    `attention_type` "self" projects hidden states by `qkv` (`layernorm_qkv` behind a norm), "cross" by `query_layer`
+    (`layernorm_query`) and the encoder's output by `key_value`. With `fuse_qkv_params` each is one parameter, whose
+    rows go by group (`qkv_weight_interleaved`) or by kind; without, one for each kind. `qk_norm_type` "RMSNorm",
+    "LayerNorm" or "L2Normalization" norms each head of queries and keys, behind the rotary embedding unless
+    `qk_norm_before_rope`. `set_parallel_mode` splits the heads over the ranks of `tp_group`.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        *,
+        kv_channels: int | None = None,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        input_layernorm: bool = False,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        attention_type: str = "self",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        fuse_qkv_params: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        qkv_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        init_method: Init | None = None,
+        output_layer_init_method: Init | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: Any = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        recipe: Recipe | None = None,
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        count, width = num_attention_heads, kv_channels or head_width(hidden_size, num_attention_heads)
+        whole = Heads(count, num_gqa_groups or count, width, fuse_qkv_params and qkv_weight_interleaved)
+        self.heads = whole.over(tp_group.size() if set_parallel_mode and tp_group is not None else 1)
+        self.attention_type, self.qkv_format, self.qk_norm_before_rope = attention_type, qkv_format, qk_norm_before_rope
+        self._wired: tuple[str, ...] | None = None
+        given = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
+        given |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        given |= {"tp_group": tp_group if set_parallel_mode else None}
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        column = {**given, "init_method": init_method, "parallel_mode": modes[0]}
+        row = {**given, "init_method": output_layer_init_method or init_method, "parallel_mode": modes[1]}
+        norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        norm["return_layernorm_output"] = self.return_layernorm_output = input_layernorm and return_layernorm_output
+        self._add_projections(hidden_size, whole, column, norm if input_layernorm else None, fuse_qkv_params, name)
+        on = {"params_dtype": params_dtype, "device": device}
+        self.q_norm, self.k_norm = (head_norm(qk_norm_type, width, qk_norm_eps, **on) for _ in ("query", "key"))
+        own = {"attention_dropout": attention_dropout, "attn_mask_type": attn_mask_type, "window_size": window_size}
+        own |= {"softmax_scale": softmax_scale, "qkv_format": qkv_format, "recipe": recipe}
+        own |= {"num_gqa_groups": self.heads.groups, "name": below(name, "core_attention")}
+        self.core_attention = DotProductAttention(self.heads.count, width, **own)
+        self.proj = Linear(count * width, hidden_size, return_bias=return_bias, name=below(name, "proj"), **row)
+
+    def _add_projections(
+        self, hidden_size: int, heads: Heads, given: dict[str, Any], norm: dict[str, Any] | None, fused: bool, name: str
+    ) -> None:
+        if self.attention_type not in PROJECTIONS:
+            raise UserError(f"attention_type {self.attention_type!r} is unknown; allowed are 'self' and 'cross'")
+        self._projections = []
+        for plain, normed, kinds in PROJECTIONS[self.attention_type]:
+            made, (attribute, role) = (LayerNormLinear, normed) if norm and normed else (Linear, plain)
+            sizes = heads.sizes(kinds)
+            own = {**given, **(norm or {})} if made is LayerNormLinear else given
+            splits = sizes if len(kinds) > 1 and not fused else None
+            linear = made(hidden_size, sum(sizes.values()), name=below(name, role), parameters_split=splits, **own)
+            setattr(self, attribute, linear)
+            self._projections.append(attribute)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Where no autocast encloses the call."""
+        return self.core_attention.recipe
+
+    @property
+    def projections(self) -> list[Any]:
+        """What projects hidden states and, for cross attention, the encoder's output."""
+        return [self._modules[name] for name in self._projections]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on."""
+        for linear in (*self.projections, self.proj):
+            linear.set_tensor_parallel_group(tp_group)
+
+    def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | tuple[Tensor, Tensor] | None = None,
+        encoder_output: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        rotary_pos_emb: Rotary | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+    ) -> Any:
+        """(s, b, hidden), (b, s, hidden) or packed (t, hidden), as `qkv_format` -> the same, in the parameters' dtype.
+
+        A tuple with the bias of `proj` where `return_bias` is set, then the output of the norm where that is returned.
+        `encoder_output` is for cross attention, in the same layout. `rotary_pos_emb` are angles (positions, width) or
+        their `Rotation`, or a pair for queries and keys. Masks and `cu_seqlens` are those of `DotProductAttention`.
+        UserError where they, shapes or dtypes do not fit.
+        """
+        if (encoder_output is None) != (self.attention_type == "self"):
+            raise UserError("encoder_output is for attention_type 'cross', which needs it; 'self' takes none")
+        self.meet_recipe_of_call(self.recipe)
+        query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch)
+        angles: Any = rotary_pos_emb
+        if angles is None or isinstance(angles, Tensor | Rotation):
+            angles = (angles, angles)
+        query = self._place(query, self.q_norm, angles[0], cu_seqlens_q)
+        key = self._place(key, self.k_norm, angles[1], cu_seqlens_q if encoder_output is None else cu_seqlens_kv)
+        masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
+        mixed = self.core_attention(query, key, value, attention_mask, **masking)
+        out = self.proj(mixed, is_first_microbatch=is_first_microbatch)
+        out, *others = out if isinstance(out, tuple) else (out,)
+        return (out, *others, *normed) if others or normed else out
+
+    def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None) -> list[Tensor]:
+        """Query, key and value, then the output of the norm where it is returned."""
+        made, normed = [], []
+        for project, x, (*_, kinds) in zip(self.projections, inputs, PROJECTIONS[self.attention_type], strict=False):
+            y = project(x, is_first_microbatch=first)
+            if isinstance(y, tuple):
+                y, *normed = y
+            made += self.heads.split(y, kinds)
+        return made + normed
+
+    def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Norm and turn heads, in the order that `qk_norm_before_rope` says."""
+        if norm is not None and self.qk_norm_before_rope:
+            heads = norm(heads)
+        if angles is not None:
+            heads = apply_rotary_pos_emb(heads, angles, self.qkv_format, cu_seqlens)
+        return heads if norm is None or self.qk_norm_before_rope else norm(heads)
+
+    def meet(self, recipe: Recipe) -> None:
+        """Where the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
+        core = self.core_attention
+        names = self.projections[0].module_name, core.module_name, self.proj.module_name
+        wired = names if core.requested(recipe) else None
+        if wired != self._wired:
+            self._wired = wired
+            for linear in self.projections:
+                linear.output_quantizer_role = QuantizerRole("dpa", "qkv", names[1]) if wired else None
+            self.proj.grad_input_quantizer_role = QuantizerRole("dpa", "do", names[1]) if wired else None
+            core.output_quantizer_role = QuantizerRole("linear", "input", names[2]) if wired else None
+            core.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", names[0]) if wired else None
+        core.meet(recipe)
+
+
+def below(name: str, child: str) -> str:
+    """The name of a child; without a name the child gets one of its own."""
+    return f"{name}.{child}" if name else ""

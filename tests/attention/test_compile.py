@@ -1,0 +1,77 @@
+"""torch.compile(fullgraph=True) of attention equals eager bit for bit, whoever asks for what."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import duotone
+from duotone import recipes
+from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from duotone.recipes import Rule, RuleRecipe
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def step(run, module: nn.Module, *inputs: Tensor, **given) -> list[Tensor]:
+    module.zero_grad()
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = run(*leaves, **given)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), *(x.grad for x in leaves), *(p.grad.clone() for p in module.parameters())]
+
+
+def compare(eager: nn.Module, *inputs: Tensor, **given) -> None:
+    compiled = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(compiled, fullgraph=True, backend=counter)
+    for _ in range(2):
+        for ours, theirs in zip(
+            step(run, compiled, *inputs, **given), step(eager, eager, *inputs, **given), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("causal", False), ("padding_causal", True)])
+def test_dot_product_attention(kind, lengths) -> None:
+    core = DotProductAttention(4, 8, num_gqa_groups=2, attn_mask_type=kind, window_size=(2, 0), qkv_format="bshd")
+    given = {"cu_seqlens_q": torch.tensor([0, 3, 8])} if lengths else {}
+    compare(core, torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8), torch.randn(2, 6, 2, 8), **given)
+
+
+@pytest.mark.parametrize(("name", "norm"), [("mxfp8", "RMSNorm"), ("fp8-delayed", None)])
+def test_multihead_attention(name, norm) -> None:
+    given = {"input_layernorm": norm is not None, "qk_norm_type": norm, "recipe": recipes.load(name)}
+    module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a", **given)
+    compare(module, torch.randn(5, 2, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(5))
+
+
+def test_packed_multihead_attention() -> None:
+    given = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0}
+    module = MultiheadAttention(32, 4, fuse_qkv_params=True, **given)
+    cu = torch.tensor([0, 3, 7])
+    compare(module, torch.randn(7, 32), rotary_pos_emb=RotaryPositionEmbedding(8)(7), cu_seqlens_q=cu)
+
+
+def test_a_whole_layer() -> None:
+    given = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
+    compare(TransformerLayer(32, 48, 4, activation="swiglu", **given), torch.randn(5, 2, 32))
+
+
+def test_boundaries_are_told_in_compiled_code_too() -> None:
+    module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a")
+    run, x = torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(5, 2, 32)
+    expected = run(x)
+    assert module.qkv.output_quantizer_role is None
+    with duotone.autocast(recipe=RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),))):
+        assert torch.equal(run(x), expected)
+    assert module.qkv.output_quantizer_role == duotone.QuantizerRole("dpa", "qkv", "a.core_attention")

@@ -1,0 +1,313 @@
+"""The roles of attention, who asks for low precision there, and what the plan says about it."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import CustomRecipe, IdentityQuantizer, QuantizerRole, recipes
+from duotone.attention import DotProductAttention, MultiheadAttention, TransformerLayer
+from duotone.errors import RecipeError, UserError
+from duotone.recipes import Rule, RuleRecipe
+from duotone.recipes.zoo import RECIPES
+from duotone.tensor import MXFP8Quantizer
+
+DPA = recipes.load("nvfp4-linear-fp8-dpa")
+
+
+def dpa(kind: str, name: str = "core") -> QuantizerRole:
+    return QuantizerRole("dpa", kind, name)
+
+
+def linear(kind: str, name: str) -> QuantizerRole:
+    return QuantizerRole("linear", kind, name)
+
+
+def hint(name: str) -> QuantizerRole:
+    return QuantizerRole("", "", name)
+
+
+def heads() -> list[torch.Tensor]:
+    return [torch.randn(4, 2, 4, 8) for _ in range(3)]
+
+
+class Recording:
+    """A factory that keeps the roles it was asked for; attention in MXFP8 where `asks`, linears in MXFP8 always."""
+
+    def __init__(self, asks: bool = True) -> None:
+        self.roles: list[QuantizerRole | None] = []
+        self.asks = asks
+
+    def __call__(self, role: QuantizerRole | None) -> object:
+        self.roles.append(role)
+        kinds = ("linear", "dpa") if self.asks else ("linear",)
+        return MXFP8Quantizer() if role is not None and role.module_type in kinds else IdentityQuantizer()
+
+    def slots(self) -> list[QuantizerRole | None]:
+        return self.roles
+
+
+def test_the_slots_are_nine_and_six_in_the_order_of_the_table() -> None:
+    core = DotProductAttention(4, 8, name="core")
+    assert core.get_quantizer_roles("forward") == [dpa("qkv")] * 3 + [hint("core.dpa_output")] * 3 + [dpa("s")] * 3
+    assert core.get_quantizer_roles("backward") == [hint("core.dpa_grad_input")] * 2 + [dpa("do")] * 2 + [dpa("dp")] * 2
+    with pytest.raises(UserError, match="mode 'both' is unknown"):
+        core.get_quantizer_roles("both")
+
+
+def test_roles_of_known_consumers_take_the_places_of_the_hints() -> None:
+    core = DotProductAttention(4, 8, name="core")
+    assert core.output_quantizer_role is None and core.grad_input_quantizer_role is None
+    core.output_quantizer_role, core.grad_input_quantizer_role = linear("input", "p"), linear("grad_output", "q")
+    assert core.get_quantizer_roles("forward")[3:6] == [linear("input", "p")] * 3
+    assert core.get_quantizer_roles("backward")[:2] == [linear("grad_output", "q")] * 2
+
+
+def test_a_factory_is_asked_once_per_slot_and_anew_only_for_a_changed_role() -> None:
+    factory = Recording(asks=False)
+    core = DotProductAttention(4, 8, name="core", recipe=CustomRecipe(qfactory=factory))
+    expected = core.get_quantizer_roles("forward") + core.get_quantizer_roles("backward")
+    for _ in range(2):
+        core(*heads())
+        assert factory.roles == expected
+    core.output_quantizer_role = None
+    core(*heads())
+    assert factory.roles == expected
+    core.output_quantizer_role = linear("input", "proj")
+    core(*heads())
+    assert factory.roles == expected + [linear("input", "proj")] * 3
+    with duotone.autocast(recipe=CustomRecipe(qfactory=Recording())):
+        core(*heads())
+    core(*heads())
+    assert len(factory.roles) == 18
+
+
+def test_an_unnamed_module_gets_a_name_of_its_own_and_naming_gives_the_full_one() -> None:
+    first, second = DotProductAttention(4, 8), DotProductAttention(4, 8)
+    assert first.module_name != second.module_name and not first.site.named
+    layers = torch.nn.ModuleList(TransformerLayer(32, 64, 4) for _ in range(2))
+    duotone.name_modules(layers)
+    core = layers[1].self_attention.core_attention
+    assert core.module_name == "1.self_attention.core_attention" and (core.site.layer, core.site.layers) == (1, 2)
+    assert core.get_quantizer_roles("forward")[0] == dpa("qkv", "1.self_attention.core_attention")
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4-linear-fp8-dpa"])
+@pytest.mark.parametrize("custom", [False, True])
+def test_recipes_for_linears_do_not_ask_for_attention(name, custom) -> None:
+    recipe = CustomRecipe(qfactory=RECIPES[name], strict=True) if custom else recipes.load(name)
+    core = DotProductAttention(4, 8, name="core", recipe=recipe)
+    core(*heads())
+    assert [tuple(row) for row in core.plan_rows(recipe)] == [
+        ("QK^T", "identity", "identity", "attention runs in high precision"),
+        ("PV", "identity", "identity", "attention runs in high precision"),
+    ]
+
+
+ASKING = {
+    "file": DPA,
+    "factory": CustomRecipe(qfactory=RECIPES["nvfp4-linear-fp8-dpa"], fp8_dpa=True),
+    "module type": RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),)),
+    "tensor type": RuleRecipe(rules=(Rule(tensor_type="s", format="mxfp8_e4m3"), Rule(format="mxfp8_e4m3"))),
+    "base": RuleRecipe(rules=(Rule(module_type="linear", format="identity"),), base=DPA),
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_request_that_is_not_met_is_in_the_plan_and_changes_no_bit(name) -> None:
+    recipe = ASKING[name]
+    core = DotProductAttention(4, 8, name="core", recipe=recipe)
+    inputs = heads()
+    assert torch.equal(core(*inputs), DotProductAttention(4, 8)(*inputs))
+    kinds = "s" if name == "tensor type" else "qkv, s, do, dp"
+    reason = f"attention runs in high precision; the request of recipe {recipe.name} for {kinds} is not met"
+    assert {row.reason for row in core.plan_rows(recipe)} == {reason}
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (Rule(format="mxfp8_e4m3"),),
+        (Rule(module_type="dpa", format="identity"), Rule(format="mxfp8_e4m3")),
+        (Rule(module_type="linear", format="mxfp8_e4m3"),),
+    ],
+)
+def test_rules_for_all_alike_or_for_linears_do_not_ask_even_where_strict(rules) -> None:
+    core = DotProductAttention(4, 8, name="core", recipe=RuleRecipe(rules=rules, strict=True))
+    core(*heads())
+    assert {row.reason for row in core.plan_rows(core.recipe)} == {"attention runs in high precision"}
+
+
+def strict(name: str) -> recipes.Recipe:
+    return {
+        "factory": CustomRecipe(qfactory=Recording(), strict=True, fp8_dpa=True),
+        "rules": RuleRecipe(rules=(Rule(module_type="dpa", tensor_type="do", format="mxfp8_e4m3"),), strict=True),
+    }[name]
+
+
+def test_a_factory_that_fails_at_a_boundary_stops_before_any_projection_ran() -> None:
+    """The seed of a stochastic projection stays where it was."""
+
+    def factory(role: QuantizerRole | None) -> object:
+        if role == hint("a.core_attention.dpa_output"):
+            return None
+        return RECIPES["nvfp4"](role) if role and role.module_type == "linear" else IdentityQuantizer()
+
+    module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True, recipe=CustomRecipe(qfactory=factory))
+    seed = module.qkv.duotone_seed.clone()
+    with pytest.raises(RecipeError, match=r"None for name=a\.core_attention\.dpa_output"):
+        module(torch.randn(16, 2, 32, requires_grad=True))
+    assert torch.equal(module.qkv.duotone_seed, seed)
+
+
+@pytest.mark.parametrize("name", ["factory", "rules"])
+def test_strict_makes_a_request_an_error_in_the_plan_and_in_every_forward(name) -> None:
+    core = DotProductAttention(4, 8, name="a.core", recipe=strict(name))
+    for call in (lambda: core.plan_rows(core.recipe), lambda: core(*heads()), lambda: core(*heads())):
+        with pytest.raises(RecipeError) as error:
+            call()
+        assert "strict: a.core runs in high precision" in str(error.value) and "\n" not in str(error.value)
+    with duotone.autocast(recipe=recipes.load("bf16")):
+        core(*heads())
+
+
+def test_a_strict_request_stops_before_any_projection_ran() -> None:
+    recipe = CustomRecipe(qfactory=lambda role: RECIPES["nvfp4-linear-fp8-dpa"](role), strict=True, fp8_dpa=True)
+    module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True, recipe=recipe)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with pytest.raises(RecipeError, match=r"strict: a\.core_attention"):
+        module(torch.randn(4, 2, 32))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+    assert module.qkv.output_quantizer_role is None
+
+
+def test_a_factory_that_gives_nothing_is_named_with_its_slot() -> None:
+    recipe = CustomRecipe(qfactory=lambda role: None if role and role.tensor_type == "dp" else IdentityQuantizer())
+    with pytest.raises(RecipeError, match=r"None for module_type=dpa\|tensor_type=dp\|name=core"):
+        DotProductAttention(4, 8, name="core", recipe=recipe)(*heads())
+
+
+def test_a_recipe_of_evaluation_is_the_one_that_counts_then() -> None:
+    recipe = RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),), evaluation=strict("factory"))
+    core = DotProductAttention(4, 8, name="core", recipe=recipe)
+    core(*heads())
+    with pytest.raises(RecipeError, match="strict: core"):
+        core.eval()(*heads())
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_multihead_attention_tells_four_neighbours_before_the_factory_is_asked(norm) -> None:
+    factory = Recording()
+    recipe = CustomRecipe(qfactory=factory, fp8_mha=True)
+    module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True, input_layernorm=norm, recipe=recipe)
+    qkv = "a.layernorm_linear_qkv" if norm else "a.qkv"
+    for _ in range(2):
+        module(torch.randn(4, 2, 32, requires_grad=True)).sum().backward()
+    core = "a.core_attention"
+    expected = [
+        *[linear("input", qkv), linear("weight", qkv), dpa("qkv", core), linear("grad_output", qkv), None],
+        *[dpa("qkv", core)] * 3,
+        *[linear("input", "a.proj")] * 3,
+        *[dpa("s", core)] * 3,
+        *[linear("grad_output", qkv)] * 2,
+        *[dpa("do", core)] * 2,
+        *[dpa("dp", core)] * 2,
+        *[linear("input", "a.proj"), linear("weight", "a.proj"), None, linear("grad_output", "a.proj")],
+        dpa("do", core),
+    ]
+    assert sorted(map(str, factory.slots())) == sorted(map(str, expected)) and len(expected) == 25
+    first = module.layernorm_qkv if norm else module.qkv
+    assert first.output_quantizer_role == dpa("qkv", core) and first.grad_input_quantizer_role is None
+    assert module.proj.grad_input_quantizer_role == dpa("do", core) and module.proj.output_quantizer_role is None
+
+
+def test_without_a_request_boundaries_stay_unknown_and_go_back_to_it() -> None:
+    module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True, recipe=recipes.load("mxfp8"))
+    x = torch.randn(4, 2, 32)
+    boundaries = (
+        lambda: module.qkv.output_quantizer_role,
+        lambda: module.proj.grad_input_quantizer_role,
+        lambda: module.core_attention.output_quantizer_role,
+        lambda: module.core_attention.grad_input_quantizer_role,
+    )
+    module.proj.output_quantizer_role = linear("input", "next")
+    for recipe, known in ((recipes.load("mxfp8"), False), (DPA, True), (recipes.load("bf16"), False)):
+        with duotone.autocast(recipe=recipe):
+            module(x)
+        assert all((role() is not None) == known for role in boundaries)
+    assert module.proj.output_quantizer_role == linear("input", "next")
+
+
+def test_roles_that_a_user_gave_stay_while_nobody_asks_for_attention() -> None:
+    module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True)
+    module.qkv.output_quantizer_role = dpa("qkv", "own")
+    module(torch.randn(4, 2, 32))
+    assert module.qkv.output_quantizer_role == dpa("qkv", "own")
+
+
+def test_cross_attention_tells_both_projections() -> None:
+    module = MultiheadAttention(32, 4, name="a", attention_type="cross", attn_mask_type="no_mask", recipe=DPA)
+    module(torch.randn(4, 2, 32), encoder_output=torch.randn(5, 2, 32))
+    for projection in (module.query_layer, module.key_value):
+        assert projection.output_quantizer_role == dpa("qkv", "a.core_attention")
+    assert module.core_attention.grad_input_quantizer_role == linear("grad_output", "a.query_layer")
+
+
+def test_boundaries_follow_names_that_come_later() -> None:
+    layers = torch.nn.ModuleList([MultiheadAttention(32, 4, recipe=ASKING["factory"])])
+    module = layers[0]
+    module(torch.randn(4, 2, 32))
+    duotone.name_modules(layers)
+    module(torch.randn(4, 2, 32))
+    assert module.qkv.output_quantizer_role == dpa("qkv", "0.core_attention")
+    assert module.core_attention.output_quantizer_role == linear("input", "0.proj")
+
+
+def test_rules_by_name_reach_attention_once_modules_are_named() -> None:
+    rules = (Rule(module="1.*", module_type="dpa", format="mxfp8_e4m3"),)
+    layers = duotone.name_modules(torch.nn.ModuleList(MultiheadAttention(32, 4) for _ in range(2)))
+    reasons = [m.core_attention.plan_rows(RuleRecipe(rules=rules))[0].reason for m in layers]
+    assert ["request" in reason for reason in reasons] == [False, True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_after_its_region_repeats_the_forward_and_tells_nobody_anything(reentrant) -> None:
+    module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a")
+    recipe = RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),), base=recipes.load("mxfp8"))
+    x = torch.randn(4, 2, 32)
+    gradients = []
+    for again in (False, True):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        with duotone.autocast(recipe=recipe):
+            out = checkpoint(module, leaf, use_reentrant=reentrant) if again else module(leaf)
+        out.square().sum().backward()
+        gradients.append([leaf.grad, *(p.grad.clone() for p in module.parameters())])
+        assert module.qkv.output_quantizer_role == dpa("qkv", "a.core_attention")
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_names_of_a_layer_are_transformer_engines() -> None:
+    layer = TransformerLayer(32, 64, 4, layer_type="decoder", name="tl")
+    assert [module.module_name for module in layer.modules() if hasattr(module, "module_name")] == [
+        "tl.self_attention.layernorm_linear_qkv",
+        "tl.self_attention.core_attention",
+        "tl.self_attention.proj",
+        "tl.inter_attention.layernorm_linear_q",
+        "tl.inter_attention.key_value",
+        "tl.inter_attention.core_attention",
+        "tl.inter_attention.proj",
+        "tl.layernorm_mlp.fc1",
+        "tl.layernorm_mlp.fc2",
+    ]
+
+
+def test_copies_meet_recipes_of_their_own() -> None:
+    core = DotProductAttention(4, 8, name="core", recipe=DPA)
+    core(*heads())
+    for other in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
+        assert other._number != core._number and not other._given
+        other(*heads())

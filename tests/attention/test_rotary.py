@@ -1,0 +1,91 @@
+"""Rotary embeddings: pairs turn by angles in proportion to their positions."""
+
+import math
+
+import pytest
+import torch
+
+from duotone.attention import RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb
+from duotone.errors import UserError
+
+
+def test_each_pair_turns_as_a_complex_number_in_float64() -> None:
+    x = torch.randn(5, 2, 3, 8)
+    turned = apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(5))
+    pairs = torch.complex(x[..., :4].double(), x[..., 4:].double())
+    for token in range(5):
+        for pair in range(4):
+            angle = token * 10000.0 ** (-2 * pair / 8)
+            expected = pairs[token, ..., pair] * complex(math.cos(angle), math.sin(angle))
+            torch.testing.assert_close(turned[token, ..., pair].double(), expected.real, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(turned[token, ..., pair + 4].double(), expected.imag, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_stay_and_products_depend_on_the_distance_alone() -> None:
+    query, key = torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    angles = RotaryPositionEmbedding(8, 100.0)(12)
+    turned = [apply_rotary_pos_emb(x.expand(12, 1, 1, 8), angles)[:, 0, 0] for x in (query, key)]
+    torch.testing.assert_close(turned[0].norm(dim=1), query.norm().expand(12), rtol=1e-6, atol=1e-6)
+    products = turned[0] @ turned[1].T
+    for distance in range(-11, 12):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(products[0], products[0, :1].expand(12))
+
+
+def test_layouts_forms_of_angles_and_tables_agree_bit_for_bit() -> None:
+    x, angles = torch.randn(5, 2, 3, 8).bfloat16(), RotaryPositionEmbedding(8)(9)
+    expected = apply_rotary_pos_emb(x, angles)
+    assert expected.dtype is torch.bfloat16
+    assert torch.equal(apply_rotary_pos_emb(x.transpose(0, 1), angles, "bshd").transpose(0, 1), expected)
+    assert torch.equal(apply_rotary_pos_emb(x, angles[:, None, None]), expected)
+    assert torch.equal(apply_rotary_pos_emb(x, Rotation(angles.cos(), angles.sin())), expected)
+    packed = apply_rotary_pos_emb(x.transpose(0, 1).flatten(0, 1), angles, "thd", torch.tensor([0, 5, 10]))
+    assert torch.equal(packed.view(2, 5, 3, 8).transpose(0, 1), expected)
+
+
+def test_a_narrow_table_turns_the_first_elements_and_leaves_the_rest() -> None:
+    x = torch.randn(5, 2, 3, 8)
+    turned = apply_rotary_pos_emb(x, RotaryPositionEmbedding(4)(5))
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert torch.equal(turned[..., :4], apply_rotary_pos_emb(x[..., :4].contiguous(), RotaryPositionEmbedding(4)(5)))
+
+
+def test_an_offset_shifts_the_positions() -> None:
+    rotary = RotaryPositionEmbedding(8)
+    assert torch.equal(rotary(3, offset=4), rotary(7)[4:])
+
+
+def test_rates_stay_fp32_through_casts_and_meta() -> None:
+    expected = RotaryPositionEmbedding(8)(5)
+    assert torch.equal(RotaryPositionEmbedding(8).bfloat16()(5), expected)
+    with torch.device("meta"):
+        made = RotaryPositionEmbedding(8)
+    assert made(5).is_meta and torch.equal(made.to_empty(device="cpu")(5), expected)
+    assert not made.state_dict()
+
+
+def test_gradients_turn_back() -> None:
+    x, angles = torch.randn(5, 2, 3, 8, requires_grad=True), RotaryPositionEmbedding(8)(5)
+    dy = torch.randn(5, 2, 3, 8)
+    apply_rotary_pos_emb(x, angles).backward(dy)
+    torch.testing.assert_close(x.grad, apply_rotary_pos_emb(dy, -angles))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RotaryPositionEmbedding(7), "dim is 7"),
+        (lambda: apply_rotary_pos_emb(torch.ones(5, 1, 1, 8), torch.ones(4, 8)), "4 positions and the sequence has 5"),
+        (
+            lambda: apply_rotary_pos_emb(torch.ones(5, 1, 1, 8), torch.ones(5, 10)),
+            "width 10 cannot turn heads of width 8",
+        ),
+        (lambda: apply_rotary_pos_emb(torch.ones(5, 1, 8), torch.ones(5, 8), "thd"), "need cu_seqlens"),
+        (lambda: apply_rotary_pos_emb(torch.ones(5, 1, 1, 8), torch.ones(5, 8), "bhsd"), "'bhsd' is unknown"),
+    ],
+)
+def test_a_wrong_call_is_one_line(call, message) -> None:
+    with pytest.raises(UserError) as error:
+        call()
+    assert message in str(error.value) and "\n" not in str(error.value)
