@@ -161,12 +161,12 @@ class ActivationOp(Op, nn.Module):
         self._build()
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        width = signal.width
+        device, dtype, width, rows, tracked, _ = signal
         if self.gated and width is not None:
             if width % 2:
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")
             width //= 2
-        return self._by_keeps[signal.requires_grad], signal._replace(width=width, held=None)
+        return self._by_keeps[tracked], Signal(device, dtype, width, rows, tracked)
 
     def extra_repr(self) -> str:
         return self.kind

@@ -137,7 +137,7 @@ class NormOp(Op):
         keeps = signal.requires_grad
         if not keeps and torch.is_grad_enabled():
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
-        return self.stages[keeps], signal._replace(requires_grad=keeps, held=None)
+        return self.stages[keeps], Signal(*signal[:4], keeps)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         gamma, beta = self.parameters()

@@ -49,10 +49,11 @@ class PipelineFunction(torch.autograd.Function):
         last, kept_last, extra, at = len(counts), len(kept), len(outputs), len(needs)
         for stage in reversed(stages):
             first, start = last - len(stage.arity), at - sum(stage.arity)
-            own, kept_here = counts[first:last], []
-            for count in reversed(own):
-                kept_here.insert(0, tuple(kept[kept_last - count : kept_last]))
+            kept_here = []
+            for count in reversed(counts[first:last]):
+                kept_here.append(tuple(kept[kept_last - count : kept_last]))
                 kept_last -= count
+            kept_here.reverse()
             here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
             dx, gradients_here = stage.run_backward(dx, kept_here, needs[start:at], here)
             found = [*gradients_here, *found]

@@ -33,7 +33,7 @@ class Plane:
     @staticmethod
     def of(x: Tensor) -> "Plane":
         """The high-precision plane of a 2-D tensor: an alias."""
-        return Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1]))
+        return Plane(IDENTITY, {"codes": x}, x.shape)  # type: ignore[arg-type]  # torch.Size is a tuple
 
     @staticmethod
     def encode(fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row") -> "Plane":
