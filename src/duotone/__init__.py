@@ -2,7 +2,12 @@
 
 from duotone import formats as formats
 from duotone import observe as observe
+from duotone import ops as ops
 from duotone import recipes as recipes
+from duotone.attention import DotProductAttention as DotProductAttention
+from duotone.attention import MultiheadAttention as MultiheadAttention
+from duotone.attention import RotaryPositionEmbedding as RotaryPositionEmbedding
+from duotone.attention import TransformerLayer as TransformerLayer
 from duotone.convert import PlanRow as PlanRow
 from duotone.convert import convert as convert
 from duotone.convert import plan as plan
@@ -10,7 +15,13 @@ from duotone.convert import revert as revert
 from duotone.errors import RecipeError as RecipeError
 from duotone.errors import UsageError as UsageError
 from duotone.errors import UserError as UserError
+from duotone.modules import GroupedLinear as GroupedLinear
+from duotone.modules import LayerNorm as LayerNorm
+from duotone.modules import LayerNormLinear as LayerNormLinear
+from duotone.modules import LayerNormMLP as LayerNormMLP
 from duotone.modules import Linear as Linear
+from duotone.modules import MoE as MoE
+from duotone.modules import RMSNorm as RMSNorm
 from duotone.modules import convert_parameters as convert_parameters
 from duotone.modules import name_modules as name_modules
 from duotone.recipes import CustomRecipe as CustomRecipe

@@ -1,6 +1,6 @@
 """Planes of a weight kept between the microbatches of a step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,17 +10,17 @@ from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-Stamp = tuple[Quantizer, int, int, torch.dtype]
+Stamp = tuple[Quantizer, torch.dtype, tuple[tuple[int, int], ...]]
 
 
 class WeightCache:
-    """What one weight was encoded to, with the quantizer and the version of the weight that it was made of.
+    """What one weight was encoded to, with the quantizer and the versions of the parameters that it was made of.
 
     Writes through `.data` leave no version: `clear`, or a first microbatch, makes the planes anew.
     """
 
-    def __init__(self, weight: Callable[[], Tensor]) -> None:
-        self.weight = weight
+    def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
+        self.owners = owners
         self.stamp: Stamp | None = None
         self.planes = Planes(None, None)
         self.reused, self.refreshed = Reused(self), Refreshed(self)
@@ -31,18 +31,21 @@ class WeightCache:
     def make(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
             made = quantizer.encode(x, usage, ctx)
-        owner = self.weight()
-        if owner.is_inference() or x.is_inference():  # has no version, so that a write to it would go unseen
-            self.clear()
-        else:
-            self.stamp, self.planes = (quantizer, id(owner), owner._version, x.dtype), made
+        stamp = self._stamp_of(x, quantizer)
+        self.stamp, self.planes = stamp, made if stamp is not None else Planes(None, None)
         return made
+
+    def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:
+        """None where a write would go unseen, because inference tensors have no version."""
+        owners = self.owners()
+        if any(owner.is_inference() for owner in owners):
+            return None
+        return quantizer, x.dtype, tuple((id(owner), owner._version) for owner in owners)
 
     def take(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes that are kept, or new ones where they are of another weight, version, format or direction."""
-        owner, (row, col) = self.weight(), self.planes
-        version = -1 if owner.is_inference() else owner._version
-        if self.stamp != (quantizer, id(owner), version, x.dtype):
+        row, col = self.planes
+        if self.stamp is None or self.stamp != self._stamp_of(x, quantizer):
             return self.make(x, quantizer, usage, ctx)
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             usage = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)

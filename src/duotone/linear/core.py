@@ -92,7 +92,7 @@ class LinearStage(Stage):
             row = layout.gather_grad(dy_planes.rowwise, 0)
             dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w, like.dtype, plan.weight), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
-        if kept_x is not None and dy_planes.columnwise is not None:
+        if kept_x is not None and dy_planes.columnwise is not None and needs[1]:
             dw = self.sink.take(WeightGradient(self, dy_planes.columnwise, kept), like)
         if needs[2]:
             db = layout.reduce_grad_bias(flat.sum(0))

@@ -73,8 +73,10 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
             got = f"{tuple(splits.shape)} in {splits.dtype}"
             raise UserError(f"m_splits is a list of integers or an int tensor of one dimension; got {got}")
         splits = splits.tolist()
+    if not isinstance(splits, Sequence) or isinstance(splits, str):
+        raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
     given = tuple(splits)
-    if len(given) != count or any(not isinstance(n, int) or n < 0 for n in given):
+    if len(given) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in given):
         raise UserError(f"m_splits needs {count} row counts that are not negative; got {_short(given)}")
     if rows is not None and sum(given) != rows:
         raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")

@@ -35,13 +35,13 @@ GRADIENT = ToAutograd()
 
 @dataclass(frozen=True, eq=False)
 class ToMainGrad:
-    """Added in the dtype of the weight's `main_grad` to it, or written over it; autograd gets None.
+    """Added in the dtype of the weight's `main_grad` to it; autograd gets None.
 
+    It is written over where the weight has `overwrite_main_grad`, and by the first gradient of a first microbatch.
     Where the weight has `grad_added_to_main_grad`, it becomes True and autograd gets zeros, so that its hooks fire.
     """
 
     weight: Callable[[], Tensor | None]
-    overwrite: bool = False
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         weight = self.weight()
@@ -49,7 +49,7 @@ class ToMainGrad:
             raise UsageError("the weight is gone before its gradient was added to main_grad; keep its module alive")
         main = main_grad(weight)
         gradient = product.compute(main.dtype, dy.dtype)
-        if self.overwrite or getattr(weight, "overwrite_main_grad", False):
+        if vars(weight).pop("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False):
             main.copy_(gradient)
         else:
             main.add_(gradient)

@@ -10,7 +10,7 @@ from duotone.errors import UserError
 from duotone.ops.basic import MakeExtraOutput
 from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
-from duotone.ops.op import run
+from duotone.ops.op import Op, run
 from duotone.ops.splitting import Splits
 from duotone.recipes.recipe import Recipe
 
@@ -69,7 +69,7 @@ class LayerNormLinear(Linear):
         )
         self.return_layernorm_output = return_layernorm_output
         norm.make_parameters(self.in_features, params_dtype, device)
-        self._ops = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
+        self._ops: tuple[Op, ...] = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
         """(*lead, in_features) -> (*lead, out_features), then the bias and the normalised input if asked for."""
@@ -77,6 +77,11 @@ class LayerNormLinear(Linear):
         y, *normalised = made if isinstance(made, tuple) else (made,)
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
+
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        more = self.return_bias or self.return_layernorm_output
+        return None if more or type(self).forward is not LayerNormLinear.forward else self._ops
 
     def reset_parameters(self) -> None:
         super().reset_parameters()

@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
 from duotone.ops.linear import Linear
+from duotone.ops.naming import below
 from duotone.ops.norm import NormOp
 from duotone.ops.op import Op, run
+from duotone.ops.parameters import drop_empty_extra_state
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole, Site
 
@@ -66,7 +68,7 @@ class LayerNormMLP(nn.Module):
         }
         modes = ("column", "row") if set_parallel_mode else (None, None)
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
-        names = [f"{name}.{part}" if name else part for part in ("fc1", "fc2")]
+        names = below(name, ("fc1", "fc2"))
         self.fc1 = Linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0], **given)
         self.fc2 = Linear(
             ffn_hidden_size,
@@ -78,6 +80,14 @@ class LayerNormMLP(nn.Module):
             **given,
         )
         self._wire(*names)
+
+    takes_first_microbatch = True
+
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        """What stands for this module in a larger pipeline; None where it returns more than one tensor."""
+        more = self.return_bias or self.return_layernorm_output
+        return None if more or type(self).forward is not LayerNormMLP.forward else self._ops
 
     @property
     def ops(self) -> tuple[Op, ...]:
@@ -115,6 +125,11 @@ class LayerNormMLP(nn.Module):
         self.fc1.set_tensor_parallel_group(tp_group)
         self.fc2.set_tensor_parallel_group(tp_group)
 
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        self.fc1.invalidate_weight_cache()
+        self.fc2.invalidate_weight_cache()
+
     def backward_dw(self) -> None:
         """The oldest weight gradients that backward put off, of fc2 and of fc1."""
         self.fc2.backward_dw()
@@ -130,6 +145,7 @@ class LayerNormMLP(nn.Module):
         return made
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        drop_empty_extra_state(state_dict, prefix)
         for part in ("fc1", "fc2"):
             for kind in ("weight", "bias"):
                 old, new = f"{prefix}{part}_{kind}", f"{prefix}{part}.{kind}"

@@ -11,6 +11,7 @@ from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
 from duotone.ops.grouped import GroupedLinear
+from duotone.ops.naming import below
 from duotone.ops.op import run
 from duotone.recipes.recipe import Recipe
 
@@ -70,9 +71,11 @@ class MoE(nn.Module):
             "recipe": recipe,
         }
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
-        names = [f"{name}.{part}" if name else part for part in ("fc1", "fc2")]
+        names = below(name, ("fc1", "fc2"))
         self.fc1 = GroupedLinear(num_experts, hidden_size, wide, name=names[0], **given)
         self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, name=names[1], **given)
+
+    takes_first_microbatch = True
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])

@@ -97,7 +97,8 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = QUICK) -> Activation:
         inner = dy * (b + 1)
         da = inner * gate + aten.sigmoid_backward(inner * a, gate) * alpha
         db = dy * (a * gate)
-        return torch.cat((da * (first <= limit), db * ((second >= -limit) & (second <= limit))), -1)
+        inside = (second >= -limit) & (second <= limit)
+        return torch.cat((da.where(first <= limit, 0), db.where(inside, 0)), -1)
 
     return Activation(value, gradient, gated=True)
 

@@ -1,5 +1,6 @@
 """Small ops: bias, scale, dropout, reshape, further inputs and outputs, quantize."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,10 +13,11 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import as_matrix
 from duotone.linear.source import SOURCES
 from duotone.linear.stage import Kept, Stage
-from duotone.ops.op import Op, Signal
+from duotone.ops.op import Op, Signal, region_of_call
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
-from duotone.state.autocast import HIGH_PRECISION, active_recipe
+from duotone.state.autocast import HIGH_PRECISION, active_region
+from duotone.state.delayed import mode_now
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -60,10 +62,11 @@ class DropoutStage(Stage):
     """Zeroes with probability p and divides the rest by 1 - p."""
 
     p: float
+    keeps: bool
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         y, mask = torch.native_dropout(x, self.p, True)
-        return y, (mask,)
+        return y, (mask,) if self.keeps else ()
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
         scale = 1 / (1 - self.p) if self.p < 1 else 0.0
@@ -90,12 +93,10 @@ class AddStage(Stage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         other = operands[0]
-        if other.shape != x.shape:
-            raise UserError(f"AddExtraInput adds tensors of one shape; got {tuple(x.shape)} and {tuple(other.shape)}")
-        return x + other, ()
+        return x + other.reshape(x.shape), ((other.shape,),)
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return dy, dy if needs[1] else None
+        return dy, dy.view(kept[0][0]) if needs[1] else None
 
 
 class ExtraOutputStage(Stage):
@@ -174,10 +175,11 @@ class Dropout(BasicOp):
         if not 0 <= p <= 1:
             raise UserError(f"dropout has probability {p}; give one from 0 to 1")
         self.p = p
-        self._dropping = DropoutStage(p)
+        self._by_keeps = {keeps: DropoutStage(p, keeps) for keeps in (False, True)}
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        return self._dropping if self.training and self.p else self.stage, signal._replace(held=None)
+        dropping = self._by_keeps[signal.requires_grad]
+        return dropping if self.training and self.p else self.stage, signal._replace(held=None)
 
 
 class Reshape(BasicOp):
@@ -189,8 +191,19 @@ class Reshape(BasicOp):
         self.stage = ReshapeStage(self.shape)
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        width = self.shape[-1] if self.shape[-1] >= 0 else None
-        return self.stage, signal._replace(width=width, rows=None, held=None)
+        width, rows = self._sizes(signal)
+        return self.stage, signal._replace(width=width, rows=rows, held=None)
+
+    def _sizes(self, signal: Signal) -> tuple[int | None, int | None]:
+        """Width and rows of the output; None where the input's are not known. UserError where they do not fit."""
+        if signal.width is None or signal.rows is None:
+            return (self.shape[-1] if self.shape[-1] >= 0 else None), None
+        elements, given = signal.width * signal.rows, math.prod(size for size in self.shape if size >= 0)
+        free = -1 in self.shape
+        if (elements != given and not free) or (free and (not given or elements % given)):
+            raise UserError(f"Reshape to {self.shape} takes as many elements; got {signal.rows} rows of {signal.width}")
+        width = self.shape[-1] if self.shape[-1] >= 0 else elements // given
+        return width, elements // width if width else 0
 
 
 class AddExtraInput(BasicOp):
@@ -201,6 +214,16 @@ class AddExtraInput(BasicOp):
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         return self.stage, signal._replace(requires_grad=torch.is_grad_enabled(), held=None)
+
+    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        (other,) = extra
+        if not isinstance(other, Tensor) or other.dim() == 0:
+            raise UserError(f"AddExtraInput adds a tensor of the same shape; got {type(other).__name__}")
+        rows, width = other.shape[:-1].numel(), other.shape[-1]
+        if signal.width not in (None, width) or signal.rows not in (None, rows):
+            got = f"{rows} rows of {width} for {signal.rows} of {signal.width}"
+            raise UserError(f"AddExtraInput adds tensors of one shape; got {got}")
+        return extra
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         return extra
@@ -235,9 +258,16 @@ class Quantize(BasicOp):
         self.roles = (role if forward else None, grad_role if backward else None)
         self.recipe = recipe
         self._by_recipe: dict[Any, QuantizeStage] = {}
+        self._region: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_by_recipe": {}, "_region": None, "_rewritten": {}}
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
-        recipe = active_recipe() or self.recipe
+        region = active_region() if torch.compiler.is_compiling() else region_of_call(self, mode_now())
+        recipe = self.recipe if region is None else region.recipe
+        if recipe.evaluation is not None and not self.training:
+            recipe = recipe.evaluation
         key = (recipe.key, signal.requires_grad)
         if key not in self._by_recipe:
             forward, backward = (None if role is None else self._quantizer(recipe, role) for role in self.roles)

@@ -12,7 +12,7 @@ from duotone.linear.grouped import GroupedStage, host_splits
 from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Signal, held, run
+from duotone.ops.op import Op, Signal, fits, held, run
 from duotone.ops.planned import Planned, holds_codes
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
@@ -54,8 +54,7 @@ class PlannedGroup(Planned):
             )
         weights = self.weights
         out, width = weights[0].shape
-        right = signal.dtype is weights[0].dtype or torch.is_autocast_enabled(signal.device)
-        if signal.width not in (None, width) or not right:
+        if signal.width not in (None, width) or not fits(signal, weights[0].dtype):
             raise UserError(
                 f"{self.module_name} takes (..., {width}) in {weights[0].dtype}; "
                 f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
@@ -67,8 +66,11 @@ class PlannedGroup(Planned):
         tracked = torch.is_grad_enabled() and trained
         return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
 
+    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        return (host_splits(extra[0], self.num_gemms, signal.rows),)
+
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
-        splits = host_splits(extra[0], self.num_gemms, signal.rows)
+        (splits,) = extra
         weights, biases = self.whole_weights(), (None,) * self.num_gemms if self.return_bias else self.biases
         dtype = signal.dtype
         weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
@@ -137,7 +139,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         super().__init__()
         keep_initialiser(self, init_method)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.use_bias, self.return_bias = bias, return_bias and bias
+        self.use_bias, self.return_bias = bias, return_bias
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
@@ -168,12 +170,13 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def weights(self) -> tuple[nn.Parameter, ...]:
         if not self.single_grouped_weight:
             return tuple(self._parameters[f"weight{i}"] for i in range(self.num_gemms))  # type: ignore[misc]
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
         return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
 
     def whole_weights(self) -> Sequence[Tensor]:
-        return self._parameters["weight"].unbind(0) if self.single_grouped_weight else self.weights  # type: ignore
+        members = self.single_grouped_weight and not torch.is_inference_mode_enabled()
+        return self._parameters["weight"].unbind(0) if members else self.weights  # type: ignore[union-attr]
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -205,6 +208,13 @@ class GroupedLinear(PlannedGroup, nn.Module):
         if self.single_grouped_weight:
             self.refuse_crossing(weight)
 
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        return (self,) if type(self).forward is GroupedLinear.forward and not self.return_bias else None
+
+    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
+        return (self.weight,) if self.single_grouped_weight else (self.weights[member],)
+
     def invalidate_weight_cache(self) -> None:
         """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
         options.clear_caches(self)
@@ -223,8 +233,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
             whole = f"{prefix}{kind}"
             if packed and all(name in state_dict for name in names):
                 state_dict[whole] = _packed(self._parameters[kind], [state_dict.pop(name) for name in names])
-            elif not packed and whole in state_dict and state_dict[whole].dim() > (2 if kind == "weight" else 1):
-                state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=False))
+            elif not packed and whole in state_dict and state_dict[whole].shape[:1] == (self.num_gemms,):
+                state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:

@@ -12,9 +12,9 @@ from duotone.linear.layout import Layout
 from duotone.linear.stage import Stage
 from duotone.ops import boundary, options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Signal, run, signal_of
+from duotone.ops.op import Op, Signal, fits, run, signal_of
 from duotone.ops.planned import Planned, holds_codes
-from duotone.ops.splitting import Splits, is_split, joined, split_parameters
+from duotone.ops.splitting import Splits, is_split, joined, pieces, split_parameters
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
 from duotone.state.autocast import HIGH_PRECISION
@@ -50,6 +50,10 @@ class PlannedLinear(Planned):
         y = run((self,), x, (), is_first_microbatch, self.__dict__)
         return (y, self.bias) if self.return_bias else y
 
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        return (self,) if type(self).forward is PlannedLinear.forward and not self.return_bias else None
+
     def _with_boundary(self, x: Tensor, first: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
         boundary.warn_without_role(self, fp8_output, fp8_grad)
         self.link(signal_of(x), first)  # refuses a bad input before anything happens
@@ -67,8 +71,7 @@ class PlannedLinear(Planned):
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         (weight,) = self.weights
         out, width = weight.shape
-        right = signal.dtype is weight.dtype or torch.is_autocast_enabled(signal.device)
-        if signal.width not in (None, width) or not right:
+        if signal.width not in (None, width) or not fits(signal, weight.dtype):
             raise UserError(
                 f"{self.module_name or 'Linear'} takes (..., {width}) in {weight.dtype}; "
                 f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
@@ -147,6 +150,10 @@ class Linear(PlannedLinear, nn.Linear):
     ) -> None:
         layout = options.layout(parallel_mode, tp_group, sequence_parallel)
         local_in, local_out = options.local_sizes(layout, in_features, out_features, tp_group)
+        if parameters_split is not None and (fuse_wgrad_accumulation or delay_wgrad_compute):
+            raise UserError(
+                "parameters_split gives its gradients to autograd; leave it out to accumulate or delay them"
+            )
         keep_initialiser(self, init_method)
         nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
         self.return_bias = return_bias
@@ -159,7 +166,15 @@ class Linear(PlannedLinear, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew, as at construction; a quantized weight is written in its formats."""
-        initialise(self, super().reset_parameters)
+        initialise(self, self._fill_pieces if is_split(self) else super().reset_parameters)
+
+    def _fill_pieces(self) -> None:
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        for piece in self.parameters(recurse=False):
+            nn.init.uniform_(piece, -bound, bound)
+
+    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
+        return pieces(self, "weight") if is_split(self) else super().weight_owners(member)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias") and is_split(self) and name not in self._parameters:

@@ -32,11 +32,15 @@ class RMSNormKernel:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
-        """The sequence of operations, and so the bits, of autograd through torch's own CPU implementation."""
+        """On CUDA torch's fused kernel; elsewhere, where there is none, the operations that autograd would run."""
         (rms,) = saved
-        wide, grad = x.to(torch.float32), dy.to(torch.float32)
-        lead = list(range(x.dim() - 1))
-        dgamma = (grad * (wide * rms)).sum(lead).to(gamma.dtype) if gamma is not None and needs[1] else None
+        if dy.device.type == "cuda":
+            dx, dgamma = aten._fused_rms_norm_backward(dy, x, [x.shape[-1]], rms, gamma, [needs[0], bool(needs[1])])
+            return dx, dgamma, None
+        wide, grad = _widened(x), _widened(dy)
+        dgamma = grad * (wide * rms) if gamma is not None and needs[1] else None
+        if dgamma is not None and x.dim() > 1:
+            dgamma = dgamma.sum(list(range(x.dim() - 1)))
         if not needs[0]:
             return None, dgamma, None
         grad = grad if gamma is None else grad * gamma
@@ -45,17 +49,22 @@ class RMSNormKernel:
         return dx.to(x.dtype), dgamma, None
 
 
+def _widened(x: Tensor) -> Tensor:
+    """In fp32, or in float64 where it is that."""
+    return x if x.dtype is torch.float64 else x.to(torch.float32)
+
+
 class L2Kernel:
     """y = x / sqrt(sum(x^2) + eps), in fp32, without parameters."""
 
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
-        wide = x.to(torch.float32)
+        wide = _widened(x)
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype), scale
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
         (scale,) = saved
-        wide, grad = x.to(torch.float32), dy.to(torch.float32)
+        wide, grad = _widened(x), _widened(dy)
         along = (grad * wide).sum(-1, keepdim=True) * scale.square()
         return ((grad - wide * along) * scale).to(x.dtype), None, None
 
@@ -96,7 +105,7 @@ class NormStage(Stage):
     def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Any, Any]:
         if not self.zero_centered or gamma is None:
             return x, gamma, beta
-        return x.to(torch.float32), 1 + gamma.to(torch.float32), None if beta is None else beta.to(torch.float32)
+        return _widened(x), 1 + _widened(gamma), None if beta is None else _widened(beta)
 
 
 class NormOp(Op):

@@ -1,6 +1,6 @@
 """Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from duotone.errors import UserError
 from duotone.linear.stage import Stage
 from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
-from duotone.state.delayed import roll_after
+from duotone.state.autocast import Region, active_region
+from duotone.state.delayed import USE, in_backward, roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
 
 
@@ -35,16 +36,26 @@ class Op:
     extra_inputs = 0
     """How many further inputs a call takes."""
 
+    takes_first_microbatch = True
     _rewritten: dict[Any, Any]
+
+    @property
+    def pipeline(self) -> "tuple[Op, ...] | None":
+        """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
+        return (self,) if type(self).forward is Op.forward else None
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
         raise NotImplementedError
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
-        """The operands of the linked stage: parameters, seeds and the `extra` inputs of this call.
+    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The `extra` inputs of this call as `operands` wants them. Raises UserError where one does not fit."""
+        return extra
 
-        Asked when every op is linked: only here may a seed advance.
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
+
+        Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
         """
         return ()
 
@@ -65,19 +76,41 @@ def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, 
         taken += op.extra_inputs
     if taken != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
-    operands: list[Any] = []
-    at = 0
-    for op, stage, before in linked:
-        operands += op.operands(stage, before, extra[at : at + op.extra_inputs])
-        at += op.extra_inputs
     stages = tuple([stage for _, stage, _ in linked])
-    if torch.compiler.is_compiling():
-        return PipelineFunction.apply(stages, stages, x, *operands)
-    forward, backward, rolls = _rewritten(stages, owner)
-    y = RUNNER.apply(forward, backward, x, *operands)
+    compiling = torch.compiler.is_compiling()
+    forward, backward, rolls = (stages, stages, False) if compiling else _rewritten(stages, owner)
+    given = _accepted(linked, extra) if taken else iter(())
+    operands: list[Any] = []
+    for op, stage, before in linked:
+        operands += op.operands(stage, before, next(given) if op.extra_inputs else ())
+    y = _apply(forward, backward, x, operands)
     if rolls:
         _roll_with(y)
     return y
+
+
+def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """What each op that takes further inputs makes of its own."""
+    at, accepted = 0, []
+    for op, _, signal in linked:
+        if op.extra_inputs:
+            accepted.append(op.accept(signal, extra[at : at + op.extra_inputs]))
+            at += op.extra_inputs
+    return iter(accepted)
+
+
+def _apply(forward: Any, backward: Any, x: Tensor, operands: list[Any]) -> Any:
+    """Operands are cast already: torch.autocast must not cast what is inside of products and epilogues."""
+    apply = PipelineFunction.apply if torch.compiler.is_compiling() else RUNNER.apply
+    if not is_autocast(x.device.type):
+        return apply(forward, backward, x, *operands)
+    with torch.autocast(x.device.type, enabled=False):
+        return apply(forward, backward, x, *operands)
+
+
+def is_autocast(device: str) -> bool:
+    """Whether torch.autocast is active for a device; there is none for meta."""
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def signal_of(x: Any, name: str = "") -> Signal:
@@ -86,11 +119,33 @@ def signal_of(x: Any, name: str = "") -> Signal:
         got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
     device, dtype = x.device.type, x.dtype
-    if device != "meta" and torch.is_autocast_enabled(device):
+    if dtype in CAST and is_autocast(device):
         dtype = torch.get_autocast_dtype(device)
     width = x.shape[-1]
     rows = x.numel() // width if width else x.shape[:-1].numel()
-    return Signal(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), held(x))
+    quantizer = held(x) if dtype is x.dtype else None  # casting a quantized tensor dequantizes it
+    return Signal(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer)
+
+
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What torch.autocast casts."""
+
+
+def fits(signal: Signal, dtype: torch.dtype) -> bool:
+    """Whether parameters of `dtype` go with a signal: they are of its dtype, or torch.autocast casts them to it."""
+    if signal.dtype is dtype:
+        return True
+    return is_autocast(signal.device) and signal.dtype is torch.get_autocast_dtype(signal.device)
+
+
+def region_of_call(module: Any, mode: int) -> Region | None:
+    """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
+    if in_backward() and module._region is not None:
+        return module._region[0]
+    region = active_region()
+    if mode != USE and (module._region is None or module._region[0] is not region):
+        module._region = (region,)
+    return region
 
 
 def held(x: Tensor) -> Quantizer | None:
@@ -104,12 +159,18 @@ def held(x: Tensor) -> Quantizer | None:
     return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
 
 
+REMEMBERED = 64
+"""Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
+
+
 def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], tuple[Stage, ...], bool]:
     """The stages of forward and backward, and whether delayed scales of forward have nothing else to roll them."""
     cache = owner.setdefault("_rewritten", {})
     key = (RULES.version, *stages)
     found = cache.get(key)
     if found is None:
+        if len(cache) >= REMEMBERED:
+            cache.clear()
         found = cache[key] = (*rewrite(stages), any(stage.rolls_forward_alone for stage in stages))
     return found
 

@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from duotone.errors import UsageError, UserError
@@ -14,13 +15,22 @@ from duotone.linear.layout import LAYOUTS, WHOLE, Layout
 from duotone.linear.operand import ENCODED
 from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
 from duotone.linear.stage import Stage
+from duotone.state.delayed import in_backward
 
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
     """The stage with this module's caches and sinks; UsageError where a `main_grad` that it needs is missing."""
-    if module.fuse_wgrad_accumulation and module.weights[0].requires_grad:
+    if torch.compiler.is_compiling():
+        raise UserError(
+            f"{module.module_name}: is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep state "
+            "that torch.compile cannot trace; leave them out, or leave this module out of what is compiled"
+        )
+    if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
         for weight in module.weights:
-            main_grad(weight)
+            if weight.requires_grad:
+                main_grad(weight)
+                if first is True and not in_backward():
+                    weight.duotone_overwrite = True  # the first gradient of this step, of whichever call, overwrites
     made = module._variants.get((stage, first))
     if made is None:
         made = module._variants[stage, first] = module.make_variant(stage, first)
@@ -33,7 +43,7 @@ def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | N
     if first is not None and weight_from is ENCODED:
         cache = _cache(module, member)
         weight_from = cache.refreshed if first else cache.reused
-    return replace(stage, weight_from=weight_from, sink=_sink(module, member, first))
+    return replace(stage, weight_from=weight_from, sink=_sink(module, member))
 
 
 def clear_caches(module: Any) -> None:
@@ -45,6 +55,8 @@ def backward_dw(module: Any) -> None:
     """Compute the oldest gradient of each weight that a backward put off."""
     queues = module.__dict__.get("_queues", {})
     if not module.delay_wgrad_compute:
+        return
+    if not any(weight.requires_grad for weight in module.weights):
         return
     if not any(queues.values()):
         raise UsageError(f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward")
@@ -63,15 +75,16 @@ def backward_dw(module: Any) -> None:
 def _cache(module: Any, member: int) -> WeightCache:
     caches = module.__dict__.setdefault("_caches", {})
     if member not in caches:
-        caches[member] = WeightCache(_weight_of(module, member))
+        owner = weakref.ref(module)
+        caches[member] = WeightCache(lambda: owner().weight_owners(member))  # type: ignore[union-attr]
     return caches[member]
 
 
-def _sink(module: Any, member: int, first: bool | None) -> Sink:
+def _sink(module: Any, member: int) -> Sink:
     sink: Sink = GRADIENT
     if module.fuse_wgrad_accumulation:
-        sink = ToMainGrad(_weight_of(module, member), overwrite=first is True)
-    if module.delay_wgrad_compute:
+        sink = ToMainGrad(_weight_of(module, member))
+    if module.delay_wgrad_compute and module.weights[member].requires_grad:
         queue = module.__dict__.setdefault("_queues", {}).setdefault(member, deque())
         module.weights[member].skip_backward_post_hook = True
         sink = Deferred(queue, sink)

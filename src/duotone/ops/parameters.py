@@ -58,6 +58,13 @@ def moved(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
     replace(parameter, nn.Parameter(made, requires_grad=parameter.requires_grad))
 
 
+def drop_empty_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take out what Transformer Engine saves for modules without state; anything else stays and is unexpected."""
+    given = state_dict.get(f"{prefix}_extra_state", ...)
+    if given is None or (isinstance(given, Tensor) and not given.numel()):
+        del state_dict[f"{prefix}_extra_state"]
+
+
 def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
     """Derive what a plan reads and the parameter lacks. UsageError, naming the module, where that would lose."""
     try:

@@ -42,26 +42,34 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        stages, needs, counts = ctx.stages, ctx.needs_input_grad, ctx.counts
-        kept = unpack(ctx.shells, ctx.saved_tensors)
-        dx, outputs = gradients[0], gradients[1:]
-        found: list[Tensor | None] = []
-        last, kept_last, extra, at = len(counts), len(kept), len(outputs), len(needs)
-        for stage in reversed(stages):
-            first, start = last - len(stage.arity), at - sum(stage.arity)
-            kept_here = []
-            for count in reversed(counts[first:last]):
-                kept_here.append(tuple(kept[kept_last - count : kept_last]))
-                kept_last -= count
-            kept_here.reverse()
-            here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
-            dx, gradients_here = stage.run_backward(dx, kept_here, needs[start:at], here)
-            found = [*gradients_here, *found]
-            last, extra, at = first, extra - stage.extra_outputs, start
-            if not any(needs[2:at]):
-                break  # what is before saved nothing
-        missing = at - FIXED
-        return None, None, dx if needs[2] else None, *[None] * missing, *found
+        device = gradients[0].device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return _backward(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return _backward(ctx, *gradients)
+
+
+def _backward(ctx: Any, *gradients: Any) -> Any:
+    stages, needs, counts = ctx.stages, ctx.needs_input_grad, ctx.counts
+    kept = unpack(ctx.shells, ctx.saved_tensors)
+    dx, outputs = gradients[0], gradients[1:]
+    found: list[Tensor | None] = []
+    last, kept_last, extra, at = len(counts), len(kept), len(outputs), len(needs)
+    for stage in reversed(stages):
+        first, start = last - len(stage.arity), at - sum(stage.arity)
+        kept_here = []
+        for count in reversed(counts[first:last]):
+            kept_here.append(tuple(kept[kept_last - count : kept_last]))
+            kept_last -= count
+        kept_here.reverse()
+        here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
+        dx, gradients_here = stage.run_backward(dx, kept_here, needs[start:at], here)
+        found = [*gradients_here, *found]
+        last, extra, at = first, extra - stage.extra_outputs, start
+        if not any(needs[2:at]):
+            break  # what is before saved nothing
+    missing = at - FIXED
+    return None, None, dx if needs[2] else None, *[None] * missing, *found
 
 
 class Runner:

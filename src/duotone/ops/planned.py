@@ -16,8 +16,8 @@ from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.linear.stage import Stage
 from duotone.ops import states, traced
-from duotone.ops.op import Op, Signal, held, signal_of
-from duotone.ops.parameters import demand, follow, moved, quantized_parameter
+from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
+from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
@@ -173,6 +173,10 @@ class Planned(Op):
         """The weight of each linear that this module is."""
         return (self.weight,)
 
+    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
+        """The parameters that the weight of a linear is, or is part of, or is made of."""
+        return (self.weights[member],)
+
     @property
     def weight_parameters(self) -> tuple[nn.Parameter, ...]:
         """The parameters that hold the weights: one each, or one for all."""
@@ -192,12 +196,12 @@ class Planned(Op):
         """The stage of a call; built once per recipe, dtype, device and pattern of gradients."""
         compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
         mode = USE if compiling else mode_now()
-        region = active_region() if compiling else self._region_of_call(mode)
+        region = active_region() if compiling else region_of_call(self, mode)
         recipe, group = (self.recipe, "") if region is None else (region.recipe, region.group)
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         weights = self.weights
-        grads = (tracked and signal.requires_grad, tracked and weights[0].requires_grad)
+        grads = (tracked and signal.requires_grad, tracked and any([w.requires_grad for w in weights]))
         if compiling:
             where = (signal.device, str(signal.dtype), group)
             return getattr(traced.PLANS, traced.plan_name(self._number, recipe.key, *grads, tracked, *where))
@@ -215,14 +219,6 @@ class Planned(Op):
         self._take_up(stage, mode)
         self._last = (key, stage)
         return stage
-
-    def _region_of_call(self, mode: int) -> Region | None:
-        if in_backward() and self._region is not None:
-            return self._region[0]
-        region = active_region()
-        if mode != USE and (self._region is None or self._region[0] is not region):
-            self._region = (region,)
-        return region
 
     def _take_up(self, stage: Any, mode: int) -> None:
         """What changes when calls switch to a plan: the states, and what is written into a quantized weight next."""
@@ -336,6 +332,7 @@ class Planned(Op):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
+        drop_empty_extra_state(state_dict, prefix)
         self._saved.update(states.set_aside(self, state_dict, prefix))  # type: ignore[arg-type]
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 

@@ -4,7 +4,7 @@ A rule changes speed and memory, never results. Rules for both passes go first, 
 each on the outcome of the one before; a fused stage has to stand for the same basic stages in the same order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from duotone.errors import UserError
 from duotone.linear.stage import Stage
@@ -58,7 +58,11 @@ def rewrite(stages: Stages) -> tuple[Stages, Stages]:
 
 def _apply(when: str, stages: Stages) -> Stages:
     for rule in RULES.rules[when]:
-        made = tuple(rule(stages))
+        found = rule(stages)
+        if not isinstance(found, Sequence) or not all(isinstance(stage, Stage) for stage in found):
+            name = getattr(rule, "__name__", repr(rule))
+            raise UserError(f"the rewrite rule {name} gave {type(found).__name__}; return a tuple of stages")
+        made = tuple(found)
         if _basics(made) != _basics(stages):
             name = getattr(rule, "__name__", repr(rule))
             raise UserError(

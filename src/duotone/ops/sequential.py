@@ -5,27 +5,37 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.ops.op import Op, run
+from duotone.ops.op import run
 
 
 class Sequential(nn.Sequential):
     """nn.Sequential whose ops run as pipelines; other modules, and ops with hooks, are called by themselves.
 
-    Further inputs of a call go to the ops that take some, in order. Further outputs follow the output.
+    Further inputs of a call go to the ops that take some, in order. Further outputs follow the output. A first
+    microbatch is passed on to every module of Duotone.
     """
 
+    takes_first_microbatch = True
+
+    @property
+    def extra_inputs(self) -> int:
+        """How many further inputs a call takes."""
+        return sum(getattr(module, "extra_inputs", 0) for module in self)
+
     def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+        if self.extra_inputs != len(extra):
+            takes = self.extra_inputs
+            raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
         outputs: list[Tensor] = []
-        parts = self._parts()
-        taken = sum(op.extra_inputs for part in parts if isinstance(part, list) for op in part)
-        if taken != len(extra):
-            raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
         at = 0
-        for part in parts:
+        for part in self._parts():
+            ops = part if isinstance(part, list) else [part]
+            count = sum(getattr(op, "extra_inputs", 0) for op in ops)
+            own, at = extra[at : at + count], at + count
             if isinstance(part, list):
-                count = sum(op.extra_inputs for op in part)
-                y = run(part, x, extra[at : at + count], is_first_microbatch, self.__dict__)
-                at += count
+                y = run(part, x, own, is_first_microbatch, self.__dict__)
+            elif getattr(part, "takes_first_microbatch", False):
+                y = part(x, *own, is_first_microbatch=is_first_microbatch)
             else:
                 y = part(x)
             if isinstance(y, tuple):
@@ -38,19 +48,27 @@ class Sequential(nn.Sequential):
         """Lists of neighbouring ops, and modules that run alone."""
         parts: list[Any] = []
         for module in self:
-            if not isinstance(module, Op) or _is_hooked(module):
+            ops = None if _is_hooked(module) else getattr(module, "pipeline", None)
+            if ops is None:
                 parts.append(module)
             elif parts and isinstance(parts[-1], list):
-                parts[-1].append(module)
+                parts[-1] += ops
             else:
-                parts.append([module])
+                parts.append(list(ops))
         return parts
+
+    def __add__(self, other: nn.Sequential) -> "Sequential":
+        return type(self)(*self, *other)
+
+    def __mul__(self, other: int) -> "Sequential":
+        return type(self)(*(list(self) * other))
+
+    __rmul__ = __mul__
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
 
 
 def _is_hooked(module: Any) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(own)

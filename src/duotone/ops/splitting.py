@@ -17,7 +17,11 @@ def split_sizes(splits: Sequence[str] | Mapping[str, int], out_features: int) ->
         sizes = dict(splits)
     else:
         sizes = {name: out_features // len(splits) for name in splits}
-    if not sizes or sum(sizes.values()) != out_features or min(sizes.values()) <= 0:
+    odd = [name for name in sizes if not isinstance(name, str) or "." in name or not name]
+    if odd:
+        raise UserError(f"parameters_split names a piece {odd[0]!r}; names are words without a dot")
+    whole = all(isinstance(size, int) and size > 0 for size in sizes.values())
+    if not sizes or not whole or sum(sizes.values()) != out_features:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
         raise UserError(f"parameters_split gives {given}, which must be positive and sum to {out_features}")
     return sizes
@@ -50,12 +54,17 @@ def is_split(module: Any) -> bool:
     return "_split_names" in module.__dict__
 
 
+def pieces(module: Any, kind: str) -> tuple[nn.Parameter, ...]:
+    """The parameters that the "weight" or the "bias" is split into."""
+    return tuple(module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"])
+
+
 def joined(module: Any, kind: str) -> Tensor:
     """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
-    pieces = [module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"]]
+    own = pieces(module, kind)
     if torch.compiler.is_compiling():  # compiled code knows no addresses
-        return torch.cat(pieces)
-    return Joined.apply(*pieces)  # type: ignore[no-any-return]
+        return torch.cat(own)
+    return Joined.apply(*own)  # type: ignore[no-any-return]
 
 
 class Joined(torch.autograd.Function):

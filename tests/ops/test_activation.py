@@ -1,0 +1,152 @@
+"""Activations: the bits of torch's eager operations and autograd, float64's values, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing import assert_close
+
+from duotone import UserError, ops
+from duotone.ops.activation import ACTIVATIONS, ActivationOp
+
+UNARY = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
+GATE_OF = {"glu": "sigmoid", "geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+
+
+def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    a, b = x.chunk(2, -1)
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return a * torch.sigmoid(alpha * a) * (b + 1)
+
+
+def gated(name: str):
+    def value(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return UNARY[name](a) * b
+
+    return value
+
+
+REFERENCE = {
+    **{name: UNARY[name] for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
+    **{name: gated(unary) for name, unary in GATE_OF.items()},
+    "clamped_swiglu": clamped,
+}
+ORDINARY = (ops.GELU, ops.GEGLU, ops.GLU, ops.QGELU, ops.QGEGLU, ops.ReLU, ops.ReGLU, ops.SReLU, ops.SReGLU, ops.SiLU)
+CLASSES = {cls().kind: cls for cls in (*ORDINARY, ops.SwiGLU, ops.ClampedSwiGLU)}
+SHAPES = [(33, 96), (2, 3, 34), (1, 2), (0, 8), (2, 0, 6), (10,)]
+
+
+def outcome(function, x: Tensor, dy: Tensor | None) -> list[Tensor]:
+    leaf = x.detach().requires_grad_()
+    y = function(leaf)
+    y.backward(torch.ones_like(y) if dy is None else dy)
+    assert leaf.grad is not None
+    gradient, leaf.grad = leaf.grad, None
+    return [y.detach(), gradient]
+
+
+def same(got: list[Tensor], want: list[Tensor]) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_activation_has_a_reference_and_a_class() -> None:
+    assert set(ACTIVATIONS) == set(REFERENCE) == set(CLASSES)
+    assert {name for name, found in ACTIVATIONS.items() if found.gated} == {*GATE_OF, "clamped_swiglu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", REFERENCE)
+def test_values_and_gradients_have_the_bits_of_eager_autograd(name, dtype) -> None:
+    """All shapes, and a gradient that is not contiguous."""
+    op = CLASSES[name]()
+    for shape in SHAPES:
+        x = (3 * torch.randn(shape)).to(dtype)
+        out = REFERENCE[name](x).shape
+        wide = torch.randn(*out[:-1], 2 * out[-1]).to(dtype)
+        for dy in (wide[..., : out[-1]].contiguous(), wide[..., ::2]):
+            same(outcome(op, x, dy), outcome(REFERENCE[name], x, dy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", REFERENCE)
+def test_nan_infinity_and_denormals_have_the_bits_of_eager_autograd(awkward, name, dtype) -> None:
+    x = awkward.to(dtype)
+    dy = torch.randn(REFERENCE[name](x).shape).to(dtype)
+    same(outcome(CLASSES[name](), x, dy), outcome(REFERENCE[name], x, dy))
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_values_and_gradients_are_float64_within_a_few_roundings(name) -> None:
+    """Bound: 8 roundings of the dtype, of the largest magnitude in the result."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (3 * torch.randn(40, 34)).to(dtype)
+        dy = torch.randn(REFERENCE[name](x).shape).to(dtype)
+        exact = outcome(REFERENCE[name], x.double(), dy.double())
+        for got, want in zip(outcome(CLASSES[name](), x, dy), exact, strict=True):
+            assert (got.double() - want).abs().max() <= 8 * torch.finfo(dtype).eps * want.abs().max()
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_strided_input_has_the_bits_of_eager_autograd_and_is_not_written(name) -> None:
+    base = torch.randn(32, 24)
+    for x in (base.t(), base[:, ::2], base[3:, 1:23]):
+        before = x.clone()
+        same(outcome(CLASSES[name](), x, None), outcome(REFERENCE[name], x, None))
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(("limit", "alpha"), [(7.0, 1.702), (1.0, 1.0), (0.5, 3.0)])
+def test_clamped_swiglu_takes_its_limit_and_slope(limit, alpha) -> None:
+    """At the limits themselves the gradient passes, as torch's clamp has it."""
+    x, dy = torch.randn(20, 32), torch.randn(20, 16)
+    x[:, ::5], x[:, 1::7] = limit, -limit
+    want = outcome(lambda t: clamped(t, limit, alpha), x, dy)
+    same(outcome(ops.ClampedSwiGLU(limit=limit, alpha=alpha), x, dy), want)
+    same(outcome(ActivationOp("clamped_swiglu", {"limit": limit, "alpha": alpha}), x, dy), want)
+
+
+def test_nothing_is_kept_without_a_gradient_and_only_the_input_with_one() -> None:
+    seen: list[Tensor] = []
+    x = torch.randn(4, 8)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        for cls in CLASSES.values():
+            cls()(x)
+            with torch.no_grad():
+                cls()(x.clone().requires_grad_())
+        assert not seen
+        leaf = x.clone().requires_grad_()
+        for cls in CLASSES.values():
+            cls()(leaf)
+    assert [t.data_ptr() for t in seen] == [leaf.data_ptr()] * len(CLASSES)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_keep_the_parameters(copier) -> None:
+    op, x = ops.ClampedSwiGLU(limit=0.5, alpha=2.0), torch.randn(4, 8)
+    assert torch.equal(copier(op)(x), op(x)) and not torch.equal(op(x), ops.ClampedSwiGLU()(x))
+
+
+def test_errors_are_one_line() -> None:
+    with pytest.raises(UserError, match=r"activation 'tanh' is unknown; allowed are gelu, "):
+        ActivationOp("tanh")
+    with pytest.raises(UserError, match=r"activation_params has 'limit'; gelu takes nothing"):
+        ActivationOp("gelu", {"limit": 1.0})
+    with pytest.raises(UserError, match=r"activation_params has 'beta'; clamped_swiglu takes limit and alpha"):
+        ActivationOp("clamped_swiglu", {"beta": 1.0})
+    with pytest.raises(UserError, match="swiglu takes an even last dimension, two halves; got 9"):
+        ops.SwiGLU()(torch.zeros(2, 9))
+    with pytest.raises(UserError, match="takes a tensor"):
+        ops.GELU()(None)
