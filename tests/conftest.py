@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 

@@ -8,7 +8,7 @@ from duotone.cli.progress import LiveProgress, Meter, PlainProgress, clock
 
 def test_plain_lines_go_on_while_nothing_happens(capsys):
     with PlainProgress(interval=0.02) as progress:
-        progress.begin("mxfp8", steps=4, done=0, tokens_per_step=128)
+        progress.begin("mxfp8", steps=4, done=0, tokens_per_step=128, model="gpt")
         progress.note("first step: compiling casts")
         time.sleep(0.15)
         for number in (1, 2, 3, 4):
@@ -20,7 +20,7 @@ def test_plain_lines_go_on_while_nothing_happens(capsys):
         time.sleep(0.1)
         assert capsys.readouterr().err == ""
     lines = before.splitlines()
-    assert lines[:2] == ["mxfp8: 4 steps of 128 tokens", "mxfp8: first step: compiling casts"]
+    assert lines[:2] == ["mxfp8: 4 steps of 128 tokens, gpt", "mxfp8: first step: compiling casts"]
     assert lines.count("mxfp8: first step: compiling casts (0:00)") >= 2
     assert any(line.startswith("mxfp8: step 2/4, loss 3.0000") for line in lines)
     assert lines[-1].startswith("mxfp8: step 4/4, loss 1.0000, ") and "tokens/s" in lines[-1]
@@ -28,8 +28,8 @@ def test_plain_lines_go_on_while_nothing_happens(capsys):
 
 def test_a_resumed_run_says_where_it_goes_on(capsys):
     with PlainProgress() as progress:
-        progress.begin("mxfp8", steps=4, done=2, tokens_per_step=128)
-    assert capsys.readouterr().err == "mxfp8: 4 steps of 128 tokens, from step 2\n"
+        progress.begin("mxfp8", steps=4, done=2, tokens_per_step=128, model="gpt")
+    assert capsys.readouterr().err == "mxfp8: 4 steps of 128 tokens, gpt, from step 2\n"
 
 
 def test_speed_leaves_out_the_first_step(monkeypatch):
@@ -45,14 +45,14 @@ def test_the_live_display_shows_step_loss_speed_and_remaining_time():
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120)
     with LiveProgress(console) as progress:
-        progress.begin("nvfp4 [a]", steps=4, done=0, tokens_per_step=128)
+        progress.begin("nvfp4 [a]", steps=4, done=0, tokens_per_step=128, model="gpt")
         progress.note("first step: compiling casts")
         progress.step(1, 5.5)
         progress.step(2, 5.25)
         progress.note("cannot save [b]")
         progress.end()
     shown = stream.getvalue()
-    assert "nvfp4 [a]" in shown and "2/4" in shown and "loss 5.2500" in shown
+    assert "nvfp4 [a], gpt" in shown and "2/4" in shown and "loss 5.2500" in shown
     assert "tokens/s" in shown and "ETA" in shown and "cannot save [b]" in shown
 
 

@@ -15,8 +15,8 @@ class Recorder(Progress):
     def __init__(self):
         self.events = []
 
-    def begin(self, name, *, steps, done, tokens_per_step):
-        self.events.append(("begin", name, steps, done, tokens_per_step))
+    def begin(self, name, *, steps, done, tokens_per_step, model):
+        self.events.append(("begin", name, steps, done, tokens_per_step, model))
 
     def note(self, text):
         self.events.append(("note", text))
@@ -69,7 +69,7 @@ def test_the_final_training_loss_is_the_mean_of_the_last_ten():
 def test_progress_hears_of_every_step_and_the_compile(config, corpus):
     heard = Recorder()
     train(make(config, corpus), "mxfp8", progress=heard)
-    assert heard.events[0] == ("begin", "mxfp8", 6, 0, 128) and heard.events[-1] == ("end",)
+    assert heard.events[0] == ("begin", "mxfp8", 6, 0, 128, "gpt") and heard.events[-1] == ("end",)
     assert heard.steps == [1, 2, 3, 4, 5, 6]
     assert heard.notes[0] in ("first step: compiling casts", "first step: casts in plain torch")
 

@@ -75,7 +75,7 @@ def test_initial_weights_depend_on_the_seed_alone():
 
 
 def test_a_perturbation_moves_every_weight_by_its_relative_size():
-    plain, moved = model.build(TINY, 0), model.build(TINY, 0, perturbation=1e-3)
+    plain, moved = model.build(TINY, 0), model.perturb(model.build(TINY, 0), 0, 1e-3)
     for a, b in zip(plain.parameters(), moved.parameters(), strict=True):
         relative = (b / a - 1).abs()
         assert 2e-4 < relative.mean() < 2e-3 and relative.max() < 6e-3

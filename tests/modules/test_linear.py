@@ -163,5 +163,5 @@ def test_quantized_parameters_of_an_fp32_model_run_under_torch_autocast(name) ->
 
 
 def test_what_is_no_tensor_is_one_line() -> None:
-    with pytest.raises(UserError, match="takes a tensor .*; got str"):
+    with pytest.raises(UserError, match=r"takes a tensor .*; got str"):
         duotone.Linear(64, 32)("x")

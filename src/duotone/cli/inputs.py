@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from duotone.lab import presets
+from duotone.lab import models, presets
 from duotone.lab.trainer import TrainConfig, require_device
 from duotone.recipes import Recipe
 
@@ -14,14 +14,16 @@ def config_from(given: Mapping[str, Any], stored: Mapping[str, Any] | None = Non
     chosen = {**(stored or {}), **{key: value for key, value in given.items() if value not in (None, ())}}
     name = chosen.get("preset", "demo")
     preset = presets.get(name if isinstance(name, str) else name["name"])
-    device = chosen.get("device", "cpu")
+    device, model = chosen.get("device", "cpu"), chosen.get("model", models.DEFAULT)
     require_device(device)
+    models.describe(model, preset)  # a UserError where there is no such model
     return TrainConfig(
         preset=preset,
         steps=chosen.get("steps", preset.steps),
         seed=chosen.get("seed", 0),
         device=device,
         data=tuple(chosen.get("data", ())),
+        model=model,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from duotone.lab.models import DEFAULT, MODELS
 from duotone.lab.presets import PRESETS
 
 Command = Callable[..., Any]
@@ -56,6 +57,11 @@ def preset(command: Command) -> Command:
     return click.option("--preset", metavar="NAME", help=f"Sizes of model and batch: {', '.join(PRESETS)}.")(command)
 
 
+def model(command: Command) -> Command:
+    names = f"{', '.join(MODELS)}, or a model of transformers by folder or class; {DEFAULT} unless given."
+    return click.option("--model", metavar="NAME|hf:PATH_OR_CLASS", help=f"What to train: {names}")(command)
+
+
 def device(command: Command) -> Command:
     return click.option("--device", metavar="cpu|cuda", help="Where to train; cpu unless given.")(command)
 
@@ -71,6 +77,7 @@ def training(command: Command) -> Command:
         click.option("--out", metavar="DIR", help="Folder for the results."),
         strict,
         preset,
+        model,
         click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
         device,
         click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),

@@ -73,9 +73,10 @@ class PlainProgress(Progress, AbstractContextManager):
         self._closing.set()
         self._beat.join()
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int) -> None:
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         self._meter = Meter(name, steps, done, tokens_per_step)
-        self._print(f"{name}: {steps} steps of {tokens_per_step:,} tokens" + f", from step {done}" * bool(done))
+        start = f", from step {done}" if done else ""
+        self._print(f"{name}: {steps} steps of {tokens_per_step:,} tokens, {model}{start}")
 
     def note(self, text: str) -> None:
         if self._meter is not None:
@@ -125,9 +126,9 @@ class LiveProgress(Progress, AbstractContextManager):
     ) -> None:
         self._display.stop()
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int) -> None:
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         self._meter = Meter(name, steps, done, tokens_per_step)
-        self._task = self._display.add_task(name, total=steps, completed=done, facts="starting")
+        self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=done, facts="starting")
 
     def note(self, text: str) -> None:
         if self._meter is not None and self._meter.loss is None:

@@ -106,7 +106,7 @@ def require_same_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> 
     name = different[0] if different else next(iter(aliases.keys() ^ checkpoint.aliases.keys()))
     raise UserError(
         f"the checkpoint {path} is of another model: {name} is {_words(stored.get(name))} there and "
-        f"{_words(wanted.get(name))} here; resume with the preset that it was made with"
+        f"{_words(wanted.get(name))} here; resume with the model and preset that it was made with"
     )
 
 

@@ -8,11 +8,10 @@ import torch
 import duotone
 from duotone import PlanRow
 from duotone.errors import UserError
+from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.document import PERTURBATION, Run, document
 from duotone.lab.loop import RunResult, train
-from duotone.lab.model import GPT
-from duotone.lab.presets import Preset
 from duotone.lab.progress import Progress
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe
@@ -21,11 +20,10 @@ REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
 
 
-def planned(preset: Preset, recipe: Recipe, device: str) -> list[PlanRow]:
-    """What would run for the model of `preset`, whose weights are not made; raises like `convert`."""
-    with torch.device("meta"):
-        model = GPT(preset.model).to(torch.bfloat16)
-    return duotone.plan(duotone.convert(model, recipe), recipe, device=device)
+def planned(config: TrainConfig, recipe: Recipe) -> list[PlanRow]:
+    """What would run for the model of `config`, whose weights are not made; raises like `convert`."""
+    model = models.outline(config.model, config.preset).to(torch.bfloat16)
+    return duotone.plan(duotone.convert(model, recipe), recipe, device=config.device)
 
 
 def compare(
@@ -68,7 +66,7 @@ def plan_runs(config: TrainConfig, recipes: Sequence[Recipe]) -> list[Run]:
             f"the recipe {twice!r} is given twice: name each once, and give recipe files names of their own"
         )
     for recipe in recipes:
-        planned(config.preset, recipe, config.device)
+        planned(config, recipe)
     reference = duotone.recipes.load(REFERENCE)
     others = [Run(recipe.name, recipe, RunResult()) for recipe in recipes if recipe.name != REFERENCE]
     return [

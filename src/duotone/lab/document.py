@@ -11,10 +11,9 @@ import torch
 
 import duotone
 from duotone.dispatch import compiled_casts
+from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import RunResult
-from duotone.lab.model import GPT
-from duotone.lab.presets import ModelConfig
 from duotone.lab.trainer import TrainConfig
 from duotone.recipes import Recipe, Schedule
 
@@ -48,8 +47,8 @@ def document(
         "settings": {
             "command": command,
             "preset": config.preset.name,
-            "model": describe(config.preset.model),
-            "parameters": parameter_count(config.preset.model),
+            "model": models.describe(config.model, config.preset),
+            "parameters": models.parameter_count(config.model, config.preset),
             "data": ", ".join(corpus.sources),
             "data_bytes": corpus.size,
             "steps": config.steps,
@@ -72,18 +71,6 @@ def machine(device: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "compiled_casts": compiled_casts(),
     }
-
-
-def describe(model: ModelConfig) -> str:
-    """The model in one line."""
-    head = "tied head" if model.tied else "untied head"
-    return f"{model.layers} layers of {model.dim}, {model.heads} heads, SwiGLU {model.hidden}, {head}"
-
-
-def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the model, a tied one once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(model).parameters())
 
 
 def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> dict[str, Any]:

@@ -89,6 +89,7 @@ def train(
         steps=trainer.config.steps,
         done=trainer.done,
         tokens_per_step=trainer.config.preset.tokens_per_step,
+        model=trainer.config.model,
     )
     try:
         _steps(trainer, result, saving, progress, should_stop)

@@ -1,13 +1,18 @@
 """A small byte-level GPT: RMSNorm, rotary attention, SwiGLU, and a head that may be tied to the embedding."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duotone.lab.presets import ModelConfig
+from duotone.modules import MoE
 
 VOCABULARY = 256
 ROTARY_BASE = 10000.0
+Built = TypeVar("Built", bound=nn.Module)
 
 
 def rotary_tables(context: int, width: int) -> tuple[Tensor, Tensor]:
@@ -55,14 +60,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer."""
+    """One pre-norm transformer layer around the given MLP."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim)
-        self.mlp = MLP(config)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -78,7 +83,7 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, self.mlp(config)) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
         if config.tied:
@@ -86,6 +91,11 @@ class GPT(nn.Module):
         cos, sin = rotary_tables(config.context, config.dim // config.heads)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
+
+    @staticmethod
+    def mlp(config: ModelConfig) -> nn.Module:
+        """What each block has behind its attention."""
+        return MLP(config)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Scores of the next byte, (batch, tokens, 256), in the dtype of the parameters."""
@@ -100,25 +110,44 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def build(config: ModelConfig, seed: int, *, perturbation: float = 0.0) -> GPT:
-    """A model with fp32 parameters on the CPU, a function of `config` and `seed` alone.
+class MoEGPT(GPT):
+    """The same with a mixture of experts in the place of each MLP, each as wide as that: two of four for a byte."""
+
+    EXPERTS, CHOSEN = 4, 2
+
+    @staticmethod
+    def mlp(config: ModelConfig) -> nn.Module:
+        return MoE(config.dim, config.hidden, MoEGPT.EXPERTS, top_k=MoEGPT.CHOSEN)
+
+
+RESIDUAL = ("proj.weight", "down.weight", "fc2.weight")
+"""What writes to the residual stream."""
+
+
+def build(config: ModelConfig, seed: int, *, kind: Callable[[ModelConfig], Built] = GPT) -> Built:
+    """A model with fp32 parameters on the CPU, a function of the arguments alone.
 
     Matrices are normal with standard deviation 0.02; those that write to the residual stream are smaller by
-    sqrt(2 * layers). `perturbation` multiplies every weight by 1 + perturbation * normal noise.
+    sqrt(2 * layers).
     """
     with torch.random.fork_rng(devices=[]):
-        model = GPT(config)
+        model = kind(config)
     generator = torch.Generator().manual_seed(seed)
     residual = (2 * config.layers) ** -0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                scale = residual if name.endswith(("proj.weight", "down.weight")) else 1.0
+                scale = residual if any(part in name for part in RESIDUAL) else 1.0
                 parameter.normal_(0.0, 0.02 * scale, generator=generator)
-        if perturbation:
-            noise = torch.Generator().manual_seed(seed + 1)
-            for parameter in model.parameters():
-                parameter.mul_(1 + perturbation * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+@torch.no_grad()
+def perturb(model: nn.Module, seed: int, size: float) -> nn.Module:
+    """Multiply every weight by 1 + size * normal noise, in place."""
+    noise = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters() if size else ():
+        parameter.mul_(1 + size * torch.randn(parameter.shape, generator=noise))
     return model
 
 

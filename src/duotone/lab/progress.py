@@ -4,8 +4,8 @@
 class Progress:
     """Listens to runs; this one says nothing. Steps count from one."""
 
-    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int) -> None:
-        """A run called `name` starts; `done` of its `steps` lie behind it."""
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
+        """A run called `name` starts to train `model`; `done` of its `steps` lie behind it."""
 
     def note(self, text: str) -> None:
         """Something worth a line of its own: what the run does now, or what went wrong without ending it."""

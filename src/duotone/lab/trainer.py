@@ -12,12 +12,12 @@ from torch import Tensor
 
 import duotone
 from duotone.errors import UserError
-from duotone.lab import checkpoint, model
+from duotone.lab import checkpoint, model, models
 from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.data import Corpus
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.presets import Preset
-from duotone.modules.planned import Planned
+from duotone.ops.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule
 
 FLOOR = 0.1
@@ -26,13 +26,14 @@ FLOOR = 0.1
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What is trained and for how long. `data` are paths, none for the text that Python ships."""
+    """What is trained and for how long. `data` are paths, none for the text that Python ships; `model` is a name."""
 
     preset: Preset
     steps: int
     seed: int = 0
     device: str = "cpu"
     data: tuple[str, ...] = ()
+    model: str = models.DEFAULT
 
     def learning_rate(self, step: int) -> float:
         """Of the step after `step` others: linear warm-up, then half a cosine to a tenth of the peak."""
@@ -74,9 +75,9 @@ class Trainer:
         self.schedule = schedule.over(config.steps)
         self.corpus = corpus
         self.device = torch.device(config.device)
-        gpt = model.build(config.preset.model, config.seed, perturbation=perturbation).to(self.device)
-        masters = {name: parameter.detach().clone() for name, parameter in gpt.named_parameters()}
-        self.model = duotone.convert(model.to_dtype(gpt, torch.bfloat16), self.schedule.at(0))
+        built = models.build(config.model, config.preset, config.seed, perturbation=perturbation).to(self.device)
+        masters = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
+        self.model = duotone.convert(model.to_dtype(built, torch.bfloat16), self.schedule.at(0))
         for phase in reversed(self.schedule.phases):
             self._prepare(phase.recipe)
         self.optimizer = MasterAdamW(self.model, masters)
@@ -132,6 +133,7 @@ class Trainer:
             "config": self.config.to_dict(),
             "recipe": self.chosen.to_dict(),
             "data_digest": self.corpus.digest,
+            "model_digest": self._model_digest,
             "history": history,
         }
         return Checkpoint(self.done, tensors, aliases, training, meta)
@@ -153,6 +155,10 @@ class Trainer:
         torch.set_rng_state(saved.training["torch_rng"])
         self.done = saved.step
 
+    @property
+    def _model_digest(self) -> str:
+        return models.get(self.config.model).digest(self.config.preset)
+
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         wanted = _as_json({"config": self.config.to_dict(), "recipe": self.chosen.to_dict()})
         for what, value in wanted.items():
@@ -163,6 +169,9 @@ class Trainer:
                 )
         if saved.meta["data_digest"] != self.corpus.digest:
             raise UserError(f"the data has changed since the checkpoint {path} was made: restore it, or train anew")
+        if saved.meta["model_digest"] != self._model_digest:
+            what = f"{self.config.model} has changed since the checkpoint {path} was made"
+            raise UserError(f"{what}: restore its config.json, or train anew with another --out")
         seeds = {f"seeds/{name}" for name in duotone.rng_state(self.model)}
         names = {*self.optimizer.state_names(), *seeds, "torch_rng"}
         if missing := sorted(names - saved.training.keys()):

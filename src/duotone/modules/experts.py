@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.grouped import PlannedGroup
+from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor
 
 PREFIX = "planned_"
@@ -27,6 +28,9 @@ class ExpertsLinear(PlannedGroup, nn.Module):
         self.__dict__["_owner"] = owner
         self.parameter, self.transposed = parameter, bool(getattr(owner, "is_transposed", False))
         self.num_gemms = self.whole.shape[0]
+
+    def take_name(self, name: str, site: Site) -> None:
+        super().take_name(name.replace(PREFIX, ""), site)
 
     @property
     def whole(self) -> nn.Parameter:

@@ -19,6 +19,8 @@ from duotone.recipes.recipe import Recipe
 class Router(nn.Module):
     """The k best experts of each token by the softmax of a linear, which stays in high precision."""
 
+    stays_in_high_precision = "the router decides where tokens go, in high precision"
+
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, **given: Any) -> None:
         super().__init__()
         self.top_k = top_k

@@ -1,0 +1,92 @@
+"""What convert leaves as it is although it may multiply by a matrix, and why."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from duotone.errors import RecipeError
+from duotone.formats import IDENTITY
+from duotone.linear.plan import Setting, ask_recipe
+from duotone.modules import experts
+from duotone.ops.planned import Planned
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
+
+HEAD = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
+FAST_PATH = (
+    "in evaluation without gradients its fast path uses the weights of its linears without calling them; "
+    "torch.backends.mha.set_fastpath_enabled(False) turns that off"
+)
+NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
+"""Modules whose matrices are looked up, or multiplied element by element, or another module's."""
+
+
+def left_alone(model: nn.Module) -> dict[str, str]:
+    """The modules that convert leaves as they are although they may multiply by a matrix, with the reason."""
+    reasons = {name: reason_left_alone(module) for name, module in model.named_modules()}
+    embeddings = {name: HEAD for name, module in heads(model).items() if isinstance(module, nn.Embedding)}
+    return {name: reason for name, reason in (reasons | embeddings).items() if reason}
+
+
+def reason_left_alone(module: nn.Module) -> str:
+    """Why convert leaves a module with matrices as it is, or "" where it converts or where there is nothing to do."""
+    if isinstance(module, (Planned, *NO_GEMM)) or issubclass(type(module), experts.PlannedExperts):
+        return ""
+    if hasattr(module, "stays_in_high_precision"):  # says so itself
+        return ""
+    if isinstance(module, nn.Linear):
+        return _reason_of_linear(module)
+    own = module.named_parameters(recurse=False)
+    matrices = [f"{name} {tuple(parameter.shape)}" for name, parameter in own if parameter.dim() > 1]
+    if not matrices:
+        return ""
+    held = f"{type(module).__name__} holds {' and '.join(matrices)} itself"
+    if not experts.holds_experts(module):
+        return f"{held}; convert covers nn.Linear"
+    reason = experts.reason_left_alone(module)
+    return f"{held}, and {reason}" if reason else ""
+
+
+def _reason_of_linear(module: nn.Linear) -> str:
+    kind = type(module)
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if kind is nn.Linear:
+        return ""
+    if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
+        return "its owner uses the weight without calling the module"
+    if kind.forward is not nn.Linear.forward:
+        return f"{kind.__name__} has a forward of its own"
+    return ""
+
+
+def refuse_left_alone(
+    left: Mapping[str, str], recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]
+) -> None:
+    """RecipeError where a strict recipe and the rules want less than high precision of a module that is left alone."""
+    for name, reason in left.items():
+        asked = ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name]))
+        if {plane for kind in TENSOR_TYPES for plane in (asked[kind].rowwise, asked[kind].columnwise)} != {IDENTITY}:
+            remedy = "ask for that by a rule with format 'identity', or leave strict out"
+            raise RecipeError(f"strict: {name} stays in high precision: {reason}; {remedy}")
+
+
+def with_heads(rules: Sequence[Rule], model: nn.Module, sites: Mapping[str, Site]) -> tuple[Rule, ...]:
+    """The rules; where the default ones are among them, also one for each output head that they do not name."""
+    if not set(OUTPUT_HEAD) <= set(rules):
+        return tuple(rules)
+    unnamed = (n for n in heads(model) if first_match(rules, QuantizerRole("linear", "weight", n), sites[n]) is None)
+    return (*rules, *(Rule(module=name, format="identity") for name in unnamed))
+
+
+def heads(model: nn.Module) -> dict[str, nn.Module]:
+    """What `get_output_embeddings` (Hugging Face's name) of any module gives, and linears that share an embedding."""
+    modules = dict(model.named_modules())
+    finders = (getattr(module, "get_output_embeddings", None) for module in modules.values())
+    given = {id(find()) for find in finders if callable(find)}
+    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    shares = (name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module.weight) in tied)
+    return {name: modules[name] for name in (*shares, *(n for n, m in modules.items() if id(m) in given))}

@@ -1,0 +1,92 @@
+"""The models of the laboratory by name, as `--model` takes them. All give forward(tokens, targets) -> mean loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from duotone.errors import UserError
+from duotone.lab import model
+from duotone.lab.presets import ModelConfig, Preset
+
+DEFAULT = "gpt"
+HF = "hf:"
+
+
+class Builder(Protocol):
+    """How one model is made in the sizes of a preset."""
+
+    def outline(self, preset: Preset) -> nn.Module:
+        """The model on torch's current default device; its weights do not count."""
+        ...
+
+    def build(self, preset: Preset, seed: int) -> nn.Module:
+        """The model with fp32 parameters on the CPU, a function of the arguments alone."""
+        ...
+
+    def describe(self, preset: Preset) -> str:
+        """The model in one line."""
+        ...
+
+    def digest(self, preset: Preset) -> str:
+        """Of what decides the model besides its name and the preset."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A model of this package, made of a ModelConfig."""
+
+    kind: Callable[[ModelConfig], nn.Module]
+    mlp: str = "SwiGLU"
+
+    def outline(self, preset: Preset) -> nn.Module:
+        return self.kind(preset.model)
+
+    def build(self, preset: Preset, seed: int) -> nn.Module:
+        return model.build(preset.model, seed, kind=self.kind)
+
+    def describe(self, preset: Preset) -> str:
+        sizes, head = preset.model, "tied head" if preset.model.tied else "untied head"
+        return f"{sizes.layers} layers of {sizes.dim}, {sizes.heads} heads, {self.mlp} {sizes.hidden}, {head}"
+
+    def digest(self, preset: Preset) -> str:
+        return ""
+
+
+EXPERTS = f"{model.MoEGPT.CHOSEN} of {model.MoEGPT.EXPERTS} experts of SwiGLU"
+MODELS: dict[str, Builder] = {"gpt": Lab(model.GPT), "moe": Lab(model.MoEGPT, EXPERTS)}
+
+
+def get(name: str) -> Builder:
+    """The builder of the model called `name`, or hf:PATH_OR_CLASS; UserError when there is none."""
+    if name.startswith(HF):
+        from duotone.lab.hf import HuggingFace
+
+        return HuggingFace(name.removeprefix(HF))
+    if name not in MODELS:
+        raise UserError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or {HF}PATH_OR_CLASS")
+    return MODELS[name]
+
+
+def outline(name: str, preset: Preset) -> nn.Module:
+    """The model without weights, on the meta device."""
+    with torch.device("meta"):
+        return get(name).outline(preset)
+
+
+def build(name: str, preset: Preset, seed: int, *, perturbation: float = 0.0) -> nn.Module:
+    """The model with fp32 parameters on the CPU; `perturbation` is relative noise on its weights."""
+    return model.perturb(get(name).build(preset, seed), seed, perturbation)
+
+
+def describe(name: str, preset: Preset) -> str:
+    """The model in one line, which begins with its name."""
+    return f"{name}: {get(name).describe(preset)}"
+
+
+def parameter_count(name: str, preset: Preset) -> int:
+    """Parameters of the model, a tied one once."""
+    return sum(parameter.numel() for parameter in outline(name, preset).parameters())
