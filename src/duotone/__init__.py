@@ -10,6 +10,8 @@ from duotone.attention import RotaryPositionEmbedding as RotaryPositionEmbedding
 from duotone.attention import TransformerLayer as TransformerLayer
 from duotone.convert import PlanRow as PlanRow
 from duotone.convert import convert as convert
+from duotone.convert import convert_parameters as convert_parameters
+from duotone.convert import name_modules as name_modules
 from duotone.convert import plan as plan
 from duotone.convert import revert as revert
 from duotone.errors import RecipeError as RecipeError
@@ -22,8 +24,6 @@ from duotone.modules import LayerNormMLP as LayerNormMLP
 from duotone.modules import Linear as Linear
 from duotone.modules import MoE as MoE
 from duotone.modules import RMSNorm as RMSNorm
-from duotone.modules import convert_parameters as convert_parameters
-from duotone.modules import name_modules as name_modules
 from duotone.recipes import CustomRecipe as CustomRecipe
 from duotone.recipes import QuantizerRole as QuantizerRole
 from duotone.state import RecipeState as RecipeState

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import QuantizedTensor, QuantizerRole, UserError, ops, recipes
+from duotone.dispatch.activations import ACTIVATIONS
 from duotone.modules import LayerNormLinear, LayerNormMLP, Linear
-from duotone.ops.activation import ACTIVATIONS, ActivationOp
+from duotone.ops.activation import ActivationOp
 from duotone.recipes import CustomRecipe
 
 DTYPE = torch.bfloat16

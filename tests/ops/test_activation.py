@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from duotone import UserError, ops
-from duotone.ops.activation import ACTIVATIONS, ActivationOp
+from duotone.dispatch.activations import ACTIVATIONS
+from duotone.ops.activation import ActivationOp
 
 UNARY = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

@@ -11,12 +11,12 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.attention import DotProductAttention
+from duotone.convert import experts
 from duotone.convert.left_alone import left_alone, refuse_left_alone, with_heads
 from duotone.convert.matching import Place, report_unmatched
+from duotone.convert.naming import sites_of
 from duotone.convert.targets import CONVERTED, original_class, targets
 from duotone.errors import UserError
-from duotone.modules import experts
-from duotone.ops.naming import sites_of
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule

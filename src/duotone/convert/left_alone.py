@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from duotone.convert import experts
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import Setting, ask_recipe
-from duotone.modules import experts
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site

@@ -9,7 +9,7 @@ from torch import nn
 from duotone.attention import DotProductAttention, MultiheadAttention
 from duotone.convert.left_alone import FAST_PATH, left_alone
 from duotone.convert.matching import unmatched_rules
-from duotone.ops.naming import sites_of
+from duotone.convert.naming import sites_of
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from duotone.convert import experts
 from duotone.linear.plan import Setting, ask_recipe, build_plan
-from duotone.modules import experts
 from duotone.ops.linear import Linear, PlannedLinear
 from duotone.ops.op import held
 from duotone.ops.planned import Planned

@@ -1,9 +1,7 @@
 """LayerNormLinear: a norm and a linear as one pipeline."""
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from duotone.errors import UserError
@@ -11,8 +9,6 @@ from duotone.ops.basic import MakeExtraOutput
 from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
 from duotone.ops.op import Op, run
-from duotone.ops.splitting import Splits
-from duotone.recipes.recipe import Recipe
 
 
 class LayerNormLinear(Linear):
@@ -22,53 +18,23 @@ class LayerNormLinear(Linear):
     `return_layernorm_output` the normalised input follows the output. All else is Linear's.
     """
 
-    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+    def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
         eps: float = 1e-5,
-        bias: bool = True,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
-        return_bias: bool = False,
-        parameters_split: Splits = None,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
-        name: str = "",
-        recipe: Recipe | None = None,
-        parallel_mode: str | None = None,
-        tp_group: Any = None,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        delay_wgrad_compute: bool = False,
-        save_original_input: bool = False,
+        **linear: Any,
     ) -> None:
-        if parallel_mode == "row":
+        if linear.get("parallel_mode") == "row":
             raise UserError("LayerNormLinear normalises whole rows; use parallel_mode 'column', or a norm and a Linear")
         self.__dict__["_norm"] = norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
-        super().__init__(
-            in_features,
-            out_features,
-            bias=bias,
-            return_bias=return_bias,
-            parameters_split=parameters_split,
-            params_dtype=params_dtype,
-            device=device,
-            init_method=init_method,
-            name=name,
-            recipe=recipe,
-            parallel_mode=parallel_mode,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            save_original_input=save_original_input,
-        )
+        super().__init__(in_features, out_features, **linear)
         self.return_layernorm_output = return_layernorm_output
-        norm.make_parameters(self.in_features, params_dtype, device)
+        norm.make_parameters(self.in_features, linear.get("params_dtype"), linear.get("device"))
         self._ops: tuple[Op, ...] = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
 from duotone.ops.linear import Linear
-from duotone.ops.naming import below
 from duotone.ops.norm import NormOp
 from duotone.ops.op import Op, run
 from duotone.ops.parameters import drop_empty_extra_state
+from duotone.ops.planned import below
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole, Site
 
@@ -20,8 +20,8 @@ from duotone.recipes.roles import QuantizerRole, Site
 class LayerNormMLP(nn.Module):
     """fc2(activation(fc1(norm(x)))), x (*lead, hidden_size) -> the same shape.
 
-    `activation` is one of `duotone.ops.activation.ACTIVATIONS`; gated ones make fc1 twice as wide. `normalization` is
-    "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`; fc1 and fc2 are Linear
+    `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
+    `normalization` is "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`; fc1 and fc2 are Linear
     modules whose roles are named `<name>.fc1` and `<name>.fc2`. With `set_parallel_mode` fc1 is column- and fc2
     row-parallel. Checkpoints that name `fc1_weight` instead of `fc1.weight` load too.
     """

@@ -11,8 +11,8 @@ from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
 from duotone.ops.grouped import GroupedLinear
-from duotone.ops.naming import below
 from duotone.ops.op import run
+from duotone.ops.planned import below
 from duotone.recipes.recipe import Recipe
 
 

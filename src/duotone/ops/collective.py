@@ -1,7 +1,8 @@
 """Collectives as ops, over the rows (the first dimension) of the ranks of a process group."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -10,70 +11,56 @@ from duotone.linear.stage import Kept, Stage
 from duotone.ops.basic import BasicOp
 from duotone.ops.op import Signal
 
+Collective = Callable[[Tensor, str], Tensor]
 
-@dataclass(frozen=True, eq=False)
-class GatherStage(Stage):
-    """This rank's rows -> the rows of all ranks; backward sums and scatters."""
 
-    group: str
+def _sum(x: Tensor, group: str) -> Tensor:
+    return all_reduce(x, "sum", group)
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return all_gather(x, self.group), ()
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (reduce_scatter(dy, self.group),)
+def _pass(x: Tensor, group: str) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True, eq=False)
-class ScatterStage(Stage):
-    """Sums over the ranks and keeps this rank's rows; backward gathers."""
+class CollectiveStage(Stage):
+    """One collective forward, its adjoint backward."""
 
     group: str
+    there: Collective
+    back: Collective
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return reduce_scatter(x, self.group), ()
+        return self.there(x, self.group), ()
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (all_gather(dy, self.group),)
-
-
-@dataclass(frozen=True, eq=False)
-class ReduceStage(Stage):
-    """The sum over the ranks; the gradient passes, because every rank has it."""
-
-    group: str
-
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return all_reduce(x, "sum", self.group), ()
-
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (dy,)
+        return (self.back(dy, self.group),)
 
 
 class _Collective(BasicOp):
-    of: Any
+    pair: ClassVar[tuple[Collective, Collective]]
 
     def __init__(self, process_group: Any) -> None:
         super().__init__()
-        self.stage = self.of(process_group.group_name)
+        self.stage = CollectiveStage(process_group.group_name, *self.pair)
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         return self.stage, signal._replace(rows=None, held=None)
 
 
 class AllGather(_Collective):
-    """Rows of all ranks."""
+    """The rows of all ranks; backward sums and scatters."""
 
-    of = GatherStage
+    pair = (all_gather, reduce_scatter)
 
 
 class ReduceScatter(_Collective):
-    """This rank's rows of the sum."""
+    """This rank's rows of the sum; backward gathers."""
 
-    of = ScatterStage
+    pair = (reduce_scatter, all_gather)
 
 
 class AllReduce(_Collective):
-    """The sum on every rank."""
+    """The sum on every rank; the gradient passes, because every rank has it."""
 
-    of = ReduceStage
+    pair = (_sum, _pass)

@@ -215,18 +215,6 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
         return (self.weight,) if self.single_grouped_weight else (self.weights[member],)
 
-    def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
-        options.clear_caches(self)
-
-    def backward_dw(self) -> None:
-        """The oldest weight gradients that backward put off: computed, and added to `.grad` or `main_grad`."""
-        options.backward_dw(self)
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `backward_dw`: autograd's own hooks on the weights do not fire for it."""
-        self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
-
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for kind, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
             names = [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]

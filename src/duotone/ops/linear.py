@@ -99,18 +99,6 @@ class PlannedLinear(Planned):
         assert isinstance(stage, LinearStage)
         return options.linear_variant(self, stage, 0, first)
 
-    def invalidate_weight_cache(self) -> None:
-        """Encode the weight anew at the next microbatch: for writes through `.data`, which leave no version."""
-        options.clear_caches(self)
-
-    def backward_dw(self) -> None:
-        """The oldest weight gradient that backward put off: computed, and added to `.grad` or `main_grad`."""
-        options.backward_dw(self)
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each `backward_dw`: autograd's own hooks on the weight do not fire for it."""
-        self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
-
     @property
     def _bias(self) -> nn.Parameter | None:
         return self._parameters["bias"] if "bias" in self._parameters else self.bias

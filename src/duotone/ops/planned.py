@@ -1,7 +1,9 @@
 """Planned: what every module that follows plans has in common, mixed in before an nn.Module."""
 
 import copy
+import itertools
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.linear.stage import Stage
-from duotone.ops import states, traced
+from duotone.ops import options, states, traced
 from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
@@ -34,6 +36,15 @@ UNNAMED = Site(named=False)
 LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region")
 OWN = ("recipe", "rules", "module_name", "site", "layout", "_roles", "_number", "_saved", "_warned", *LIVE)
 """Attributes that `adopt` gives and `release` takes away."""
+
+
+_UNNAMED = itertools.count(1)
+
+
+def below(name: str, parts: Sequence[str]) -> list[str]:
+    """Names of the children of a module; one without a name counts as `Layer_<n>` there, so that they stay distinct."""
+    base = name or f"Layer_{next(_UNNAMED)}"
+    return [f"{base}.{part}" for part in parts]
 
 
 class Planned(Op):
@@ -291,6 +302,18 @@ class Planned(Op):
             states.require_reduction(self.module_name, calibrated[0], group)
         pairs = zip(plans, calibrated, strict=True)
         return self.make_stage([Calibrating(plan, plan.weight_from, recording=other) for plan, other in pairs])
+
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        options.clear_caches(self)
+
+    def backward_dw(self) -> None:
+        """The oldest weight gradients that backward put off: computed, and added to `.grad` or `main_grad`."""
+        options.backward_dw(self)
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after each `backward_dw`: autograd's own hooks on the weights do not fire for it."""
+        self.__dict__.setdefault("_wgrad_hooks", []).append(hook)
 
     def make_stage(self, linears: list[LinearStage]) -> Stage:
         """One stage out of the stages of this module's linears."""

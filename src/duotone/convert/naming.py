@@ -1,8 +1,5 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
-import itertools
-from collections.abc import Sequence
-
 from torch import Tensor, nn
 
 from duotone.recipes.roles import Site
@@ -20,15 +17,6 @@ def name_modules(root: nn.Module) -> nn.Module:
         if callable(take):
             take(name or type(root).__name__, sites[name])
     return root
-
-
-_NUMBERS = itertools.count(1)
-
-
-def below(name: str, parts: Sequence[str]) -> list[str]:
-    """Names of the children of a module; one without a name counts as `Layer_<n>` there, so that they stay distinct."""
-    base = name or f"Layer_{next(_NUMBERS)}"
-    return [f"{base}.{part}" for part in parts]
 
 
 def sites_of(root: nn.Module) -> dict[str, Site]:

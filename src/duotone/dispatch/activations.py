@@ -1,0 +1,123 @@
+"""Activations and their derivatives, as torch's eager operations compute and round them.
+
+A gated one takes (*lead, 2K): the first half is activated and multiplies the second.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duotone.errors import UserError
+
+aten = torch.ops.aten
+QUICK = 1.702
+"""The slope of the sigmoid that stands for the normal distribution in quick GELU."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`value(x)` and `gradient(dy, x)`, of x (*lead, K), or of (*lead, 2K) where `gated`."""
+
+    value: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor], Tensor]
+    gated: bool = False
+
+
+def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.gelu_backward(dy, x, approximate="tanh")
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(QUICK * x)
+
+
+def quick_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    gate = torch.sigmoid(QUICK * x)
+    return dy * gate + aten.sigmoid_backward(dy * x, gate) * QUICK
+
+
+def relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.threshold_backward(dy, x, 0)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+def squared_relu_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return relu_gradient(dy * (2 * F.relu(x)), x)
+
+
+def sigmoid_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return aten.sigmoid_backward(dy, torch.sigmoid(x))
+
+
+UNARY: dict[str, Activation] = {
+    "gelu": Activation(partial(F.gelu, approximate="tanh"), gelu_gradient),
+    "qgelu": Activation(quick_gelu, quick_gelu_gradient),
+    "relu": Activation(F.relu, relu_gradient),
+    "srelu": Activation(squared_relu, squared_relu_gradient),
+    "silu": Activation(F.silu, aten.silu_backward),
+}
+
+
+def _gated(unary: Activation) -> Activation:
+    """unary(a) * b for x = [a, b]."""
+
+    def value(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return unary.value(a) * b
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((unary.gradient(dy * b, a), dy * unary.value(a)), -1)
+
+    return Activation(value, gradient, gated=True)
+
+
+def clamped_swiglu(limit: float = 7.0, alpha: float = QUICK) -> Activation:
+    """a sigmoid(alpha a) (b + 1) for x = [min(a, limit), clamp(b, -limit, limit)]."""
+
+    def value(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+        return a * torch.sigmoid(alpha * a) * (b + 1)
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        a, b = first.clamp(max=limit), second.clamp(-limit, limit)
+        gate = torch.sigmoid(alpha * a)
+        inner = dy * (b + 1)
+        da = inner * gate + aten.sigmoid_backward(inner * a, gate) * alpha
+        db = dy * (a * gate)
+        inside = (second >= -limit) & (second <= limit)
+        return torch.cat((da.where(first <= limit, 0), db.where(inside, 0)), -1)
+
+    return Activation(value, gradient, gated=True)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    **UNARY,
+    "glu": _gated(Activation(torch.sigmoid, sigmoid_gradient)),
+    "geglu": _gated(UNARY["gelu"]),
+    "qgeglu": _gated(UNARY["qgelu"]),
+    "reglu": _gated(UNARY["relu"]),
+    "sreglu": _gated(UNARY["srelu"]),
+    "swiglu": _gated(UNARY["silu"]),
+    "clamped_swiglu": clamped_swiglu(),
+}
+
+
+def activation(name: str, params: Mapping[str, float] | None = None) -> Activation:
+    """The activation of that name; only clamped_swiglu takes parameters, `limit` and `alpha`."""
+    if name not in ACTIVATIONS:
+        raise UserError(f"activation {name!r} is unknown; allowed are {', '.join(ACTIVATIONS)}")
+    unknown = set(params or ()) - ({"limit", "alpha"} if name == "clamped_swiglu" else set())
+    if unknown:
+        allowed = "limit and alpha" if name == "clamped_swiglu" else "nothing"
+        raise UserError(f"activation_params has {sorted(unknown)[0]!r}; {name} takes {allowed}")
+    return clamped_swiglu(**params) if params else ACTIVATIONS[name]
