@@ -21,9 +21,9 @@ class LayerNormMLP(nn.Module):
     """fc2(activation(fc1(norm(x)))), x (*lead, hidden_size) -> the same shape.
 
     `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
-    `normalization` is "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`; fc1 and fc2 are Linear
-    modules whose roles are named `<name>.fc1` and `<name>.fc2`. With `set_parallel_mode` fc1 is column- and fc2
-    row-parallel. Checkpoints that name `fc1_weight` instead of `fc1.weight` load too.
+    `normalization` is "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`. fc1 and
+    fc2 are Linear modules whose roles are named `<name>.fc1` and `<name>.fc2`; with `set_parallel_mode` fc1 is column-
+    and fc2 row-parallel. Checkpoints that name `fc1_weight` instead of `fc1.weight` load too.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
