@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.products import mm_fp32
+from duotone.dispatch.scaled import ScaledProduct
 from duotone.errors import UserError
 from duotone.formats import Factors, Format, Parts
 
@@ -181,6 +182,7 @@ class Unrotate:
 FP32_EPILOGUE = Fp32Epilogue()
 RULES: list[GemmRule] = [
     HighPrecision(),
+    ScaledProduct(),
     ExactBf16(),
     FP32_EPILOGUE,
     BlockPromotion(),

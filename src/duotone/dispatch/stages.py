@@ -8,6 +8,7 @@ from torch import Tensor
 
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.dispatch.cuda import CUDA, has_triton
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
 
@@ -17,7 +18,11 @@ COMPILE_FROM = 1 << 15
 
 def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
-    if x.numel() < COMPILE_FROM or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return PLAIN
+    if x.device.type == "cuda" and has_triton():
+        return CUDA
+    if x.numel() < COMPILE_FROM or x.device.type != "cpu":
         return PLAIN
     # Under a dispatch mode Dynamo gives a function up for good, without a word.
     observed = torch._C._len_torch_dispatch_stack() > 0

@@ -56,6 +56,11 @@ class Format(Protocol):
         ...
 
     @property
+    def code_dtype(self) -> torch.dtype | None:
+        """The torch dtype of the codes, where there is one and codes fill bytes."""
+        ...
+
+    @property
     def family(self) -> str:
         """What a tensor core needs equal in both operands: kind of scale, block width, transform."""
         ...
@@ -151,6 +156,10 @@ class ScaledFormat:
     @property
     def largest(self) -> float:
         return self.element.max
+
+    @property
+    def code_dtype(self) -> torch.dtype | None:
+        return self.element.dtype
 
     @property
     def family(self) -> str:

@@ -22,6 +22,7 @@ class Identity:
     is_stochastic = False
     is_delayed = False
     largest = float("inf")
+    code_dtype = None
     family = "high precision"
     alignment = (1, 1)
     transform = ""
