@@ -21,6 +21,20 @@ CASES = [
     ],
     (blocks.row_amax_kernel, {"x": "*bf16", "out": "*i32"}, TILE),
     (blocks.tensor_amax_kernel, {"x": "*bf16", "out": "*i32"}, TILE),
+    *[
+        (
+            blocks.fp32_scale_kernel,
+            {"amax": "*fp32", "scale": "*fp32", "stored": "*fp32", "N": "i32"}
+            | dict.fromkeys(("largest", "overflow", "epsilon"), "fp32"),
+            {"POWER": power, "T": 1024},
+        )
+        for power in (False, True)
+    ],
+    (
+        blocks.exponent_scale_kernel,
+        {"amax": "*fp32", "code": "*u8", "multiplier": "*fp32", "N": "i32", "reciprocal": "fp32"},
+        {"T": 1024},
+    ),
     (blocks.rows_kernel, {"x": "*u8", "out": "*u8"}, TILE),
 ]
 for (wide_r, wide_c), (r, c) in WIDE.items():

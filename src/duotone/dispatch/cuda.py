@@ -16,6 +16,10 @@ _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("block_amax(Tensor x, int rows, int cols) -> Tensor")
 _CAST = "Tensor x, Tensor multiplier, int rows, int cols, float largest, ScalarType dtype"
 _LIBRARY.define(f"block_cast({_CAST}) -> Tensor")
+_LIBRARY.define(
+    "fp32_scale(Tensor amax, float largest, float overflow, float epsilon, bool to_power) -> (Tensor, Tensor)"
+)
+_LIBRARY.define("exponent_scale(Tensor amax, float reciprocal) -> (Tensor, Tensor)")
 _LIBRARY.define("contiguous_rows(Tensor codes) -> Tensor")
 _LIBRARY.define("block_values(Tensor codes, Tensor factor, int rows, int cols, ScalarType dtype) -> Tensor")
 
@@ -61,6 +65,28 @@ def _rows(codes: Tensor) -> Tensor:
         return blocks.contiguous_rows(codes)
 
 
+def _fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool) -> tuple[Tensor, Tensor]:
+    from duotone.kernels import blocks
+
+    with torch.cuda.device(amax.device):
+        return blocks.fp32_scale(amax.contiguous(), largest, overflow, epsilon, to_power)
+
+
+def _fake_fp32_scale(amax: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(amax), torch.empty_like(amax)
+
+
+def _exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+    from duotone.kernels import blocks
+
+    with torch.cuda.device(amax.device):
+        return blocks.exponent_scale(amax.contiguous(), reciprocal)
+
+
+def _fake_exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(amax, dtype=torch.uint8), torch.empty_like(amax)
+
+
 def _fake_rows(codes: Tensor) -> Tensor:
     return codes.new_empty(codes.shape)
 
@@ -70,6 +96,8 @@ for _name, _kernel, _fake in (
     ("block_cast", _cast, _fake_cast),
     ("block_values", _values, _fake_values),
     ("contiguous_rows", _rows, _fake_rows),
+    ("fp32_scale", _fp32_scale, _fake_fp32_scale),
+    ("exponent_scale", _exponent_scale, _fake_exponent_scale),
 ):
     _LIBRARY.impl(_name, _kernel, "CUDA")
     _LIBRARY.impl(_name, _fake, "Meta")
@@ -127,6 +155,18 @@ class CudaStages(Stages):
         grid = factor.reshape(factor.shape[0], factor.shape[2]).contiguous()
         extents = self._extents_of(grid, codes)
         return torch.ops.duotone.block_values(x, grid, *extents, dtype).view(codes.shape)
+
+    def fp32_scale(
+        self, amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool
+    ) -> tuple[Tensor, Tensor]:
+        if amax.numel() == 0:
+            return super().fp32_scale(amax, largest, overflow, epsilon, to_power)
+        return torch.ops.duotone.fp32_scale(amax, largest, overflow, epsilon, to_power)
+
+    def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+        if amax.numel() == 0:
+            return super().exponent_scale(amax, reciprocal)
+        return torch.ops.duotone.exponent_scale(amax, reciprocal)
 
     def _matrix(self, blocks: Tensor) -> Tensor | None:
         small = blocks.numel() == 0 or not all(n & (n - 1) == 0 for n in self._extents(blocks))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from duotone.formats.elements import E4M3
-from duotone.formats.scales import Blocked, Scaled, TwoLevelScale, divide
+from duotone.formats.scales import Blocked, Scaled, TwoLevelScale
+from duotone.formats.stages import divide
 
 
 @dataclass(frozen=True)

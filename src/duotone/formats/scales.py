@@ -17,10 +17,9 @@ from torch import Tensor
 from duotone.formats.elements import E4M3, Element
 from duotone.formats.geometry import Block
 from duotone.formats.parts import Parts, PartSpec, Shard
-from duotone.formats.stages import Stages, power_of_two
+from duotone.formats.stages import EXPONENT_MASK, Stages, divide, power_of_two
 
 FLT_MAX = torch.finfo(torch.float32).max
-EXPONENT_MASK = 0x7F800000
 
 
 class Blocked(NamedTuple):
@@ -45,16 +44,6 @@ class Scaled(NamedTuple):
 
     multiplier: Tensor
     parts: Parts
-
-
-def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
-    """The IEEE fp32 quotient, also where one side is a constant."""
-    if not isinstance(numerator, Tensor):
-        assert isinstance(denominator, Tensor)
-        numerator = torch.full_like(denominator, numerator)
-    if not isinstance(denominator, Tensor):
-        denominator = torch.full_like(numerator, denominator)
-    return numerator / denominator
 
 
 @dataclass(frozen=True)
@@ -84,11 +73,8 @@ class Fp32Scale:
     def decide(self, x: Blocked) -> Scaled:
         largest = FLT_MAX if self.overflow == "fp32" else torch.finfo(x.dtype).max
         amax = x.agreed(x.amax, x.block.spans)
-        if self.epsilon:
-            amax = torch.where(amax < self.epsilon, self.epsilon, amax)
-        scale = divide(x.element.max, amax)
-        scale = torch.where(torch.isinf(scale), largest, scale)
-        return self.given(torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale), x)
+        scale, stored = x.stages.fp32_scale(amax, x.element.max, largest, self.epsilon, self.power_of_two)
+        return Scaled(scale, {"scale": stored.reshape(self.specs(x.block, *x.shape)["scale"].shape)})
 
     def given(self, scale: Tensor, x: Blocked) -> Scaled:
         """The decision for an encode scale, which may come from outside (delayed scaling)."""

@@ -11,6 +11,7 @@ from duotone.formats import hadamard, philox
 from duotone.formats.elements import Element, pack_pairs, unpack_pairs
 
 MANTISSA_MASK = 0x007FFFFF
+EXPONENT_MASK = 0x7F800000
 QUIET_NAN = 0x7FC00000
 
 
@@ -35,6 +36,31 @@ def cast_stochastic(blocks: Tensor, multiplier: Tensor, bits: Tensor, element: E
 def values(codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
     """fl(value(code) * factor) in `dtype`; `codes` blocked, one to a byte, as the element's `stored_dtype`."""
     return (element.widen(codes) * factor).to(dtype)
+
+
+def divide(numerator: Tensor | float, denominator: Tensor | float) -> Tensor:
+    """The IEEE fp32 quotient, also where one side is a constant."""
+    if not isinstance(numerator, Tensor):
+        assert isinstance(denominator, Tensor)
+        numerator = torch.full_like(denominator, numerator)
+    if not isinstance(denominator, Tensor):
+        denominator = torch.full_like(numerator, denominator)
+    return numerator / denominator
+
+
+def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool) -> tuple[Tensor, Tensor]:
+    """fp32 amaxes -> the encode scales largest / max(amax, epsilon), and fl(1/scale), which is stored.
+
+    A quotient that overflows is `overflow`; 1 where amax is 0 or not finite; `to_power` rounds down to a power of two.
+    """
+    if epsilon:
+        amax = torch.where(amax < epsilon, epsilon, amax)
+    scale = divide(largest, amax)
+    scale = torch.where(torch.isinf(scale), overflow, scale)
+    scale = torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
+    if to_power:
+        scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
+    return scale, divide(1.0, scale)
 
 
 def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
@@ -72,6 +98,11 @@ class Stages:
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
         return values(codes, factor, element, dtype)
+
+    def fp32_scale(
+        self, amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool
+    ) -> tuple[Tensor, Tensor]:
+        return fp32_scale(amax, largest, overflow, epsilon, to_power)
 
     def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
         return exponent_scale(amax, reciprocal)

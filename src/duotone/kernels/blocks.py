@@ -133,6 +133,37 @@ def values_kernel(
 
 
 @triton.jit
+def fp32_scale_kernel(amax, scale, stored, N, largest, overflow, epsilon, POWER: tl.constexpr, T: tl.constexpr):
+    """Encode scales largest / amax and their reciprocals, each one IEEE quotient."""
+    i = tl.program_id(0) * T + tl.arange(0, T)
+    value = tl.load(amax + i, mask=i < N, other=1.0)
+    value = tl.where(value < epsilon, epsilon, value)
+    made = tl.div_rn(tl.full([T], 0.0, tl.float32) + largest, value)
+    made = tl.where(made == float("inf"), overflow, made)
+    made = tl.where((value > 0.0) & (value < float("inf")), made, 1.0)
+    if POWER:
+        made = (made.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    tl.store(scale + i, made, mask=i < N)
+    tl.store(stored + i, tl.div_rn(tl.full([T], 1.0, tl.float32), made), mask=i < N)
+
+
+@triton.jit
+def exponent_scale_kernel(amax, code, multiplier, N, reciprocal, T: tl.constexpr):
+    """E8M0 bytes of amax * reciprocal rounded up to a power of two, and 2^(127 - byte)."""
+    i = tl.program_id(0) * T + tl.arange(0, T)
+    ratio = (tl.load(amax + i, mask=i < N, other=1.0) * reciprocal).to(tl.int32, bitcast=True)
+    exponent, mantissa = ratio >> 23, ratio & 0x007FFFFF
+    made = tl.minimum(exponent + (mantissa > 0).to(tl.int32), 254)
+    made = tl.where(exponent == 0, (mantissa > 0x400000).to(tl.int32), made)
+    made = tl.where((exponent == 255) & (mantissa > 0), 255, made)
+    inverse = 254 - made
+    bits = tl.where(inverse == 0, 0x00400000, inverse << 23)
+    bits = tl.where((inverse == 255) | (inverse < 0), 0x7FC00000, bits)
+    tl.store(code + i, made.to(tl.uint8), mask=i < N)
+    tl.store(multiplier + i, bits.to(tl.float32, bitcast=True), mask=i < N)
+
+
+@triton.jit
 def rows_kernel(x, out, stride_m, stride_k, M, K, TM: tl.constexpr, TK: tl.constexpr):
     """The bytes of a strided matrix."""
     m, k, offset, inside = _tile(stride_m, stride_k, M, K, TM, TK)
@@ -170,6 +201,21 @@ def block_values(codes: Tensor, factor: Tensor, rows: int, cols: int, dtype: tor
     given = (codes, factor, out, *codes.stride(), m, k, factor.shape[1])
     values_kernel[_grid(m, k, ROWS, COLS)](*given, **_extents(rows, cols), TM=ROWS, TK=COLS)
     return out
+
+
+def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool) -> tuple[Tensor, Tensor]:
+    """The twin of `duotone.formats.stages.fp32_scale`; amax contiguous."""
+    scale, stored, count = torch.empty_like(amax), torch.empty_like(amax), amax.numel()
+    given = (amax, scale, stored, count, largest, overflow, epsilon)
+    fp32_scale_kernel[(triton.cdiv(count, 1024),)](*given, POWER=to_power, T=1024)
+    return scale, stored
+
+
+def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+    """The twin of `duotone.formats.stages.exponent_scale`; amax contiguous."""
+    code, multiplier, count = torch.empty_like(amax, dtype=torch.uint8), torch.empty_like(amax), amax.numel()
+    exponent_scale_kernel[(triton.cdiv(count, 1024),)](amax, code, multiplier, count, reciprocal, T=1024)
+    return code, multiplier
 
 
 def contiguous_rows(codes: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce
-from duotone.formats.scales import FLT_MAX, divide
+from duotone.formats.scales import FLT_MAX
+from duotone.formats.stages import divide
 from duotone.tensor.history import History
 
 
