@@ -554,8 +554,7 @@ def census() -> int:
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda r: r.name)
 def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
-    from duotone.ops import traced
-    from duotone.state import delayed
+    from duotone.state import delayed, traced
 
     m, x, dy = quantized(recipe), torch.randn(4, K).bfloat16(), torch.randn(4, N).bfloat16()
     modes = itertools.cycle([torch.no_grad, torch.inference_mode])
@@ -579,7 +578,7 @@ def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe
 
 def test_changing_roles_for_ever_leaks_no_registration() -> None:
     """Issue 3, numbers: each change gives the module a new number."""
-    from duotone.ops import traced
+    from duotone.state import traced
 
     gc.collect()
     m = duotone.Linear(K, N)

@@ -128,19 +128,25 @@ class Masking:
 
     def _side(self, batch: int, tokens: int, mask: Any, cu_seqlens: Any, padding: int) -> Side:
         if mask is None:
-            _check_lengths(cu_seqlens, None if self.is_packed else batch + 1)
+            _check_lengths(cu_seqlens, None if self.is_packed else batch + 1, tokens if self.is_packed else None)
         if self.is_packed:
             return packed(cu_seqlens, tokens, self.kind.from_end, padding)
         return padded(_real(mask, cu_seqlens, batch, tokens), self.kind.from_end, padding)
 
 
-def _check_lengths(cu_seqlens: Any, edges: int | None) -> None:
+def _check_lengths(cu_seqlens: Any, edges: int | None, tokens: int | None) -> None:
+    """UserError where edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for."""
     wanted = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
         raise UserError(f"packed or padded sequences need cu_seqlens: {wanted}; or an attention_mask of padding")
     is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool)
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) != (edges or len(cu_seqlens)):
         raise UserError(f"cu_seqlens are {wanted}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    given = cu_seqlens.tolist()
+    if not given or given[0] != 0 or sorted(given) != given or (tokens is not None and given[-1] > tokens):
+        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {given} for {tokens or 'padded'} tokens")
 
 
 def _real(mask: Any, cu_seqlens: Any, batch: int, tokens: int) -> Tensor:

@@ -113,7 +113,7 @@ def has_triton() -> bool:
 
 def contiguous_rows(codes: Tensor) -> Tensor:
     """Codes (M, K), uint8, whose rows are contiguous: themselves, or a copy."""
-    if codes.is_contiguous() or not has_triton() or codes.numel() == 0:
+    if torch.compiler.is_compiling() or codes.is_contiguous() or not has_triton() or codes.numel() == 0:
         return codes.contiguous()
     return torch.ops.duotone.contiguous_rows(codes)
 

@@ -78,7 +78,7 @@ class HighPrecision:
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.parts["codes"], b.parts["codes"]
-        y = torch.mm(left, right.t()) if bias is None else F.linear(left, right, bias)
+        y = F.linear(left, right, bias)
         return y if y.dtype is out_dtype else y.to(out_dtype)
 
 

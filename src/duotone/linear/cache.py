@@ -5,12 +5,27 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-Stamp = tuple[Quantizer, torch.dtype, tuple[tuple[int, int], ...]]
+Stamp = tuple[Quantizer, torch.dtype, int, tuple[tuple[int, int], ...]]
+
+
+class OptimizerSteps:
+    """Counts the steps of all optimizers of the process: fused ones write weights without a new version."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
+STEPS = OptimizerSteps()
 
 
 class WeightCache:
@@ -40,7 +55,7 @@ class WeightCache:
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
-        return quantizer, x.dtype, tuple((id(owner), owner._version) for owner in owners)
+        return quantizer, x.dtype, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
 
     def take(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes that are kept, or new ones where they are of another weight, version, format or direction."""

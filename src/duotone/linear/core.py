@@ -62,6 +62,7 @@ class LinearStage(Stage):
         plan, layout = self.plan, self.plan.layout
         context = plan.weight_context.with_seed(plan.streams(seed)[1])
         w_planes = self.weight_from.planes(weight, plan.weight, plan.weight_usage, context)
+        self.sink.begin()
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
         row = layout.gather_input(x_planes.rowwise, 0)
         y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))

@@ -18,6 +18,10 @@ class Product(Protocol):
 
 
 class Sink(Protocol):
+    def begin(self) -> None:
+        """A forward runs whose gradient comes here."""
+        ...
+
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         """Compute the gradient now or keep it; what autograd is given for the weight."""
         ...
@@ -25,6 +29,9 @@ class Sink(Protocol):
 
 class ToAutograd:
     """The gradient in the dtype of dy; autograd accumulates it."""
+
+    def begin(self) -> None:
+        pass
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         return product.compute(dy.dtype, dy.dtype)
@@ -42,6 +49,13 @@ class ToMainGrad:
     """
 
     weight: Callable[[], Tensor | None]
+    first: bool = False
+    """Whether the forward is one of a first microbatch: the next gradient, of whichever call, overwrites."""
+
+    def begin(self) -> None:
+        weight = self.weight()
+        if self.first and weight is not None:
+            weight.duotone_overwrite = True  # type: ignore[attr-defined]
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         weight = self.weight()
@@ -74,6 +88,9 @@ class Deferred:
 
     queue: deque[tuple[Product, Tensor, Sink]]
     then: Sink = GRADIENT
+
+    def begin(self) -> None:
+        self.then.begin()
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         self.queue.append((product, dy.new_empty(0), self.then))

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
+from duotone.ops.initialising import materialise
 from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
 from duotone.ops.op import Op, run
 from duotone.ops.parameters import drop_empty_extra_state
 from duotone.ops.planned import below
+from duotone.ops.sequential import is_plain, run_modules
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole, Site
 
@@ -56,6 +58,7 @@ class LayerNormMLP(nn.Module):
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
+        self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
         given: dict[str, Any] = {
             "bias": bias,
             "params_dtype": params_dtype,
@@ -87,19 +90,25 @@ class LayerNormMLP(nn.Module):
     def pipeline(self) -> tuple[Op, ...] | None:
         """What stands for this module in a larger pipeline; None where it returns more than one tensor."""
         more = self.return_bias or self.return_layernorm_output
-        return None if more or type(self).forward is not LayerNormMLP.forward else self._ops
+        plain = not more and type(self).forward is LayerNormMLP.forward
+        return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
 
     @property
-    def ops(self) -> tuple[Op, ...]:
+    def ops(self) -> tuple[Any, ...]:
         """What runs, in order."""
-        kept = (MakeExtraOutput(),) if self.return_layernorm_output else ()
-        return (self._norm, *kept, self.fc1, self.activation, self.fc2)
+        own = self._modules
+        return (*self._head, own["fc1"], own["activation"], own["fc2"])
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
-        made = run(self._ops, x, (), is_first_microbatch, self.__dict__)
-        y, *normalised = made if isinstance(made, tuple) else (made,)
-        bias = [self.fc2.bias] if self.return_bias else []
+        ops = self.ops
+        if is_plain(*ops[-3:]):
+            made = run(ops, x, (), is_first_microbatch, self.__dict__)
+            y, *normalised = made if isinstance(made, tuple) else (made,)
+            bias = [self.fc2.bias] if self.return_bias else []
+        else:  # hooks want to see calls, and what was put in the place of a linear may be no op
+            y, normalised = run_modules(ops, x, (), is_first_microbatch, self.__dict__)
+            bias = [normalised.pop()] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
 
     def take_name(self, name: str, site: Site) -> None:
@@ -108,14 +117,12 @@ class LayerNormMLP(nn.Module):
 
     def _wire(self, fc1: str, fc2: str) -> None:
         """Tell the linears who consumes what lies between them."""
-        self._ops = self.ops
         self.fc1.output_quantizer_role = QuantizerRole("linear", "input", fc2)
         self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
 
     def reset_parameters(self) -> None:
         """Fill all parameters anew, materialising them where they are on meta."""
-        if any(p.is_meta for p in self.parameters(recurse=False)):
-            self.to_empty(device=torch.get_default_device(), recurse=False)
+        materialise(self)
         self._norm.reset()
         self.fc1.reset_parameters()
         self.fc2.reset_parameters()

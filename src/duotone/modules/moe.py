@@ -11,8 +11,9 @@ from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
 from duotone.ops.grouped import GroupedLinear
-from duotone.ops.op import run
+from duotone.ops.initialising import materialise
 from duotone.ops.planned import below
+from duotone.ops.sequential import run_modules
 from duotone.recipes.recipe import Recipe
 
 
@@ -25,7 +26,12 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = top_k
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **given))
-        nn.init.normal_(self.weight, std=hidden_size**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal values with a variance of 1/hidden_size; a parameter on meta comes to the default device first."""
+        materialise(self)
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, hidden_size) -> weights fp32 (T, k), which sum to 1, and experts int64 (T, k), ascending."""
@@ -80,12 +86,27 @@ class MoE(nn.Module):
     takes_first_microbatch = True
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
+        if x.shape[-1] != self.router.weight.shape[1]:
+            raise UserError(
+                f"MoE takes (..., {self.router.weight.shape[1]}); got (..., {x.shape[-1]}): reshape the input"
+            )
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
         extra = (routing.splits, routing.splits)
-        y = run((self.fc1, self.activation, self.fc2), routing.rows(flat), extra, is_first_microbatch, self.__dict__)
+        ops = (self.fc1, self.activation, self.fc2)
+        y, _ = run_modules(ops, routing.rows(flat), extra, is_first_microbatch, self.__dict__)
         return routing.combine(y, weights).view(x.shape)
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew, materialising them where they are on meta."""
+        for part in (self.router, self.fc1, self.fc2):
+            part.reset_parameters()
+
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        self.fc1.invalidate_weight_cache()
+        self.fc2.invalidate_weight_cache()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}

@@ -13,6 +13,7 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import as_matrix
 from duotone.linear.source import SOURCES
 from duotone.linear.stage import Kept, Stage
+from duotone.ops.initialising import materialise
 from duotone.ops.op import Op, Signal, region_of_call
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
@@ -147,6 +148,11 @@ class Bias(BasicOp):
     def __init__(self, size: int, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(size, dtype=dtype, device=device))
+
+    def reset_parameters(self) -> None:
+        """Zeros; a parameter on meta comes to the default device first."""
+        materialise(self)
+        nn.init.zeros_(self.bias)
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         if signal.width not in (None, self.bias.shape[0]):

@@ -82,9 +82,9 @@ class PlannedGroup(Planned):
     def make_stage(self, linears: list[LinearStage]) -> Stage:
         return GroupedStage(tuple(linears))
 
-    def make_variant(self, stage: Stage, first: bool | None) -> Stage:
+    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
-        made = [options.linear_variant(self, one, i, first) for i, one in enumerate(stage.linears)]
+        made = [options.linear_variant(self, one, i, first, overwrites) for i, one in enumerate(stage.linears)]
         return GroupedStage(tuple(made))
 
     def refuse_crossing(self, weight: Tensor) -> None:

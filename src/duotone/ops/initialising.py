@@ -14,15 +14,20 @@ def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], Any] | N
     module.__dict__[INITIALISER] = init_method
 
 
+def materialise(module: nn.Module) -> None:
+    """Bring parameters on meta to the default device, uninitialised; nothing happens while that is meta itself."""
+    device = torch.get_default_device()
+    if device.type != "meta" and any(p.is_meta for p in module.parameters(recurse=False)):
+        module.to_empty(device=device, recurse=False)
+
+
 def initialise(module: Any, default: Callable[[], None]) -> None:
     """Materialise a module that is on meta, fill its parameters, and forget what was cached of them.
 
     `default` is what torch would do; an `init_method` fills the weights instead, and biases become zero.
     """
-    if any(p.is_meta for p in module.parameters(recurse=False)) and hasattr(module, "module_name"):
-        device = torch.get_default_device()
-        if device.type != "meta":
-            module.to_empty(device=device, recurse=False)
+    if hasattr(module, "module_name"):  # at construction the caller's device decides
+        materialise(module)
     init_method = module.__dict__.get(INITIALISER)
     if init_method is None:
         default()

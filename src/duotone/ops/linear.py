@@ -95,9 +95,9 @@ class PlannedLinear(Planned):
         plan = stage.plan
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
 
-    def make_variant(self, stage: Stage, first: bool | None) -> Stage:
+    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, LinearStage)
-        return options.linear_variant(self, stage, 0, first)
+        return options.linear_variant(self, stage, 0, first, overwrites)
 
     @property
     def _bias(self) -> nn.Parameter | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from duotone.dispatch.norms import NORMS, widened
 from duotone.errors import UserError
 from duotone.linear.stage import Kept, Stage
+from duotone.ops.initialising import materialise
 from duotone.ops.op import Op, Signal
 
 
@@ -30,11 +31,16 @@ class NormStage(Stage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         gamma, beta = operands
+        if not self.zero_centered:
+            y, *saved = self.kernel.forward(x, gamma, beta, self.eps)
+            return y, (x, gamma, beta, *saved) if self.keeps else ()
         y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
         return y.to(x.dtype), (x, gamma, beta, *saved) if self.keeps else ()
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *saved = kept
+        if not self.zero_centered:
+            return self.kernel.backward(dy, x, gamma, beta, saved, needs)
         wide, scale, shift = self._inputs(x, gamma, beta)
         dx, dgamma, dbeta = self.kernel.backward(dy.to(wide.dtype), wide, scale, shift, saved, needs)
         return (
@@ -121,6 +127,8 @@ class Norm(Op, nn.Module):
         self._norm.make_parameters(shape[0], params_dtype or dtype, device)
 
     def reset_parameters(self) -> None:
+        """Neutral values; parameters on meta come to the default device first."""
+        materialise(self)
         self._norm.reset()
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:

@@ -15,7 +15,7 @@ from duotone.linear.layout import LAYOUTS, WHOLE, Layout
 from duotone.linear.operand import ENCODED
 from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
 from duotone.linear.stage import Stage
-from duotone.state.delayed import in_backward
+from duotone.state.delayed import DEFER, RECORD, mode_now
 
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
@@ -29,21 +29,20 @@ def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
         for weight in module.weights:
             if weight.requires_grad:
                 main_grad(weight)
-                if first is True and not in_backward():
-                    weight.duotone_overwrite = True  # the first gradient of this step, of whichever call, overwrites
-    made = module._variants.get((stage, first))
+    key = (stage, first, first is True and mode_now() in (RECORD, DEFER))  # a recompute is no new microbatch
+    made = module._variants.get(key)
     if made is None:
-        made = module._variants[stage, first] = module.make_variant(stage, first)
+        made = module._variants[key] = module.make_variant(*key)
     return made
 
 
-def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None) -> LinearStage:
-    """The stage of the module's `member`-th linear."""
+def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None, overwrites: bool) -> LinearStage:
+    """The stage of the module's `member`-th linear; with `overwrites` the next gradient replaces `main_grad`."""
     weight_from = stage.weight_from
     if first is not None and weight_from is ENCODED:
         cache = _cache(module, member)
         weight_from = cache.refreshed if first else cache.reused
-    return replace(stage, weight_from=weight_from, sink=_sink(module, member))
+    return replace(stage, weight_from=weight_from, sink=_sink(module, member, overwrites))
 
 
 def clear_caches(module: Any) -> None:
@@ -80,10 +79,10 @@ def _cache(module: Any, member: int) -> WeightCache:
     return caches[member]
 
 
-def _sink(module: Any, member: int) -> Sink:
+def _sink(module: Any, member: int, overwrites: bool) -> Sink:
     sink: Sink = GRADIENT
     if module.fuse_wgrad_accumulation:
-        sink = ToMainGrad(_weight_of(module, member))
+        sink = ToMainGrad(_weight_of(module, member), overwrites)
     if module.delay_wgrad_compute and module.weights[member].requires_grad:
         queue = module.__dict__.setdefault("_queues", {}).setdefault(member, deque())
         module.weights[member].skip_backward_post_hook = True

@@ -17,14 +17,14 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.linear.stage import Stage
-from duotone.ops import options, states, traced
+from duotone.ops import options, states
 from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
-from duotone.state import seeds
+from duotone.state import seeds, traced
 from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, Region, active_region
 from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
 from duotone.state.parameters import CURRENT
@@ -254,9 +254,8 @@ class Planned(Op):
         if not construction.enabled:
             return
         if is_split(self):
-            raise UserError(
-                f"{self.module_name}: parameters_split and quantized_model_init exclude each other; use one"
-            )
+            remedy = "use one (attention: fuse_qkv_params=True)"
+            raise UserError(f"{self.module_name}: parameters_split excludes quantized_model_init; {remedy}")
         recipe = construction.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
         quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight
         self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe

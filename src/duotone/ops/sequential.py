@@ -1,11 +1,12 @@
 """Sequential: modules one after the other, of which neighbouring ops run as one pipeline."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.ops.op import run
+from duotone.ops.op import Op, run
 
 
 class Sequential(nn.Sequential):
@@ -26,36 +27,8 @@ class Sequential(nn.Sequential):
         if self.extra_inputs != len(extra):
             takes = self.extra_inputs
             raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
-        outputs: list[Tensor] = []
-        at = 0
-        for part in self._parts():
-            ops = part if isinstance(part, list) else [part]
-            count = sum(getattr(op, "extra_inputs", 0) for op in ops)
-            own, at = extra[at : at + count], at + count
-            if isinstance(part, list):
-                y = run(part, x, own, is_first_microbatch, self.__dict__)
-            elif getattr(part, "takes_first_microbatch", False):
-                y = part(x, *own, is_first_microbatch=is_first_microbatch)
-            else:
-                y = part(x)
-            if isinstance(y, tuple):
-                y, *more = y
-                outputs += more
-            x = y
-        return (x, *outputs) if outputs else x
-
-    def _parts(self) -> list[Any]:
-        """Lists of neighbouring ops, and modules that run alone."""
-        parts: list[Any] = []
-        for module in self:
-            ops = None if _is_hooked(module) else getattr(module, "pipeline", None)
-            if ops is None:
-                parts.append(module)
-            elif parts and isinstance(parts[-1], list):
-                parts[-1] += ops
-            else:
-                parts.append(list(ops))
-        return parts
+        made, outputs = run_modules(tuple(self), x, extra, is_first_microbatch, self.__dict__)
+        return (made, *outputs) if outputs else made
 
     def __add__(self, other: nn.Sequential) -> "Sequential":
         return type(self)(*self, *other)
@@ -69,6 +42,48 @@ class Sequential(nn.Sequential):
         return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
 
 
-def _is_hooked(module: Any) -> bool:
-    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(own)
+def run_modules(
+    modules: Sequence[Any], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]
+) -> tuple[Tensor, list[Any]]:
+    """The output and the further outputs of modules and ops, neighbouring ops in one pipeline."""
+    outputs: list[Any] = []
+    at = 0
+    for part in _parts(modules):
+        ops = part if isinstance(part, list) else [part]
+        count = sum(getattr(op, "extra_inputs", 0) for op in ops)
+        own, at = extra[at : at + count], at + count
+        if isinstance(part, list):
+            y = run(part, x, own, first, owner)
+        elif getattr(part, "takes_first_microbatch", False):
+            y = part(x, *own, is_first_microbatch=first)
+        else:
+            y = part(x)
+        if isinstance(y, tuple):
+            y, *more = y
+            outputs += more
+        x = y
+    return x, outputs
+
+
+def _parts(modules: Sequence[Any]) -> list[Any]:
+    """Lists of neighbouring ops, and modules that run alone."""
+    parts: list[Any] = []
+    for module in modules:
+        ops = None if isinstance(module, nn.Module) and is_hooked(module) else getattr(module, "pipeline", None)
+        if ops is None:
+            parts.append(module)
+        elif parts and isinstance(parts[-1], list):
+            parts[-1] += ops
+        else:
+            parts.append(list(ops))
+    return parts
+
+
+def is_plain(*modules: Any) -> bool:
+    """Whether modules are ops without hooks, whose stages say all that they do."""
+    return all(isinstance(module, Op) and not is_hooked(module) for module in modules)
+
+
+def is_hooked(module: Any) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(hooks)

@@ -2,17 +2,16 @@
 
 import itertools
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from duotone.linear.stage import Stage
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.state.delayed import RECORD, USE
 
 
 class Resolver(Protocol):
-    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: int) -> Stage: ...
+    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: int) -> Any: ...
 
 
 _MODULES: "weakref.WeakValueDictionary[str, Resolver]" = weakref.WeakValueDictionary()

@@ -1,0 +1,100 @@
+"""Modules made of others: what is put in their place counts, hooks fire, and no call that failed leaves a trace."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import ops, recipes
+from duotone.errors import UserError
+
+
+class Doubled(nn.Module):
+    """A wrapper that is no op."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.inner(x)
+
+
+def one_by_one(mlp: duotone.LayerNormMLP, x: torch.Tensor) -> torch.Tensor:
+    h = nn.functional.layer_norm(x, (32,), mlp.layer_norm_weight, mlp.layer_norm_bias)
+    return mlp.fc2(mlp.activation(mlp.fc1(h)))
+
+
+@pytest.mark.parametrize("wrap", [lambda m: duotone.Linear(32, 64), Doubled, lambda m: nn.Linear(32, 64)], ids=str)
+def test_a_linear_that_is_replaced_is_the_one_that_runs_and_learns(wrap) -> None:
+    mlp, x = duotone.LayerNormMLP(32, 64), torch.randn(8, 32)
+    mlp(x)
+    mlp.fc1 = wrap(mlp.fc1)
+    mlp.activation = ops.ReLU()
+    y = mlp(x)
+    assert torch.equal(y, one_by_one(mlp, x))
+    y.sum().backward()
+    assert all(p.grad is not None for p in mlp.fc1.parameters())
+
+
+@pytest.mark.parametrize("kind", ["mlp", "moe", "sequential"])
+def test_hooks_on_inner_linears_fire_and_change_no_bit(kind) -> None:
+    mlp, moe = duotone.LayerNormMLP(32, 64), duotone.MoE(32, 64, 4)
+    module = {"mlp": mlp, "moe": moe, "sequential": ops.Sequential(mlp)}[kind]
+    x, seen = torch.randn(8, 32, requires_grad=True), []
+    want = module(x)
+    (moe if kind == "moe" else mlp).fc1.register_forward_hook(lambda m, a, y: seen.append("forward"))
+    (moe if kind == "moe" else mlp).fc2.register_full_backward_hook(lambda m, a, y: seen.append("backward"))
+    y = module(x)
+    y.sum().backward()
+    assert torch.equal(y, want) and seen == ["forward", "backward"]
+
+
+def fused(**given) -> duotone.Linear:
+    m = duotone.Linear(32, 64, fuse_wgrad_accumulation=True, **given)
+    m.weight.main_grad = torch.full((64, 32), 100.0)
+    return m
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_first_microbatch_overwrites_main_grad_under_recompute(reentrant) -> None:
+    m, x = fused(), torch.randn(4, 32, requires_grad=True)
+    checkpoint(lambda t: m(t, is_first_microbatch=True), x, use_reentrant=reentrant).sum().backward()
+    want = torch.ones(4, 64).t() @ x.detach()
+    assert torch.allclose(m.weight.main_grad, want, atol=1e-4)  # fp32 sums of four terms in another order
+
+
+def test_a_refused_first_microbatch_does_not_overwrite_what_comes() -> None:
+    m, x = fused(), torch.randn(4, 32)
+    y = m(x, is_first_microbatch=False)
+    with pytest.raises(UserError):
+        ops.Sequential(m, ops.Linear(32, 8))(x, is_first_microbatch=True)
+    y.sum().backward()
+    assert m.weight.main_grad.min() > 50  # still there below the gradient, whose elements are sums of four
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {}], ids=str)
+def test_an_optimizer_step_makes_kept_planes_anew(options) -> None:
+    m, x = duotone.Linear(32, 64, recipe=recipes.load("mxfp8")), torch.randn(4, 32)
+    m(x, is_first_microbatch=True).sum().backward()
+    torch.optim.AdamW(m.parameters(), lr=0.5, **options).step()
+    assert torch.equal(m(x, is_first_microbatch=False), m(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: duotone.MoE(16, 32, 4),
+        lambda: duotone.RMSNorm(16),
+        lambda: ops.Bias(16),
+        lambda: duotone.LayerNormMLP(16, 32),
+    ],
+    ids=["moe", "norm", "bias", "mlp"],
+)
+def test_reset_parameters_brings_a_module_from_meta(make) -> None:
+    with torch.device("meta"):
+        module = make()
+    module.reset_parameters()
+    assert all(not p.is_meta and p.isfinite().all() and p.abs().max() < 2 for p in module.parameters())
+    assert module(torch.randn(4, 16)).isfinite().all()
