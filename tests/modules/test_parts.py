@@ -85,19 +85,19 @@ def test_an_optimizer_step_makes_kept_planes_anew(options) -> None:
     assert torch.equal(m(x, is_first_microbatch=False), m(x))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: duotone.MoE(16, 32, 4),
-        lambda: duotone.RMSNorm(16),
-        lambda: ops.Bias(16),
-        lambda: duotone.LayerNormMLP(16, 32),
-    ],
-    ids=["moe", "norm", "bias", "mlp"],
-)
-def test_reset_parameters_brings_a_module_from_meta(make) -> None:
+FROM_META = {
+    "moe": lambda: duotone.MoE(16, 32, 4),
+    "norm": lambda: duotone.RMSNorm(16),
+    "bias": lambda: ops.Bias(16),
+    "mlp": lambda: duotone.LayerNormMLP(16, 32),
+    "layer": lambda: duotone.TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0),
+}
+
+
+@pytest.mark.parametrize("name", FROM_META)
+def test_reset_parameters_brings_a_module_from_meta(name) -> None:
     with torch.device("meta"):
-        module = make()
+        module = FROM_META[name]()
     module.reset_parameters()
     assert all(not p.is_meta and p.isfinite().all() and p.abs().max() < 2 for p in module.parameters())
-    assert module(torch.randn(4, 16)).isfinite().all()
+    assert module(torch.randn(4, 1, 16)).isfinite().all()

@@ -97,6 +97,12 @@ class TransformerLayer(nn.Module):
                 "drop_path_rate drops samples, which packed sequences ('thd') do not have apart; set it to 0"
             )
 
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew; those on meta come to the default device first."""
+        for part in self.children():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()  # type: ignore[operator]
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Communicate in another group from the next forward on."""
         for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):

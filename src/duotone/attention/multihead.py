@@ -123,6 +123,12 @@ class MultiheadAttention(MeetsRecipes):
         """What projects hidden states and, for cross attention, the encoder's output."""
         return [self._modules[name] for name in self._projections]
 
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew; those on meta come to the default device first."""
+        for part in self.children():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()  # type: ignore[operator]
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Communicate in another group from the next forward on."""
         for linear in (*self.projections, self.proj):
