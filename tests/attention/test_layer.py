@@ -246,3 +246,11 @@ def test_an_encoders_output_is_for_decoders_alone() -> None:
     for kind, given in (("encoder", {"encoder_output": states()}), ("decoder", {})):
         with pytest.raises(UserError, match="encoder_output is for layer_type 'decoder'"):
             made(layer_type=kind)(states(), **given)
+
+
+def test_a_mask_that_does_not_fit_moves_no_seed() -> None:
+    layer = TransformerLayer(32, 64, 4, self_attn_mask_type="arbitrary", recipe=recipes.load("nvfp4"))
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    with pytest.raises(UserError):
+        layer(torch.randn(16, 2, 32, requires_grad=True), attention_mask=torch.zeros(3, 5, dtype=torch.bool))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())

@@ -90,15 +90,41 @@ class DotProductAttention(MeetsRecipes):
         self._check(layout, query_layer, key_layer, value_layer)
         self.meet_recipe_of_call(self.recipe)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
-        window = window_of(kind, window_size or self.window_size)
         query, key, value = (to_heads(x, layout) for x in (query_layer, key_layer, value_layer))
-        alike = cu_seqlens_kv is None and query_layer.shape[:-2] == key_layer.shape[:-2]
-        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if alike else cu_seqlens_kv)
-        seen = Masking(kind, window, layout == "thd").mask(query, key, attention_mask, cu_seqlens)
+        seen = self.visible(
+            query_layer,
+            key_layer,
+            attention_mask,
+            layout,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_kv,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+        )
         if seen is None:
             return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)
         return from_heads(self._attend(query, key, value, attn_mask=seen | nothing).masked_fill(nothing, 0), layout)
+
+    def visible(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | tuple[Tensor, Tensor] | None,
+        layout: str,
+        *,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_kv: Tensor | None,
+        attn_mask_type: str | None,
+        window_size: Window | None,
+    ) -> Tensor | None:
+        """Which keys a query sees, bool, or None for all or for what is causal. UserError where masks do not fit."""
+        kind = mask_type(attn_mask_type or self.attn_mask_type)
+        window = window_of(kind, window_size or self.window_size)
+        alike = cu_seqlens_kv is None and query.shape[:-2] == key.shape[:-2]
+        cu_seqlens = (cu_seqlens_q, cu_seqlens_q if alike else cu_seqlens_kv)
+        masking = Masking(kind, window, layout == "thd")
+        return masking.mask(to_heads(query, layout), to_heads(key, layout), mask, cu_seqlens)
 
     def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
         dropout = self.attention_dropout if self.training else 0.0

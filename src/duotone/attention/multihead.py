@@ -157,18 +157,29 @@ class MultiheadAttention(MeetsRecipes):
         if (encoder_output is None) != (self.attention_type == "self"):
             raise UserError("encoder_output is for attention_type 'cross', which needs it; 'self' takes none")
         self.meet_recipe_of_call(self.recipe)
+        masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
+        masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
+        if attention_mask is not None or cu_seqlens_q is not None:
+            self._check_masking(hidden_states, encoder_output, attention_mask, masking)
         query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch)
         angles: Any = rotary_pos_emb
         if angles is None or isinstance(angles, Tensor | Rotation):
             angles = (angles, angles)
         query = self._place(query, self.q_norm, angles[0], cu_seqlens_q)
         key = self._place(key, self.k_norm, angles[1], cu_seqlens_q if encoder_output is None else cu_seqlens_kv)
-        masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
-        masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
         mixed = self.core_attention(query, key, value, attention_mask, **masking)
         out = self.proj(mixed, is_first_microbatch=is_first_microbatch)
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out
+
+    def _check_masking(self, hidden: Tensor, encoder: Tensor | None, mask: Any, masking: dict[str, Any]) -> None:
+        """Refuse a mask that does not fit before a projection moves a seed or a delayed scale."""
+        if self.proj.layout.sequence_parallel or hidden.dim() != len(self.qkv_format) - 1:
+            return  # only the projections know the gathered length, or refuse the input
+        heads, width = self.heads.count, self.core_attention.channels[0]
+        inputs = (hidden, hidden if encoder is None else encoder)
+        probes = [x.new_empty(()).expand(*x.shape[:-1], heads, width) for x in inputs]
+        self.core_attention.visible(probes[0], probes[1], mask, self.qkv_format, **masking)
 
     def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None) -> list[Tensor]:
         """Query, key and value, then the output of the norm where it is returned."""
