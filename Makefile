@@ -4,13 +4,22 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint wheel clean
+# For torch without CUDA, which brings none: tests/kernels/budgets.json is recorded with it.
+TRITON := triton==3.6.0; platform_system == 'Linux' and platform_machine == 'x86_64'
+NEWEST := $(CURDIR)/build/newest-triton
+
+.PHONY: demo test test-newest-triton lint wheel clean
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --out runs/demo
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+
+# Its own warnings, and budgets that it exceeds, do not fail.
+test-newest-triton: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) triton
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n auto --maxprocesses 8 -W default tests/kernels
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench
@@ -32,8 +41,9 @@ $(VENV)/.installed-cli: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing duotone with its test tools into $(VENV)"
 	$(INSTALL) torch
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) "$(TRITON)"
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed-cli
 
 clean:
-	rm -rf $(VENV) dist runs
+	rm -rf $(VENV) build dist runs

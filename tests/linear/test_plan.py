@@ -1,12 +1,19 @@
-"""Plans: seeds that no two tensors share."""
+"""Plans: seeds that no two tensors share, the accumulation of each GEMM, and what is too small for a format."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from duotone import CustomRecipe, Quantizer, formats
+import duotone
+from duotone import CustomRecipe, Quantizer, formats, recipes
+from duotone.dispatch import worth
+from duotone.errors import RecipeError
 from duotone.linear import Setting, build_plan
+from duotone.linear.operand import ALIASED
+from duotone.recipes import QuantizerRole, Rule
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")
 
@@ -28,3 +35,190 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
         seed = seed + plan.seeds
     assert len(set(seen)) == len(seen) == 3 * sum(stochastic)
     assert seen == list(range(10, 10 + len(seen)))
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> None:
+    """Plans for "cuda" as on a device of compute capability 9.0."""
+    for reader in ("scaled", "worth"):
+        monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
+
+
+def setting(recipe, shape: tuple[int, int] | None = (64, 96), **other) -> Setting:
+    given = {"rules": (), "name": "up", "module_type": "linear", "device": "cuda", "dtype": torch.bfloat16}
+    return Setting(recipe, **{**given, "weight_shape": shape, **other})
+
+
+def kernels(recipe, **other) -> list[str]:
+    return [gemm.rule.name for gemm in build_plan(setting(recipe, **other)).gemms]
+
+
+FAST, SLOW = "cuBLAS FP8 product, fast accumulation", "cuBLAS FP8 product"
+FLAGS = list(itertools.product([True, False], repeat=3))
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-delayed"])
+def test_only_fprop_accumulates_fast_unless_the_recipe_says_so(hopper, name) -> None:
+    recipe = recipes.load(name)
+    assert kernels(recipe) == [FAST, SLOW, SLOW]
+    for flags in FLAGS:
+        fields = dict(zip(("fprop_fast_accum", "dgrad_fast_accum", "wgrad_fast_accum"), flags, strict=True))
+        assert kernels(replace(recipe, **fields)) == [FAST if flag else SLOW for flag in flags]
+
+
+def test_accumulation_changes_no_rule_that_has_no_other(hopper) -> None:
+    for name in ("fp8-block", "mxfp8", "bf16"):
+        slow = replace(recipes.load(name), fprop_fast_accum=False)
+        assert kernels(slow) == kernels(recipes.load(name))
+    assert kernels(recipes.load("fp8-current"), device="cpu") == ["decode, fp32 product and epilogue"] * 3
+
+
+def test_square_wgrad_input_gives_wgrad_the_pair_of_blocks_of_fprop(hopper) -> None:
+    plans = [build_plan(setting(recipes.Float8BlockScaling(square_wgrad_input=square))) for square in (False, True)]
+    blocks = [[(gemm.a.outer_block.name, gemm.b.outer_block.name) for gemm in plan.gemms] for plan in plans]
+    assert blocks[0] == [("1x128", "128x128"), ("1x128", "128x128"), ("1x128", "1x128")]
+    assert blocks[1] == [("1x128", "128x128")] * 3
+    assert {gemm.rule.name for plan in plans for gemm in plan.gemms} == {"cuBLAS FP8 block product"}
+
+
+SMALL = replace(recipes.load("fp8-current"), min_gemm_work=64 * 96 + 1)
+
+
+def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16(hopper) -> None:
+    consumer = QuantizerRole("linear", "input", "down")
+    boundary = {"output_role": consumer, "grad_input_role": QuantizerRole("linear", "grad_output", "norm")}
+    plan = build_plan(setting(SMALL, **boundary))
+    made = [plan.input, plan.weight, plan.output, plan.grad_output, plan.grad_input]
+    assert made == [Quantizer()] * 5 and plan.input_from is plan.weight_from is plan.gradient_from is ALIASED
+    assert {(gemm.rule.name, gemm.reason) for gemm in plan.gemms} == {
+        ("torch", "K x N = 96 x 64 = 6144 is below 6145: left in bf16 by min_gemm_work")
+    }
+    assert build_plan(setting(SMALL, dtype=torch.float16)).fprop.reason.endswith("left in fp16 by min_gemm_work")
+    enough = replace(SMALL, min_gemm_work=64 * 96)
+    off = replace(SMALL, min_gemm_work=0)
+    assert build_plan(setting(enough, **boundary)) == build_plan(setting(off, **boundary)) != plan
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "cpu"},
+        {"dtype": torch.float32},
+        {"shape": None},
+        {"weight_held": SMALL(QuantizerRole("linear", "weight"))},
+        {"input_held": SMALL(QuantizerRole("linear", "input"))},
+    ],
+    ids=str,
+)
+def test_min_gemm_work_does_nothing_where_it_would_not_help(hopper, other) -> None:
+    assert build_plan(setting(SMALL, **other)) == build_plan(setting(replace(SMALL, min_gemm_work=0), **other))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-block"])
+def test_emulated_products_are_never_left_out(monkeypatch, hopper, name) -> None:
+    """One emulated GEMM is enough: a Blackwell has no block product."""
+    monkeypatch.setattr("duotone.dispatch.scaled.capability", lambda: (10, 0))
+    recipe = recipes.load(name)
+    small = replace(recipe, min_gemm_work=10**9)
+    assert build_plan(setting(small)) == build_plan(setting(recipe))
+    mixed = recipes.RuleRecipe(
+        rules=(Rule(fprop="fp8_e4m3_tensor", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),), min_gemm_work=10**9
+    )
+    assert [gemm.rule.native for gemm in build_plan(setting(mixed)).gemms] == [True, True, False]
+
+
+def test_a_gemm_in_high_precision_beside_native_ones_does_not_keep_them(hopper) -> None:
+    for recipe in (
+        replace(SMALL, backward_override="high_precision"),
+        recipes.RuleRecipe(
+            rules=(Rule(fprop="fp8_e4m3_row", dgrad="fp8_e4m3_row", wgrad="identity"),),
+            min_gemm_work=10**9,
+            strict=True,
+        ),
+    ):
+        assert build_plan(setting(replace(recipe, min_gemm_work=0))).fprop.rule.name == FAST
+        plan = build_plan(setting(recipe))
+        assert {gemm.rule.name for gemm in plan.gemms} == {"torch"}
+        assert all("min_gemm_work" in gemm.reason for gemm in plan.gemms)
+
+
+def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_asked_for(hopper) -> None:
+    assert build_plan(setting(replace(SMALL, strict=True))).fprop.rule.name == "torch"
+    one_sided = recipes.RuleRecipe(
+        rules=(Rule(tensor_type="input", format="fp8_e4m3_row"), Rule(format="identity")),
+        strict=True,
+        min_gemm_work=10**9,
+    )
+    with pytest.raises(RecipeError, match="strict: fprop of up pairs fp8_e4m3_row with identity"):
+        build_plan(setting(one_sided))
+
+
+def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch, hopper) -> None:
+    entries = {((9, 0), "tensor"): 1000, ((9, 0), "row"): 2000, ((9, 0), "1x128"): 3000}
+    monkeypatch.setattr(worth, "LEAST_WORK", entries)
+    for name, least in (("fp8-current", 1000), ("fp8-delayed", 1000), ("fp8-rowwise", 2000), ("fp8-block", 3000)):
+        recipe = replace(recipes.load(name), min_gemm_work="measured")
+        below, at = (build_plan(setting(recipe, (least // 10 - less, 10))) for less in (1, 0))
+        assert below.fprop.reason == (
+            f"K x N = 10 x {least // 10 - 1} = {least - 10} is below {least}: left in bf16 by min_gemm_work"
+        )
+        assert at == build_plan(setting(recipes.load(name), (least // 10, 10)))
+    pair = (Rule(tensor_type="weight", format="fp8_e4m3_row"), Rule(format="fp8_e4m3_tensor"))
+    both = recipes.RuleRecipe(rules=pair, min_gemm_work="measured", emulate_mixed=True)
+    assert "below 2000" in build_plan(setting(both, (150, 10))).fprop.reason
+    monkeypatch.setattr("duotone.dispatch.worth.capability", lambda: (12, 0))
+    unknown = replace(recipes.load("fp8-current"), min_gemm_work="measured")
+    assert build_plan(setting(unknown, (1, 1))).fprop.rule.name == FAST
+
+
+def test_every_scaling_that_hopper_multiplies_has_an_entry() -> None:
+    natively = {scaling for capability, scaling in worth.LEAST_WORK if capability == (9, 0)}
+    assert natively == {"tensor", "row", "1x128"}
+    assert all(isinstance(least, int) and least > 0 for least in worth.LEAST_WORK.values())
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
+def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, hopper, name) -> None:
+    """Built as for CUDA and run here."""
+    x, dy = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
+    plain = nn.Linear(96, 64, dtype=torch.bfloat16)
+    want = torch.autograd.grad(plain(x), list(plain.parameters()), dy)
+    recipe = replace(recipes.load(name), min_gemm_work="measured")
+    module = duotone.Linear(96, 64, params_dtype=torch.bfloat16, recipe=recipe)
+    module.load_state_dict(plain.state_dict(), strict=False)
+    own = type(module).setting
+    monkeypatch.setattr(type(module), "setting", lambda self, *args: replace(own(self, *args), device="cuda"))
+    module.forget_plans()
+    plan = module.plan_for(x)
+    assert "left in bf16" in plan.wgrad.reason and not plan.is_delayed
+    y = module(x)
+    assert torch.equal(y, plain(x))
+    for got, exact in zip(torch.autograd.grad(y, list(module.parameters()), dy), want, strict=True):
+        assert torch.equal(got, exact)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda recipe: duotone.Linear(96, 64, recipe=recipe),
+        lambda recipe: duotone.Linear(96, 64, recipe=recipe, parameters_split=("q", "k")),
+        lambda recipe: duotone.GroupedLinear(3, 96, 64, recipe=recipe),
+        lambda recipe: duotone.GroupedLinear(3, 96, 64, recipe=recipe, single_grouped_weight=True),
+    ],
+)
+def test_a_module_tells_its_plan_the_shape_of_one_weight(hopper, make) -> None:
+    """A grouped linear that of one expert, whatever the number of rows."""
+    module = make(SMALL)
+    assert module.setting(SMALL, "cuda", torch.bfloat16).weight_shape == (64, 96)
+    assert "= 6144 is below 6145" in module.plan_of(SMALL, "cuda", torch.bfloat16).fprop.reason
+    enough = replace(SMALL, min_gemm_work=6144)
+    assert module.plan_of(enough, "cuda", torch.bfloat16).fprop.rule.name == FAST
+
+
+def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatch, hopper) -> None:
+    own = duotone.Linear.setting
+    monkeypatch.setattr(duotone.Linear, "setting", lambda self, *args: replace(own(self, *args), device="cuda"))
+    for work, kind in ((6145, nn.Parameter), (6144, duotone.QuantizedTensor)):
+        with duotone.quantized_model_init(recipe=replace(SMALL, min_gemm_work=work)):
+            module = duotone.Linear(96, 64, params_dtype=torch.bfloat16)
+        assert type(module.weight) is kind

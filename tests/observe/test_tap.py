@@ -3,7 +3,7 @@
 import copy
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import duotone
 from duotone import formats, observe, recipes
 from duotone.observe.statistics import FIELDS, measure, summary
+from duotone.recipes import Recipe
 from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
 
 BF16 = torch.bfloat16
@@ -87,10 +88,13 @@ def test_a_factory_sees_the_same_roles_under_a_tap() -> None:
 
 
 def test_every_field_of_a_recipe_holds_under_its_tap() -> None:
-    recipe = replace(recipes.load("mxfp8"), emulate_mixed=True, evaluation=recipes.load("nvfp4"))
+    common = {"emulate_mixed": True, "fp8_dpa": True, "fprop_fast_accum": False, "wgrad_fast_accum": True}
+    recipe = replace(recipes.load("mxfp8"), **common, min_gemm_work="measured", evaluation=recipes.load("nvfp4"))
     store = observe.Tap()
     tapped = observe.tap(recipe, store)
-    assert tapped.emulate_mixed and not tapped.strict and tapped.alignment == recipe.alignment
+    own = {field.name for field in fields(Recipe)} - {"evaluation"}
+    assert {name: getattr(tapped, name) for name in own} == {name: getattr(recipe, name) for name in own}
+    assert tapped.alignment == recipe.alignment
     m = duotone.convert(nn.Linear(96, 64, dtype=BF16), recipe, rules=()).eval()
     assert_same_bits(m, recipe, store)
     assert {row["format"].split("_")[0] for row in store.rows()} == {"nvfp4"}

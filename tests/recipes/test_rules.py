@@ -189,6 +189,10 @@ def test_strict_refuses_a_role_that_nothing_decides():
         {"backward_override": "dequantized"},
         {"strict": True},
         {"emulate_mixed": True},
+        {"fprop_fast_accum": False},
+        {"dgrad_fast_accum": True},
+        {"wgrad_fast_accum": True},
+        {"min_gemm_work": 4096},
         {"evaluation": recipes.load("bf16")},
     ],
 )

@@ -1,8 +1,15 @@
 """`duotone plan`: what would run for each GEMM of each module."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from duotone.cli import options
+
+if TYPE_CHECKING:
+    from duotone import PlanRow
+    from duotone.lab.trainer import TrainConfig
+    from duotone.recipes import Recipe
 
 
 @click.command()
@@ -14,7 +21,8 @@ from duotone.cli import options
 def plan(recipe: str, strict: bool, **given: str | None) -> None:
     """Print one row per module and GEMM: the formats of both operands, the kernel, and why.
 
-    `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first.
+    `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. A line below
+    the table says where bf16 would be faster.
     """
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
@@ -23,7 +31,8 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
 
     config = config_from(given)
     chosen = make_strict(recipes.load(recipe), strict)
-    rows = [row.to_dict() for row in planned(config, chosen)]
+    made = planned(config, chosen)
+    rows = [row.to_dict() for row in made]
     print_table(
         ("module", "gemm", "a", "b", "kernel", "runs", "reason"),
         [
@@ -32,6 +41,23 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
         ],
         title=f"{chosen.name} on {config.device}, preset {config.preset.name}, model {config.model}",
     )
+    small = 0 if chosen.min_gemm_work else _small(config, chosen, made)
+    if small:
+        click.echo(
+            f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
+            'min_gemm_work = "measured" in a recipe file leaves them in bf16'
+        )
+
+
+def _small(config: "TrainConfig", recipe: "Recipe", rows: "list[PlanRow]") -> int:
+    """How many modules the entries of this device for `min_gemm_work` would leave in bf16."""
+    import dataclasses
+
+    from duotone.lab.compare import planned
+    from duotone.recipes.recipe import MEASURED
+
+    left = planned(config, dataclasses.replace(recipe, min_gemm_work=MEASURED))
+    return len({row.module for row, other in zip(rows, left, strict=True) if row != other})
 
 
 def _runs(row: dict[str, object]) -> str:

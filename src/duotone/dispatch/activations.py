@@ -6,11 +6,13 @@ A gated one takes (*lead, 2K): the first half is activated and multiplies the se
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
 
 aten = torch.ops.aten
@@ -20,11 +22,49 @@ QUICK = 1.702
 
 @dataclass(frozen=True)
 class Activation:
-    """`value(x)` and `gradient(dy, x)`, of x (*lead, K), or of (*lead, 2K) where `gated`."""
+    """`value(x)` and `gradient(dy, x)`, of x (*lead, K), or of (*lead, 2K) where `gated`.
+
+    `kernel` names the function in `duotone.kernels.activations`, where there is one.
+    """
 
     value: Callable[[Tensor], Tensor]
     gradient: Callable[[Tensor, Tensor], Tensor]
     gated: bool = False
+    kernel: str = ""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`value`, on CUDA by one kernel."""
+        made = self.produced(x)
+        return self.value(x) if made is None else _there(made, x)
+
+    def differentiate(self, dy: Tensor, x: Tensor) -> Tensor:
+        """`gradient`, likewise."""
+        made = self.produced_gradient(dy, x)
+        return self.gradient(dy, x) if made is None else _there(made, x)
+
+    def produced(self, x: Tensor) -> Any:
+        """`value` as a matrix that a kernel makes on its way (`kernels.activations.Produced`), None where none does."""
+        if not self.kernel or not has_kernels(x):
+            return None
+        from duotone.kernels import activations
+
+        return activations.value(self.kernel, x.reshape(-1, x.shape[-1]).contiguous(), self.gated)
+
+    def produced_gradient(self, dy: Tensor, x: Tensor) -> Any:
+        """`gradient`, likewise."""
+        if not self.kernel or not has_kernels(x) or dy.dtype is not x.dtype:
+            return None
+        from duotone.kernels import activations
+
+        flat, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
+        return activations.gradient(self.kernel, flat, of_x, self.gated)
+
+
+def _there(made: Any, like: Tensor) -> Tensor:
+    """The matrix, with the leading dimensions of `like`."""
+    from duotone.kernels import activations
+
+    return activations.produce(made).view(*like.shape[:-1], made.shape[1])
 
 
 def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -57,11 +97,11 @@ def sigmoid_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 UNARY: dict[str, Activation] = {
-    "gelu": Activation(partial(F.gelu, approximate="tanh"), gelu_gradient),
+    "gelu": Activation(partial(F.gelu, approximate="tanh"), gelu_gradient, kernel="gelu"),
     "qgelu": Activation(quick_gelu, quick_gelu_gradient),
-    "relu": Activation(F.relu, relu_gradient),
-    "srelu": Activation(squared_relu, squared_relu_gradient),
-    "silu": Activation(F.silu, aten.silu_backward),
+    "relu": Activation(F.relu, relu_gradient, kernel="relu"),
+    "srelu": Activation(squared_relu, squared_relu_gradient, kernel="srelu"),
+    "silu": Activation(F.silu, aten.silu_backward, kernel="silu"),
 }
 
 
@@ -76,7 +116,7 @@ def _gated(unary: Activation) -> Activation:
         a, b = x.chunk(2, -1)
         return torch.cat((unary.gradient(dy * b, a), dy * unary.value(a)), -1)
 
-    return Activation(value, gradient, gated=True)
+    return Activation(value, gradient, gated=True, kernel=unary.kernel)
 
 
 def clamped_swiglu(limit: float = 7.0, alpha: float = QUICK) -> Activation:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.products import mm_fp32
-from duotone.dispatch.scaled import ScaledProduct
+from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
 from duotone.formats import Factors, Format, Parts
 
@@ -21,12 +21,14 @@ FULL = "high precision"
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """What a rule may look at: the two formats, where they live, and the dtype of the result."""
+    """What a rule may look at: the two formats, where they live, the dtype of the result, and whether products whose
+    hardware has fast, inexact accumulation may use it."""
 
     a: Format
     b: Format
     device: str
     dtype: torch.dtype
+    fast: bool = False
 
     @property
     def extents(self) -> set[str]:
@@ -182,7 +184,9 @@ class Unrotate:
 FP32_EPILOGUE = Fp32Epilogue()
 RULES: list[GemmRule] = [
     HighPrecision(),
-    ScaledProduct(),
+    ScaledProduct("cuBLAS FP8 product", fast=False),
+    ScaledProduct("cuBLAS FP8 product, fast accumulation", fast=True),
+    BlockScaledProduct(),
     ExactBf16(),
     FP32_EPILOGUE,
     BlockPromotion(),

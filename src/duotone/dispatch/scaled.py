@@ -1,83 +1,174 @@
-"""Scaled products: FP8 codes multiplied by cuBLAS as they are, with a scale per tensor or per row of each operand."""
+"""Scaled products: FP8 codes multiplied by cuBLAS as they are, with scales per tensor, per row or per block of 128."""
 
-import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.capability import capability
 from duotone.dispatch.cuda import contiguous_rows
+from duotone.formats import Format
 
 STEP = 16
 """What cuBLAS wants the contraction and the rows of the second operand to be multiples of."""
-SCALED = {"tensor", "row"}
+BLOCK = 128
+QUAD = 4
+"""What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
+FP32_CODECS = ("fp32", "power of two")
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+_LIBRARY.define(
+    "block_mm(Tensor a, Tensor scale_a, int kind_a, Tensor b, Tensor scale_b, int kind_b, ScalarType dtype) -> Tensor"
+)
 
 
-@functools.cache
-def capability() -> tuple[int, int]:
-    """Of the current CUDA device; (0, 0) without one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+def _block_mm(
+    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, dtype: torch.dtype
+) -> Tensor:
+    scales = [scale_a], [kind_a], [], [scale_b], [kind_b], []
+    return torch._scaled_mm_v2(a, b.t(), *scales, None, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
 
 
+def _fake_block_mm(
+    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
+# Own, because Dynamo does not trace torch._scaled_mm_v2.
+_LIBRARY.impl("block_mm", _block_mm, "CUDA")
+_LIBRARY.impl("block_mm", _fake_block_mm, "Meta")
+
+
+def _scaling(fmt: Format) -> str:
+    """What fp32 scales belong to ("tensor", "row", "1x128", ...), "" where scales are others."""
+    return fmt.outer_block.name if fmt.scale_codec in FP32_CODECS and not fmt.transform else ""
+
+
+def _refusal(problem: Any) -> str:
+    """What every FP8 product of cuBLAS needs, whatever its scales."""
+    if problem.device != "cuda":
+        return "it runs on CUDA"
+    if capability() < (8, 9):
+        return f"it needs compute capability 8.9, and this device has {'.'.join(map(str, capability()))}"
+    dtypes = (problem.a.code_dtype, problem.b.code_dtype)
+    if None in dtypes or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
+        return "it takes E4M3 with E4M3 or E5M2"
+    return ""
+
+
+@dataclass(frozen=True)
 class ScaledProduct:
-    """torch._scaled_mm, accumulated in full fp32 (its fast accumulation truncates, so same-sign sums shrink)."""
+    """torch._scaled_mm with a scale per tensor or per row of each operand.
 
-    name = "cuBLAS FP8 product"
+    `fast` accumulates with fewer bits and truncates: same-sign sums shrink, by 7 % over K = 4096.
+    """
+
+    name: str
+    fast: bool
     native = True
     note = ""
 
     def reject(self, problem: Any) -> str:
-        if problem.device != "cuda":
-            return "it runs on CUDA"
-        if capability() < (8, 9):
-            return f"it needs compute capability 8.9, and this device has {'.'.join(map(str, capability()))}"
-        if not problem.extents <= SCALED or problem.a.transform or problem.b.transform:
+        if problem.fast != self.fast:
+            return "the recipe asks for the other accumulation"
+        if not {_scaling(problem.a), _scaling(problem.b)} <= {"tensor", "row"}:
             return "it takes one fp32 scale per tensor or per row"
-        dtypes = (problem.a.code_dtype, problem.b.code_dtype)
-        if None in dtypes or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
-            return "it takes E4M3 with E4M3 or E5M2"
-        return ""
+        return _refusal(problem)
 
     def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         rows, cols = a.shape[0], b.shape[0]
         if 0 in (rows, cols, a.shape[1]):
-            y = torch.zeros((rows, cols), dtype=torch.float32, device=a.parts["codes"].device)
-            return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
-        left, right = _codes(a, 0), _codes(b, -cols % STEP)
-        if a.format.outer_extent == b.format.outer_extent == "tensor":
-            scales = a.parts["scale"].reshape(()), b.parts["scale"].reshape(())
-        else:
-            scales = _per_row(a, left.shape[0]), _per_row(b, right.shape[0]).t()
-        fused = bias if bias is None or (out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP) else None
-        direct = out_dtype is torch.bfloat16 and fused is bias
+            return _empty_product(a, b, out_dtype, bias)
+        left, right = _codes(a, 0, STEP), _codes(b, -cols % STEP, STEP)
+        scale_a, scale_b = a.parts["scale"], b.parts["scale"]
+        if not a.format.outer_block.rows == b.format.outer_block.rows == 0:
+            scale_a, scale_b = _per_row(scale_a, rows), _per_row(scale_b, right.shape[0]).t()
+        fused = bias is not None and out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
+        direct = out_dtype is not torch.float16 and (bias is None or fused)
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left,
             right.t(),
-            scale_a=scales[0],
-            scale_b=scales[1],
-            bias=fused,
+            scale_a=scale_a,
+            scale_b=scale_b,
+            bias=bias if fused else None,
             out_dtype=out_dtype if direct else torch.float32,
-            use_fast_accum=False,
+            use_fast_accum=self.fast,
         )
+        return _cut(y, cols, out_dtype, None if fused else bias)
+
+
+class BlockScaledProduct:
+    """torch's product of operands with a scale per 1 x 128 or, one of them, per 128 x 128 block; promoted to fp32 sums
+    after each block, so never fast."""
+
+    name = "cuBLAS FP8 block product"
+    native = True
+    note = ""
+    kinds = {"1x128": 4, "128x128": 5}  # noqa: RUF012 (torch.nn.functional.ScalingType)
+
+    def reject(self, problem: Any) -> str:
+        scalings = {_scaling(problem.a), _scaling(problem.b)}
+        if not scalings <= set(self.kinds) or scalings == {"128x128"}:
+            return "it takes fp32 scales per 1x128 block, one of them per 128x128"
+        if capability() >= (10, 0):
+            return "cuBLAS has it for compute capability 9.0 alone"
+        return _refusal(problem)
+
+    def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        cols = b.shape[0]
+        if 0 in (a.shape[0], cols, a.shape[1]):
+            return _empty_product(a, b, out_dtype, bias)
+        kinds = self.kinds[_scaling(a.format)], self.kinds[_scaling(b.format)]
+        more = -a.shape[0] % STEP if kinds[0] == kinds[1] else 0
+        left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
+        scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
+        direct = bias is None and out_dtype is torch.bfloat16
+        dtype = out_dtype if direct else torch.float32
+        y = _block_mm if not torch.compiler.is_compiling() else torch.ops.duotone.block_mm
+        made = y(left, scales[0], kinds[0], right, scales[1], kinds[1], dtype)
+        return _cut(made[: a.shape[0]] if more else made, cols, out_dtype, bias)
+
+
+def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The columns that were asked for, the bias added in fp32 and rounded once."""
+    if y.shape[1] != cols:
         y = y[:, :cols]
-        if direct:
-            return y
-        return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
+    if bias is not None:
+        y = y + bias.to(torch.float32)
+    return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
-def _codes(plane: Any, more_rows: int) -> Tensor:
+def _empty_product(a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    y = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device=a.parts["codes"].device)
+    return _cut(y, b.shape[0], out_dtype, bias)
+
+
+def _codes(plane: Any, more_rows: int, step: int) -> Tensor:
     """The codes with rows next to each other, padded with zeros to what cuBLAS takes."""
     codes = plane.parts["codes"]
-    more_cols = -codes.shape[1] % STEP
+    more_cols = -codes.shape[1] % step
     if more_cols or more_rows:
         codes = F.pad(codes, (0, more_cols, 0, more_rows))
     return contiguous_rows(codes).view(plane.format.code_dtype)
 
 
-def _per_row(plane: Any, rows: int) -> Tensor:
+def _per_row(scale: Tensor, rows: int) -> Tensor:
     """fp32 (rows, 1) decode scales; those of rows that were added are 1."""
-    scale = plane.parts["scale"].reshape(-1, 1)
-    if scale.shape[0] == 1:
-        return scale.expand(rows, 1).contiguous()
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(rows, 1).contiguous()
+    scale = scale.reshape(-1, 1)
     return F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0) if rows > scale.shape[0] else scale.contiguous()
+
+
+def _block_scales(plane: Any, rows: int) -> Tensor:
+    """Decode scales as cuBLAS reads them: (M, K/128) strides (1, M), or (K/128 in fours, M/128) strides (1, that)."""
+    scale = plane.parts["scale"]
+    if plane.format.outer_block.rows == 1:
+        if rows > scale.shape[0]:
+            scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
+        return scale if scale.stride() == (1, rows) else scale.t().contiguous().t()
+    missing = -scale.shape[1] % QUAD
+    return (F.pad(scale, (0, missing), value=1.0) if missing else scale.contiguous()).t()

@@ -88,6 +88,16 @@ class Format(Protocol):
         """Whether a scale spans all rows, so that shards of a tensor have to agree on it."""
         ...
 
+    @property
+    def scale_codec(self) -> str:
+        """How a scale is stored, "fp32", "power of two" or "e8m0"; "" where it is more than a number per block."""
+        ...
+
+    def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        """What kernels make scales of for an input dtype: the largest element (under E8M0 its reciprocal), what a
+        scale becomes that overflows, and the amax below which none counts."""
+        ...
+
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]: ...
 
     def encode(
@@ -110,7 +120,7 @@ class Format(Protocol):
 
     def ceiling(self, parts: Parts) -> Tensor: ...
 
-    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors: ...
+    def factors(self, parts: Parts, stages: Stages = PLAIN, inner: Tensor | None = None) -> Factors: ...
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None: ...
 
@@ -160,6 +170,13 @@ class ScaledFormat:
     @property
     def code_dtype(self) -> torch.dtype | None:
         return self.element.dtype
+
+    @property
+    def scale_codec(self) -> str:
+        return self.rule.codec
+
+    def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        return self.rule.limits(self.element, dtype)
 
     @property
     def family(self) -> str:
@@ -251,9 +268,10 @@ class ScaledFormat:
             values = hadamard.unrotate(values).to(values.dtype)
         return values[:, :cols]
 
-    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors:
-        """`decode` split into an operand that is exact in bf16 and the factor that must follow the product."""
-        inner = self._values(parts, torch.bfloat16, self.rule.inner, stages)
+    def factors(self, parts: Parts, stages: Stages = PLAIN, inner: Tensor | None = None) -> Factors:
+        """`decode` split into an operand that is exact in bf16, unless it is given, and what must follow the product."""
+        if inner is None:
+            inner = self._values(parts, torch.bfloat16, self.rule.inner, stages)
         return Factors(inner, self.rule.outer(parts), self.rule.divisor)
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:

@@ -28,6 +28,7 @@ class Identity:
     transform = ""
     outer_extent = "high precision"
     spans_rows = False
+    scale_codec = ""
     is_derivable = True
 
     def __reduce__(self) -> str:
@@ -43,6 +44,10 @@ class Identity:
     @property
     def outer_block(self) -> Block:
         return TENSOR
+
+    def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        del dtype
+        return float("inf"), 1.0, 0.0
 
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]:
         """One buffer, in the dtype of the matrix."""
@@ -76,8 +81,8 @@ class Identity:
     def unrotate(self, values: Tensor, cols: int) -> Tensor:
         return values[:, :cols]
 
-    def factors(self, parts: Parts, stages: Stages = PLAIN) -> Factors:
-        del stages
+    def factors(self, parts: Parts, stages: Stages = PLAIN, inner: Tensor | None = None) -> Factors:
+        del stages, inner
         return Factors(parts["codes"], None, 1.0)
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts:

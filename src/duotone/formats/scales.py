@@ -65,15 +65,22 @@ class Fp32Scale:
         floor = f", amax at least {self.epsilon:g}" if self.epsilon else ""
         return ("fp32 power of two" if self.power_of_two else "fp32") + floor
 
+    @property
+    def codec(self) -> str:
+        return "power of two" if self.power_of_two else "fp32"
+
+    def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
+        overflow = FLT_MAX if self.overflow == "fp32" else torch.finfo(dtype).max
+        return element.max, overflow, self.epsilon
+
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         down, across = block.grid(rows, cols)
         shape = (1,) if block.name == "tensor" else (down, across)
         return {"scale": PartSpec(shape, torch.float32, block.rows or None, block.cols or None)}
 
     def decide(self, x: Blocked) -> Scaled:
-        largest = FLT_MAX if self.overflow == "fp32" else torch.finfo(x.dtype).max
         amax = x.agreed(x.amax, x.block.spans)
-        scale, stored = x.stages.fp32_scale(amax, x.element.max, largest, self.epsilon, self.power_of_two)
+        scale, stored = x.stages.fp32_scale(amax, *self.limits(x.element, x.dtype), self.power_of_two)
         return Scaled(scale, {"scale": stored.reshape(self.specs(x.block, *x.shape)["scale"].shape)})
 
     def given(self, scale: Tensor, x: Blocked) -> Scaled:
@@ -118,8 +125,12 @@ class E8M0Scale:
     """A power of two as a biased exponent byte: amax/MAX rounded up, so that nothing saturates (the RCEIL mode)."""
 
     accepts_scale = False
-    name = family = "e8m0"
+    name = family = codec = "e8m0"
     divisor = 1.0
+
+    def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
+        del dtype
+        return element.reciprocal, 1.0, 0.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, block.rows, block.cols)}
@@ -161,6 +172,7 @@ class TwoLevelScale:
     accepts_scale = False
     name = "e4m3 under an fp32 amax"
     family = "two-level"
+    codec = ""
 
     @property
     def divisor(self) -> float:

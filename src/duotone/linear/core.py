@@ -52,6 +52,11 @@ class LinearStage(Stage):
             x, plan.input, plan.input_usage, plan.input_context.with_seed(plan.streams(seed)[0])
         )
 
+    def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
+        """As `encode_input` of a matrix that kernels make on the way; None where it has to be there first."""
+        plan = self.plan
+        return plan.input.encode_produced(made, plan.input_usage, plan.input_context.with_seed(plan.streams(seed)[0]))
+
     def multiply(
         self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Kept]:
@@ -82,19 +87,31 @@ class LinearStage(Stage):
         context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
         return plan.gradient_from.planes(dy, plan.grad_output, plan.grad_usage, context)
 
+    def encode_produced_gradient(self, made: Any, kept: Kept) -> Planes | None:
+        """As `encode_gradient`, likewise."""
+        plan = self.plan
+        context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
+        return plan.grad_output.encode_produced(made, plan.grad_usage, context)
+
     def differentiate(
-        self, flat: Tensor, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]
+        self, flat: Any, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
-        """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy."""
+        """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy.
+
+        `flat` is dy (M, N), which only the gradient of a bias looks at.
+        """
         plan, layout = self.plan, self.plan.layout
         kept_x, kept_w, _ = kept
+        row, col = dy_planes
+        del dy_planes  # each plane goes as soon as its product is done
         dx = dw = db = None
-        if kept_w is not None and dy_planes.rowwise is not None:
-            row = layout.gather_grad(dy_planes.rowwise, 0)
+        if kept_w is not None and row is not None:
+            row = layout.gather_grad(row, 0)
             dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w, like.dtype, plan.weight), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
-        if kept_x is not None and dy_planes.columnwise is not None and needs[1]:
-            dw = self.sink.take(WeightGradient(self, dy_planes.columnwise, kept), like)
+        del row
+        if kept_x is not None and col is not None and needs[1]:
+            dw = self.sink.take(WeightGradient(self, col, kept), like)
         if needs[2]:
             db = layout.reduce_grad_bias(flat.sum(0))
         return dx, dw, db, None

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.gemms import GemmProblem, GemmRule, choose
+from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD, Operand, encoding
 from duotone.linear.source import REQUANTIZED, SOURCES, Source
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
 from duotone.state.delayed import RECORD, DelayedSlot
@@ -25,6 +26,8 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
 HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""In which a small linear is faster than in formats."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,8 @@ class Setting:
     """All that decides a plan: what the module is asked to do, and where.
 
     `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
-    `grad_input_role` name the consumers at the module's boundaries, None where they are not known.
+    `grad_input_role` name the consumers at the module's boundaries, None where they are not known. `weight_shape` is
+    (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply.
     """
 
     recipe: Recipe
@@ -50,6 +54,7 @@ class Setting:
     output_role: QuantizerRole | None = None
     grad_input_role: QuantizerRole | None = None
     save_original_input: bool = False
+    weight_shape: tuple[int, ...] | None = None
 
     def without_held(self) -> "Setting":
         """As if no operand were quantized yet."""
@@ -177,13 +182,12 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
     input_from, weight_from = _hold(setting, made)
     if not source.quantizes_gradient:
         made["grad_output"] = Quantizer()
-    grad_output = made["grad_output"]
-    operands = {
-        "fprop": (made["input"].rowwise, made["weight"].rowwise),
-        "dgrad": (grad_output.rowwise, source.format(made["weight"])),
-        "wgrad": (grad_output.columnwise, source.format(made["input"])),
-    }
-    gemms = {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
+    gemms = _gemms(setting, source, made)
+    small = _too_small(setting, gemms)
+    if small:
+        made = dict.fromkeys(made, Quantizer())
+        input_from, weight_from = _hold(setting, made)
+        gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
     input_source = _input_source(setting, source, made["input"])
     backward = setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
@@ -257,12 +261,43 @@ def _held_weight(setting: Setting, wanted: Quantizer, held: Quantizer) -> Operan
     return HELD
 
 
+def _gemms(setting: Setting, source: Source, made: dict[str, Quantizer]) -> dict[str, GemmPlan]:
+    operands = {
+        "fprop": (made["input"].rowwise, made["weight"].rowwise),
+        "dgrad": (made["grad_output"].rowwise, source.format(made["weight"])),
+        "wgrad": (made["grad_output"].columnwise, source.format(made["input"])),
+    }
+    return {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
+
+
+def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:
+    """Why `min_gemm_work` leaves the linear in high precision, or "".
+
+    Never where a product is emulated, whose values someone asked for, nor where an operand is held quantized already.
+    """
+    asked, shape = setting.recipe.min_gemm_work, setting.weight_shape
+    if not asked or shape is None or setting.dtype not in FAST_DTYPES:
+        return ""
+    quantized = [plan for plan in gemms.values() if (plan.a, plan.b) != (IDENTITY, IDENTITY)]
+    held = setting.weight_held or setting.input_held
+    if held or not quantized or not all(plan.rule.native for plan in quantized):
+        return ""
+    measured = max(least_work({plan.a.outer_block.name, plan.b.outer_block.name}) for plan in quantized)
+    least = measured if asked == MEASURED else asked
+    n, k = shape
+    if n * k >= int(least):
+        return ""
+    where = FAST_DTYPES[setting.dtype]
+    return f"K x N = {k} x {n} = {n * k} is below {least}: left in {where} by min_gemm_work"
+
+
 def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> GemmPlan:
     name = setting.name or "a linear"
     slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
     if a is None or b is None:
         raise RecipeError(f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format")
-    rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype))
+    fast = getattr(setting.recipe, f"{gemm}_fast_accum")
+    rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype, fast))
     full = (a == IDENTITY, b == IDENTITY)
     if setting.recipe.strict and any(full) and not all(full):
         raise RecipeError(

@@ -4,7 +4,7 @@ Run sampled steps under `autocast(recipe=tap(recipe, store))` and all others und
 sampled is the caller's choice. Sums stay on the device, so a tapped step synchronises nothing; `Tap.rows` reads them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -149,11 +149,5 @@ def tap(recipe: Recipe, store: Tap) -> TappedRecipe:
         given = type(recipe).__name__ if not isinstance(recipe, Recipe) else type(store).__name__
         raise UserError(f"tap takes a recipe and a Tap; got {given}: call tap(recipe, observe.Tap())")
     evaluation = None if recipe.evaluation is None else tap(recipe.evaluation, store)
-    return TappedRecipe(
-        inner=recipe,
-        store=store,
-        strict=recipe.strict,
-        backward_override=recipe.backward_override,
-        emulate_mixed=recipe.emulate_mixed,
-        evaluation=evaluation,
-    )
+    own = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
+    return TappedRecipe(inner=recipe, store=store, **{**own, "evaluation": evaluation})

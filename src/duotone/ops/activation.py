@@ -21,10 +21,17 @@ class ActivationStage(Stage):
     hands_over = True
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return self.activation.value(x), (x,) if self.keeps else ()
+        return self.activation(x), self.keep(x)
+
+    def keep(self, x: Tensor) -> Kept:
+        return (x,) if self.keeps else ()
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (self.activation.gradient(dy, kept[0]),)
+        return (self.activation.differentiate(dy, kept[0]),)
+
+    def produced(self, x: Tensor) -> Any:
+        """The output as a matrix that the cast makes on the way, or None where it cannot."""
+        return self.activation.produced(x)
 
 
 class ActivationOp(Op, nn.Module):

@@ -45,6 +45,11 @@ class CastForward(Pair):
 
     def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
+        made = self.first.produced(x)
+        planes = None if made is None else self.second.encode_produced(made, seed)
+        if planes is not None:
+            y, kept_here = self.second.multiply(None, planes, x, weight, bias, seed)
+            return y, (self.first.keep(x), kept_here), ()
         values, kept = self.first.forward(x, *of_producer)
         planes = self.second.encode_input(as_matrix(values), seed)
         del values
@@ -62,6 +67,12 @@ class CastBackward(Pair):
     def run_backward(
         self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
     ) -> tuple[Any, Sequence[Tensor | None]]:
+        made = None if needs[1] else self.second.activation.produced_gradient(dy, kept[1][0])
+        planes = None if made is None else self.first.encode_produced_gradient(made, kept[0])
+        if planes is not None:
+            del dy, made  # the gradient that came in goes before the products need memory
+            dx, *found = self.first.differentiate(None, planes, kept[1][0], kept[0], (True, *needs))
+            return dx, found
         (gradient,) = self.second.backward(dy, kept[1], (True,))
         assert gradient is not None
         flat = as_matrix(gradient)

@@ -37,6 +37,10 @@ class NormStage(Stage):
         y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
         return y.to(x.dtype), (x, gamma, beta, *saved) if self.keeps else ()
 
+    def produced(self, x: Tensor) -> Any:
+        """None: a norm is not made on the way of a cast."""
+        return None
+
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *saved = kept
         if not self.zero_centered:

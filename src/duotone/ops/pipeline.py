@@ -52,7 +52,7 @@ class PipelineFunction(torch.autograd.Function):
 def _backward(ctx: Any, *gradients: Any) -> Any:
     stages, needs, counts = ctx.stages, ctx.needs_input_grad, ctx.counts
     kept = unpack(ctx.shells, ctx.saved_tensors)
-    dx, outputs = gradients[0], gradients[1:]
+    handed, outputs = [gradients[0]], gradients[1:]
     found: list[Tensor | None] = []
     last, kept_last, extra, at = len(counts), len(kept), len(outputs), len(needs)
     for stage in reversed(stages):
@@ -63,13 +63,16 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
             kept_last -= count
         kept_here.reverse()
         here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
-        dx, gradients_here = stage.run_backward(dx, kept_here, needs[start:at], here)
+        # Popped, so that a stage can let go of the gradient that it was given.
+        dx, gradients_here = stage.run_backward(handed.pop(), kept_here, needs[start:at], here)
+        handed.append(dx)
+        del dx
         found = [*gradients_here, *found]
         last, extra, at = first, extra - stage.extra_outputs, start
         if not any(needs[2:at]):
             break  # what is before saved nothing
     missing = at - FIXED
-    return None, None, dx if needs[2] else None, *[None] * missing, *found
+    return None, None, handed[0] if needs[2] else None, *[None] * missing, *found
 
 
 class Runner:

@@ -177,6 +177,7 @@ class Planned(Op):
             output_role=self._roles[0],
             grad_input_role=self._roles[1],
             save_original_input=self.save_original_input,
+            weight_shape=self.weights[0].shape,
         )
 
     @property

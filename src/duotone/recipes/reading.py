@@ -12,7 +12,7 @@ from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.tensor.history import History
 
-COMMON_KEYS = ("strict", "backward_override", "emulate_mixed", "fp8_dpa", "fp8_mha")
+COMMON_KEYS = tuple(f.name for f in fields(Recipe) if f.name != "evaluation")
 HEAD_KEYS = ("name", *COMMON_KEYS, "evaluation", "base", "delayed", "rules")
 SCHEDULE_KEYS = ("name", "steps", "phases")
 PHASE_KEYS = ("from", "recipe", "convert_parameters")

@@ -10,6 +10,8 @@ from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.quantizer import Quantizer
 
 OVERRIDES = (None, "high_precision", "dequantized")
+MEASURED = "measured"
+"""What `min_gemm_work` is for the entries of `duotone.dispatch.worth`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,9 @@ class Recipe:
     forward ("dequantized"). `emulate_mixed` allows GEMMs of two quantized formats that no hardware multiplies with each
     other; they run emulated. `fp8_dpa` asks for attention's products, `fp8_mha` also for its boundaries, in the formats
     of the roles of module type "dpa". `evaluation` is the recipe of modules whose `training` is False, None this one.
+    `fprop_fast_accum` and its like allow an FP8 product that has a faster accumulator of fewer bits to use it.
+    `min_gemm_work` leaves linears in high precision whose weight, K x N, has fewer elements, where native products
+    would run: a number, or "measured" for what was measured on such a device; 0 is off.
     """
 
     strict: bool = False
@@ -29,6 +34,10 @@ class Recipe:
     fp8_dpa: bool = False
     fp8_mha: bool = False
     evaluation: "Recipe | None" = None
+    fprop_fast_accum: bool = True
+    dgrad_fast_accum: bool = False
+    wgrad_fast_accum: bool = False
+    min_gemm_work: int | str = 0
 
     kind: ClassVar[str] = ""
     key: ClassVar[str]
@@ -41,6 +50,7 @@ class Recipe:
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
+        self._check_work()
         self._check_evaluation()
         _intern(self)
 
@@ -50,6 +60,14 @@ class Recipe:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _intern(self)
+
+    def _check_work(self) -> None:
+        given = self.min_gemm_work
+        number = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+        if not number and given != MEASURED:
+            raise RecipeError(
+                f"min_gemm_work is {given!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
+            )
 
     def _check_evaluation(self) -> None:
         given = self.evaluation

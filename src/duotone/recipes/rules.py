@@ -26,6 +26,8 @@ DIRECTIONS = ("rowwise", "columnwise")
 BY_PLACE = ("module", "module_regex", "layer")
 SIZES = ("out_features", "in_features")
 """In the order of the weight's shape."""
+ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
+"""What a recipe of rules asks its base for: see `asks_for`."""
 
 Subject = tuple[QuantizerRole | None, Site]
 
@@ -158,7 +160,7 @@ def _gemm_of(tensor_type: str, direction: str) -> str | None:
 class RuleRecipe(Recipe):
     """A recipe of ordered rules; a role that none matches gets what `base` gives, or stays in high precision.
 
-    `base` gives quantizers alone: strict, backward_override, emulate_mixed and evaluation are this recipe's own.
+    `base` gives quantizers alone: all that says how they are used, such as strict or evaluation, is this recipe's own.
     `history` are the parameters of delayed formats, the default ones where None.
     """
 
@@ -183,12 +185,11 @@ class RuleRecipe(Recipe):
             return
         if not isinstance(self.base, Recipe):
             raise RecipeError(f"base is {self.base!r}; give a recipe, such as duotone.recipes.load('mxfp8')")
-        for field in ("strict", "backward_override", "emulate_mixed", "evaluation"):
-            theirs = getattr(self.base, field)
-            if theirs and theirs != getattr(self, field):
-                raise RecipeError(
-                    f"base {self.base.name} has {field}, and a base gives quantizers alone: set {field} in this recipe"
-                )
+        for field in fields(Recipe):
+            theirs, ours = getattr(self.base, field.name), getattr(self, field.name)
+            if theirs not in (field.default, ours) and field.name not in ATTENTION_FIELDS:
+                remedy = f"and a base gives quantizers alone: set {field.name} in this recipe"
+                raise RecipeError(f"base {self.base.name} has {field.name}, {remedy}")
 
     @property
     def name(self) -> str:
@@ -221,7 +222,7 @@ class RuleRecipe(Recipe):
 
     def to_dict(self) -> dict[str, Any]:
         head: dict[str, Any] = {"name": self.title}
-        for field in ("strict", "backward_override", "emulate_mixed", "fp8_dpa", "fp8_mha", "evaluation", "base"):
+        for field in (*(f.name for f in fields(Recipe)), "base"):
             head[field] = plain(getattr(self, field))
         if self.history is not None:
             values = {f.name: plain(getattr(self.history, f.name)) for f in fields(History)}

@@ -19,10 +19,21 @@ from torch import Tensor, nn
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import history
+from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
 _STATES: "weakref.WeakValueDictionary[str, DelayedState]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
+
+
+class Step:
+    """What a state remembers between a forward and its recompute. No attributes of a module: those are slow to set."""
+
+    def __init__(self) -> None:
+        self.before: Tensor | None = None
+        """The scales before the newest roll, while a recompute may ask for them."""
+        self.deferred = False
+        """Whether the newest forward left the recording to its recompute."""
 
 
 class DelayedState(nn.Module):
@@ -42,15 +53,16 @@ class DelayedState(nn.Module):
         self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
         length = parameters.amax_history_len
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
-        self.before: Tensor | None = None
-        """The scales before the newest roll, while a recompute may ask for them."""
-        self.deferred = False
-        """Whether the newest forward left the recording to its recompute."""
+        self.step = Step()
         self._register()
 
     def _register(self) -> None:
+        self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.number = str(next(_NUMBERS))
         _STATES[self.number] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -75,9 +87,9 @@ class DelayedState(nn.Module):
     def records(self, mode: int) -> bool:
         """Whether an amax that comes in this mode is recorded; a forward in a mode of its own starts a new step."""
         if mode == RECOMPUTE:
-            return self.deferred
+            return self.step.deferred
         if mode != USE:
-            self.before, self.deferred = None, mode == DEFER
+            self.step.before, self.step.deferred = None, mode == DEFER
         return mode == RECORD
 
     def scale_for(self, x: Tensor, slot: int, record: bool, recompute: bool = False) -> Tensor:
@@ -85,8 +97,21 @@ class DelayedState(nn.Module):
         if record:
             live = self.amax_history[0, slot : slot + 1]
             live.copy_(torch.maximum(live, amax_of(x)))
-        scale = self.before if recompute and self.before is not None else self.scale
+        before = self.step.before
+        scale = before if recompute and before is not None else self.scale
         return scale[slot : slot + 1].clone()
+
+    def views(self, slot: int, before: bool) -> tuple[Tensor, Tensor]:
+        """fp32 (1,) the encode scale of the slot, that of the forward for its recompute, and the bits of its live amax."""
+        scale, amaxes = self._buffers["scale"], self._buffers["amax_history"]  # past nn.Module's slow look-up
+        if before and self.step.before is not None:
+            scale = self.step.before
+        assert scale is not None and amaxes is not None
+        found = self._views.get(slot)
+        if found is None or found[0] is not scale or found[1] is not amaxes:
+            live = amaxes[0, slot : slot + 1].view(torch.int32)
+            found = self._views[slot] = scale, amaxes, scale[slot : slot + 1], live
+        return found[2], found[3]
 
     @torch.no_grad()
     def forget_live(self) -> None:
@@ -96,8 +121,8 @@ class DelayedState(nn.Module):
     @torch.no_grad()
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
-        self.before, self.deferred = self.scale.clone(), False
-        self.scale.copy_(history.rolled(self.amax_history, self.scale, self.largest, self.history))
+        before = history.roll(self.amax_history, self.scale, self.largest, self.history)
+        self.step.before, self.step.deferred = before, False
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint without this state leaves it as it is; another length keeps the newest entries."""
@@ -128,7 +153,7 @@ def mode_now() -> int:
 
 
 @dataclass(frozen=True)
-class DelayedSlot:
+class DelayedSlot(Slot):
     """One place in a `DelayedState`, as a value: the state's number, the index, and who reduces with it.
 
     `backward` slots roll at the end of the backward that records them.
@@ -142,6 +167,20 @@ class DelayedSlot:
 
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode, self.backward)
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        state, mode, record = self.open()
+        scale, live = state.views(self.index, before=mode == RECOMPUTE)
+        return scale, live if record else None
+
+    def open(self) -> "tuple[DelayedState, int, bool]":
+        """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
+        found, mode = state_of(self.state), self.mode
+        if mode == RECORD and not self.backward and in_backward():
+            mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
+        record = found.records(mode)
+        PENDING.add(self, record)
+        return found, mode, record
 
 
 class Pending:
@@ -234,11 +273,7 @@ _LIBRARY.define(
 
 
 def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
-    found = state_of(state)
-    if mode == RECORD and not backward and in_backward():
-        mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
-    record = found.records(mode)
-    PENDING.add(DelayedSlot(state, index, group, mode, backward), record)
+    found, mode, record = DelayedSlot(state, index, group, mode, backward).open()
     return found.scale_for(x, index, record, mode == RECOMPUTE)
 
 

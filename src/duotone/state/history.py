@@ -1,12 +1,35 @@
 """The arithmetic of delayed scaling on plain tensors: history (L, n) with the filling row first and the newest last."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce
+from duotone.dispatch.cuda import has_triton
 from duotone.formats.scales import FLT_MAX
 from duotone.formats.stages import divide
 from duotone.tensor.history import History
+
+
+def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
+    """Roll the history (L, n) and the scales (n,) in place; gives the scales before."""
+    simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
+    if simple and scale.is_cuda and has_triton() and scale.numel():
+        from duotone.kernels.roll import roll as in_one_kernel
+
+        limit = _limit(tuple(largest), parameters.margin, scale.device)
+        return in_one_kernel(history, scale, limit, parameters.amax_compute_algo != "max")
+    before = scale.clone()
+    scale.copy_(rolled(history, scale, largest, parameters))
+    return before
+
+
+@functools.lru_cache(maxsize=1024)
+def _limit(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
+    """fl(MAX 2^-margin) of each slot, fp32 (n,): kept, because making it copies from the host."""
+    with torch.inference_mode(False):
+        return torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:

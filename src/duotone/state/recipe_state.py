@@ -20,6 +20,7 @@ from duotone.recipes.roles import ATTENTION_TYPES, QuantizerRole
 from duotone.state.autocast import active_region
 from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
 from duotone.tensor import History, Quantizer
+from duotone.tensor.context import Slot
 from duotone.tensor.vocabulary import QuantizerHandle
 
 TYPES = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
@@ -140,7 +141,7 @@ class DelayedHandle(QuantizerHandle):
 
 
 @dataclass(frozen=True)
-class LiveSlot:
+class LiveSlot(Slot):
     """A slot that always records, in the reduction group of the autocast that encloses the use."""
 
     state: str

@@ -1,19 +1,22 @@
 """QuantizeContext: what a quantize needs besides the tensor, passed at the point of use and kept by no quantizer."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from duotone.comm import ShardContext
 
 
-class Slot(Protocol):
+class Slot:
     """One place of delayed scaling: its scale, and where the amax goes."""
 
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,); records the amax of `x`."""
-        ...
+        raise NotImplementedError
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """As `scale_for`, but the cast itself records where there is a second result: int32 bits (1,) to enlarge."""
+        return self.scale_for(x), None
 
 
 @dataclass(frozen=True)

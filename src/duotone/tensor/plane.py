@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Factors, Format, Parts
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -39,6 +40,10 @@ class Plane:
     def encode(fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row") -> "Plane":
         """Encode a 2-D tensor; its last dimension is the contraction. `plane` is "row", or "col" for x transposed."""
         columnwise = plane == "col"
+        if x.is_cuda:
+            made = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
+            if made is not None:
+                return made.columnwise if columnwise else made.rowwise  # type: ignore[return-value]
         shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
         scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
         if shard is not None and columnwise:
@@ -79,11 +84,16 @@ class Plane:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """What a GEMM multiplies: rotated for Hadamard formats, (rows, cols or its padded length)."""
-        return self.format.decode(self.parts, dtype, stages_for(self.parts["codes"]))
+        codes = self.parts["codes"]
+        made = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
+        return self.format.decode(self.parts, dtype, stages_for(codes)) if made is None else made
 
     def factors(self) -> Factors:
         """`values` split into an operand that is exact in bf16 and a factor that follows the product."""
-        return self.format.factors(self.parts, stages_for(self.parts["codes"]))
+        codes = self.parts["codes"]
+        scaled = self.format.outer_extent == "none"
+        made = decoded(self.format, self.parts, torch.bfloat16, scaled) if codes.is_cuda else None
+        return self.format.factors(self.parts, stages_for(codes), made)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that the plane stands for, (rows, cols), any rotation undone."""
@@ -138,6 +148,41 @@ class Planes(NamedTuple):
             changed = row.map(change)
             return Planes(changed, changed.transposed())
         return Planes(row and row.map(change), col and col.map(change))
+
+
+def encode_once(
+    row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext, made: Any = None
+) -> Planes | None:
+    """The planes of a CUDA matrix in these formats from one read of it, or None where stages have to encode it.
+
+    With `made`, the matrix is the one that kernels make of `x` on the way (`kernels.activations.Produced`).
+    """
+    if ctx.shard is not None:
+        return None
+    cast = one_read(row, col, x)
+    if cast is None:
+        return None
+    of_row = of_col = live = None
+    if row is not None and row.is_delayed:
+        slot = ctx.slots[0]
+        if slot is None:
+            return None
+        of_row, live = slot.place(x)
+    elif col is not None and col.is_delayed:
+        slot = ctx.slots[1] or ctx.slots[0]
+        if slot is None:
+            return None
+        of_col, live = slot.place(x)
+    if made is None:
+        rows, cols = x.shape
+        rowwise, columnwise = cast(x if x.is_contiguous() else x.contiguous(), (of_row, of_col), live)
+    else:
+        rows, cols = made.shape
+        rowwise, columnwise = cast.produced(made, (of_row, of_col), live)
+    return Planes(
+        None if row is None or rowwise is None else Plane(row, rowwise, (rows, cols)),
+        None if col is None or columnwise is None else Plane(col, columnwise, (cols, rows)),
+    )
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -11,7 +11,7 @@ from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.writes import check_dtype, matrix_shape, plain
 
@@ -79,6 +79,12 @@ class Quantizer:
 
         The columnwise plane is derived from the rowwise one where that is lossless and both share a format.
         """
+        if x.is_cuda and self.columnwise_source == "original":
+            made = encode_once(
+                self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None, x, ctx
+            )
+            if made is not None:
+                return made
         wants_row = usage.rowwise and self.rowwise is not None
         wants_col = usage.columnwise and self.columnwise is not None
         follows = wants_col and self.columnwise_source != "original" and self.rowwise is not None
@@ -91,6 +97,13 @@ class Quantizer:
             source = row.dequantize(x.dtype) if follows and row is not None else x
             col = self._columnwise(source, None if follows else row, ctx)
         return Planes(row if wants_row else None, col)
+
+    def encode_produced(self, made: Any, usage: Usage, ctx: QuantizeContext) -> Planes | None:
+        """Planes of a matrix that kernels make on the way, or None where it has to be there first."""
+        if type(self) is not Quantizer or self.columnwise_source != "original":
+            return None
+        wanted = self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None
+        return encode_once(*wanted, made.x, ctx, made)
 
     def quantize(
         self,

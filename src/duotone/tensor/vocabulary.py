@@ -143,7 +143,7 @@ class Float8Quantizer(QuantizerHandle):
         self.slots = (TensorSlot(scale, amax), None)
 
 
-class TensorSlot:
+class TensorSlot(Slot):
     """A slot over two tensors of its user."""
 
     def __init__(self, scale: Tensor, amax: Tensor) -> None:

@@ -151,7 +151,7 @@ class Writes(Tensor):
         self.copy_(values)
 
 
-class _AgreedSlot:
+class _AgreedSlot(Slot):
     """The slot of a shard: it meets the largest amax of all shards."""
 
     def __init__(self, slot: Slot, shard: ShardContext) -> None:
@@ -161,7 +161,7 @@ class _AgreedSlot:
         return self.slot.scale_for(self.shard.max(amax_of(x)).reshape(1, 1))
 
 
-class _KeptScale:
+class _KeptScale(Slot):
     """The slot of a delayed plane that has none: the encode scale that its stored inverse tells."""
 
     def __init__(self, inverse: Tensor) -> None:

@@ -1,0 +1,95 @@
+"""How far are the GEMMs of FP8 recipes from exact products of what they quantize?
+
+python bench/accuracy.py
+
+Writes results/DATE-cpu-accuracy.jsonl and prints the table of docs/accuracy-of-fp8-recipes.md. Outputs are fp32, so
+that no error is their rounding, and products are emulated, so that none is an accumulator's.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import duotone
+from _timing import record
+from duotone import recipes
+
+RESULTS = Path(__file__).parent / "results"
+QUESTION = "relative error of a linear's GEMMs against float64 products of the unquantized operands"
+TOKENS, IN, OUT = 512, 1024, 1024
+EVERY = 128
+"""Of the outliers: so that each block of scales has one."""
+DATA = ("normal", "positive", "outliers x 100", "outliers x 10000")
+RECIPES = {
+    "fp8-current": recipes.Float8CurrentScaling(),
+    "fp8-current, E4M3": recipes.Float8CurrentScaling(fp8_format="E4M3"),
+    "fp8-rowwise": recipes.Float8RowwiseScaling(),
+    "fp8-block": recipes.Float8BlockScaling(),
+    "fp8-block, square_wgrad_input": recipes.Float8BlockScaling(square_wgrad_input=True),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+}
+RESULTS_OF = ("y", "dx", "dw")
+
+
+def operands(data: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and gradient of the output, fp32 with values of bf16."""
+    made = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=made) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    if data == "positive":
+        x, w, dy = x.abs(), w.abs(), dy.abs()
+    if data.startswith("outliers"):
+        factor = float(data.split()[-1])
+        x[:, ::EVERY] *= factor
+        dy[::EVERY] *= factor
+    return x.bfloat16().float(), w.bfloat16().float(), dy.bfloat16().float()
+
+
+def measure(recipe: recipes.Recipe, data: str) -> dict[str, dict[str, float]]:
+    """`error` of y, dx and dw over all elements, and `typical`: the median row's or column's, whichever is larger."""
+    x, w, dy = operands(data)
+    module = nn.Linear(IN, OUT, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(w)
+    duotone.convert(module, recipe)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(dy)
+    assert leaf.grad is not None and module.weight.grad is not None
+    x, w, dy = x.double(), w.double(), dy.double()
+    pairs = (y.detach(), x @ w.t()), (leaf.grad, dy @ w), (module.weight.grad, dy.t() @ x)
+    found: dict[str, dict[str, float]] = {"error": {}, "typical": {}}
+    for name, (got, exact) in zip(RESULTS_OF, pairs, strict=True):
+        lost = got.double() - exact
+        lines = [(lost.norm(dim=dim) / exact.norm(dim=dim)).median().item() for dim in (0, 1)]
+        found["error"][name] = round((lost.norm() / exact.norm()).item(), 6)
+        found["typical"][name] = round(max(lines), 6)
+    return found
+
+
+def table(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Markdown, one row for each record."""
+    rows = ["| data | recipe | y | dx | dw | typical y | dx | dw |", "|---|---|---|---|---|---|---|---|"]
+    for found in records:
+        numbers = [f"{found[kind][name]:.4f}" for kind in ("error", "typical") for name in RESULTS_OF]
+        cells = [found["data"], f"`{found['recipe']}`", *numbers]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def main() -> None:
+    path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-cpu-accuracy.jsonl"
+    with path.open("w") as file, contextlib.redirect_stdout(file):
+        for data in DATA:
+            for name, recipe in RECIPES.items():
+                record(QUESTION, shape=[TOKENS, IN, OUT], data=data, recipe=name, **measure(recipe, data))
+    print("\n".join(table(map(json.loads, path.read_text().splitlines()))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Casts in one kernel: which formats are encoded to both planes in one read, and decoded, instead of stage by stage.
+
+Parts and values are those of the stages, bit for bit; a columnwise plane has memory of its own, as products read it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.capability import capability
+from duotone.dispatch.cuda import DTYPES, has_triton
+from duotone.formats import Format, Parts
+
+WIDEST = 128
+"""Rows and columns of a kernel's tile, which holds whole blocks."""
+_FOUND: dict[tuple[int, int, torch.dtype], tuple[Format | None, Format | None, Any]] = {}
+
+
+def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
+    """The `duotone.kernels.cast.Cast` that makes these planes of a matrix like `x`, or None where there is no such."""
+    key = (id(row), id(col), x.dtype)
+    found = _FOUND.get(key)
+    if found is None:
+        found = _FOUND[key] = (row, col, _find(row, col, x.dtype))  # holding the formats keeps their ids
+    return None if found[2] is None or not _is_real(x) else found[2]
+
+
+def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
+    """(M, K) values of a plane, or of its codes alone, or None where stages have to decode it."""
+    key = (id(fmt), 0, dtype)
+    found = _FOUND.get(key)
+    if found is None:
+        known = has_triton() and capability() >= (8, 9) and dtype in DTYPES and _is_simple(fmt)
+        found = _FOUND[key] = (fmt, None, _spec(fmt, dtype) if known else None)
+    spec, codes = found[2], parts["codes"]
+    if spec is None or not _is_real(codes):
+        return None
+    from duotone.kernels.decode import decode
+
+    scale = parts["scale"] if scaled else None
+    if codes.is_contiguous():
+        return decode(spec, codes, scale, dtype)
+    turned = codes.t()
+    if not turned.is_contiguous():
+        return None
+    spec = spec._replace(rows=spec.cols, cols=spec.rows)
+    return decode(spec, turned, scale if scale is None or scale.dim() == 1 else scale.t(), dtype).t()
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
+    return x.is_cuda and x.dtype in DTYPES and has_triton() and capability() >= (8, 9) and _is_real(x)
+
+
+def _is_real(x: Tensor) -> bool:
+    """Whether kernels can be launched on the addresses of a tensor."""
+    return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_compiling()
+
+
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+"""Tensors with an address: fake ones go through the stages, whose kernels are own ops."""
+
+
+def _find(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
+    if not has_triton() or capability() < (8, 9) or dtype not in DTYPES:
+        return None
+    if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
+        return None
+    shared = row is not None and col is not None and row == col and row.is_derivable
+    if row is not None and col is not None and row.is_delayed and col.is_delayed and not shared:
+        return None  # two slots record, and a kernel writes one amax
+    from duotone.kernels.cast import Cast
+
+    return Cast(_spec(row, dtype), _spec(col, dtype), shared)
+
+
+def _is_simple(fmt: Format) -> bool:
+    """Whether a tile holds all that decides its codes, but for amaxes taken before."""
+    if fmt.code_dtype is None or fmt.is_stochastic or fmt.transform or not fmt.scale_codec:
+        return False
+    block = fmt.outer_block
+    if (block.rows, block.cols) in ((0, 0), (1, 0)):
+        return True
+    return all(0 < n <= WIDEST and n & (n - 1) == 0 for n in (block.rows, block.cols))
+
+
+def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
+    if fmt is None:
+        return None
+    from duotone.kernels.cast import PlaneSpec
+
+    assert fmt.code_dtype is not None
+    block = fmt.outer_block
+    return PlaneSpec(
+        fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
+    )
+

@@ -1,0 +1,20 @@
+"""Which weights are worth a native product: the least K x N from which a linear is faster than in bf16."""
+
+from duotone.dispatch.capability import capability
+
+# Placeholders, and the only ones to edit: on an H200 the FP8 linears of other libraries lose to bf16 at 2048 tokens and
+# K x N = 1024 x 4096, and three FP8 products win at 8192 tokens and 4096 x 4096. Nothing between was measured.
+LEAST_WORK: dict[tuple[tuple[int, int], str], int] = {
+    ((9, 0), "tensor"): 4096 * 4096,
+    ((9, 0), "row"): 4096 * 4096,
+    ((9, 0), "1x128"): 4096 * 4096,
+}
+"""K x N by compute capability and what a scale spans (`Format.outer_block`); 128x128 goes by its partner.
+
+For forward and backward with nothing cached, host time included.
+"""
+
+
+def least_work(scalings: set[str]) -> int:
+    """The entry of operands with these scales on the current device, the larger one of two; 0 without any."""
+    return max(LEAST_WORK.get((capability(), scaling), 0) for scaling in scalings)

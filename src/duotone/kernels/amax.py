@@ -1,0 +1,81 @@
+"""Largest magnitudes of contiguous matrices (M, K): of the whole, and of rows and columns in one read. NaN counts as 0."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from duotone.kernels.launch import kernel
+
+PARTIALS = 512
+"""Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
+CHUNK = 8192
+LINES, ACROSS = 32, 256
+ALIGNED = 4
+"""fp32 values between addresses that kernels may take as aligned."""
+SPANS = (512, 256)
+"""Rows that one program of `line_amax` walks down: fewer where there would be less than PARTIALS programs."""
+
+
+@triton.jit
+def known(value):
+    """`value`, and 0 for NaN: tl.max drops NaN unless there is nothing else."""
+    return tl.where(value == value, value, 0.0)
+
+
+@kernel
+def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr):
+    """Each program walks over every P-th chunk of N elements and leaves one amax."""
+    i = tl.arange(0, CHUNK)
+    largest = tl.zeros([CHUNK], tl.float32)
+    step = tl.num_programs(0).to(tl.int64) * CHUNK
+    for start in range(tl.program_id(0).to(tl.int64) * CHUNK, N, step):
+        value = tl.load(x + start + i, mask=start + i < N, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))  # which drops NaN
+    tl.store(partial + tl.program_id(0), tl.max(largest, axis=0))
+
+
+@kernel
+def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr):
+    """amax of rows and of columns into int32 bits that start at 0: magnitudes order like their bits.
+
+    A program walks down SPAN rows; columns are reduced once, at its end, and a row lies within one warp.
+    """
+    across = tl.cdiv(K, TK)
+    pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
+    im, k = tl.arange(0, TM), pk * TK + tl.arange(0, TK)
+    start = (pm * SPAN).to(tl.int64) * K
+    below = tl.zeros([TM, TK], tl.float32)
+    for j in range(0, SPAN, TM):
+        m = pm * SPAN + j + im
+        inside = (m[:, None] < M) & (k[None, :] < K)
+        value = tl.load(x + start + ((j + im)[:, None] * K + k[None, :]), mask=inside, other=0.0)
+        value = tl.abs(value.to(tl.float32))
+        below = tl.maximum(below, value)  # which drops NaN
+        tl.atomic_max(rows + m, known(tl.max(value, axis=1)).to(tl.int32, bitcast=True), mask=m < M, sem="relaxed")
+    tl.atomic_max(cols + k, tl.max(below, axis=0).to(tl.int32, bitcast=True), mask=k < K, sem="relaxed")
+
+
+_TENSOR = tensor_amax_kernel.bind({"CHUNK": CHUNK}, warps=8)
+_LINES = {span: line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span}) for span in SPANS}
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`."""
+    count = x.numel()
+    programs = min(-(-count // CHUNK), PARTIALS)
+    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    _TENSOR(programs, (x, partial), (count,))
+    return partial
+
+
+def line_amax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits, int32 (M,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`."""
+    m, k = x.shape
+    second = -(-m // ALIGNED) * ALIGNED
+    bits = torch.zeros(second + k, dtype=torch.int32, device=x.device)
+    rows, cols = bits[:m], bits[second:]
+    across = -(-k // ACROSS)
+    span = SPANS[0] if m // SPANS[0] * across >= PARTIALS else SPANS[1]
+    _LINES[span](-(-m // span) * across, (x, rows, cols), (m, k))
+    return rows, cols

@@ -1,0 +1,79 @@
+"""Scales inside of kernels: from amaxes to what is multiplied and what is stored, as `duotone.formats.stages` says."""
+
+import triton
+import triton.language as tl
+
+FP32, POWER, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""Codecs of a scale: fp32, the power of two below it, an exponent byte."""
+
+CODECS = {"fp32": FP32.value, "power of two": POWER.value, "e8m0": E8M0.value}
+
+
+@triton.jit
+def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
+    """largest / max(amax, epsilon) as an IEEE quotient; `overflow` where that is infinite, 1 where amax says nothing.
+
+    The power of two below the quotient follows from the exponents and a comparison of the mantissas: a quotient of
+    mantissas below 1 is at most 1 - 2^-24 and never rounds to 1.
+    """
+    value = tl.where(amax < epsilon, epsilon, amax)
+    if CODEC == POWER:
+        bits, top = value.to(tl.int32, bitcast=True), largest.to(tl.int32, bitcast=True)
+        smaller = ((bits & 0x007FFFFF) > (top & 0x007FFFFF)).to(tl.int32)
+        field = 127 + (top >> 23) - (bits >> 23) - smaller
+        limit = overflow.to(tl.int32, bitcast=True) & 0x7F800000
+        made = tl.where((field > 254) | (bits < 0x00800000), limit, field << 23).to(tl.float32, bitcast=True)
+    else:
+        made = tl.div_rn(value * 0.0 + largest, value)
+        made = tl.where(made == float("inf"), overflow, made)
+    return tl.where((value > 0.0) & (value < float("inf")), made, 1.0)
+
+
+@triton.jit
+def exponent(amax, reciprocal):
+    """The biased exponent of amax * reciprocal rounded up to a power of two: 254 for infinity, 255 for NaN."""
+    ratio = (amax * reciprocal).to(tl.int32, bitcast=True)
+    field, mantissa = ratio >> 23, ratio & 0x007FFFFF
+    made = tl.minimum(field + (mantissa > 0).to(tl.int32), 254)
+    made = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), made)
+    return tl.where((field == 255) & (mantissa > 0), 255, made)
+
+
+@triton.jit
+def power_of_two(biased):
+    """int32 -> fp32 2^(biased - 127); 0 is the subnormal 2^-127; 255, and -1 as its inverse, are NaN."""
+    bits = tl.where(biased == 0, 0x00400000, biased << 23)
+    return tl.where((biased == 255) | (biased < 0), 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def given_scale(scale, CODEC: tl.constexpr):
+    """An encode scale from outside, rounded down to a power of two where the codec is one."""
+    if CODEC == POWER:
+        made = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    else:
+        made = scale
+    return made
+
+
+@triton.jit
+def encode_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
+    """What elements are multiplied by. `largest` is the element's largest value, its reciprocal for E8M0."""
+    if CODEC == E8M0:
+        made = power_of_two(254 - exponent(amax, largest))
+    else:
+        made = fp32_scale(amax, largest, overflow, epsilon, CODEC)
+    return made
+
+
+@triton.jit
+def stored_scale(amax, made, largest, CODEC: tl.constexpr):
+    """What is stored beside the codes: fl(1/scale), or the exponent byte."""
+    if CODEC == E8M0:
+        stored = exponent(amax, largest).to(tl.uint8)
+    elif CODEC == POWER:
+        field = 254 - (made.to(tl.int32, bitcast=True) >> 23)
+        stored = tl.where(field == 0, 0x00400000, field << 23).to(tl.float32, bitcast=True)
+    else:
+        stored = tl.div_rn(made * 0.0 + 1.0, made)
+    return stored

@@ -1,0 +1,1 @@
+"""Timing of layers, casts and training steps next to plain torch; no display code."""

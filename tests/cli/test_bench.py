@@ -1,0 +1,125 @@
+import json
+
+import pytest
+
+from duotone.lab.bench import layer, records
+from duotone.lab.bench.catalog import SUBJECTS
+
+FAST = ("--turns", 2, "--seconds", 0.001, "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_compiling(monkeypatch):
+    monkeypatch.setattr(layer, "compile_module", lambda module: module)
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Fails the test where something is measured."""
+
+    def fail(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(records, "measure", fail)
+
+
+def test_the_table_and_the_lines_have_the_same_ratios(duotone, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    arguments = ("bench", "linear", "--shape", "16x32x32", "--shape", "32x16x16", "--recipe", "bf16", *FAST)
+    code, out, _ = duotone(*arguments, "--out", path)
+    assert code == 0
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["shape"] for line in lines] == ["16x32x32"] * 3 + ["32x16x16"] * 3
+    assert [line["candidate"] for line in lines[:3]] == ["torch bf16 eager", "torch bf16 compiled", "bf16"]
+    tables = [table.splitlines() for table in out.split("linear, ")[1:]]
+    assert "16x32x32, on " in tables[0][0] and "ratio: speed over torch bf16 compiled" in tables[0][0]
+    rows = [row.split() for table in tables for row in table[2:]]
+    assert [row[-1] for row in rows] == [f"{line['ratio']:.2f}" for line in lines]
+    assert [row[-4] for row in rows] == [f"{line['ms']:,.3f}" for line in lines]
+    assert duotone(*arguments, "--out", path)[0] == 0
+    assert len(path.read_text().splitlines()) == 2 * len(lines)
+
+
+@pytest.mark.parametrize(
+    ("subject", "more"),
+    [
+        ("mlp", ["--shape", "8x16x32", "--cached"]),
+        ("grouped", ["--shape", "256x16x16", "--device-splits"]),
+        ("cast", ["--shape", "32x32", "--tensor", "weight"]),
+        ("host", ["--shape", "8x16x16"]),
+        ("train", ["--shape", "32x32x32x1", "--sequence", "16", "--vocabulary", "64"]),
+    ],
+)
+def test_every_subject_runs(duotone, subject, more):
+    code, out, _ = duotone("bench", subject, "--recipe", "fp8-current", *more, *FAST)
+    assert code == 0 and out.startswith(subject)
+    rows = [line for line in out.splitlines() if line.startswith("fp8-current")]
+    assert rows and "Error" not in out
+
+
+def test_a_candidate_that_raises_is_a_row_with_its_error(duotone, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    code, out, _ = duotone("bench", "cast", "--shape", "32x32", "--recipe", "bf16", *FAST, "--out", path)
+    assert code == 0 and "UserError: nothing is cast: the planes are the tensor itself" in out
+    copy, failed, _ = (json.loads(line) for line in path.read_text().splitlines())
+    assert copy["ratio"] == 1.0 and copy["unit"] == "GB/s" and copy["rate"] > 0
+    assert failed["ms"] is None and failed["ratio"] is None and "nothing is cast" in failed["error"]
+
+
+def test_the_default_device_is_cuda_where_there_is_one(monkeypatch, refused, unmeasured):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "multiple of 128" in refused("bench", "grouped", "--shape", "100x8x8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no CUDA device is available here" in refused("bench", "linear", "--device", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["linear", "--shape", "12x"], "--shape '12x' is not MxKxN: give 3 positive whole numbers"),
+        (["cast", "--shape", "8x8x8"], "--shape '8x8x8' is not MxN: give 2 positive whole numbers"),
+        (["grouped", "--shape", "100x8x8"], "M is 100, and has to be a multiple of 128: give 128"),
+        (["train", "--shape", "64x200x64x1"], "WIDTH is 200, and has to be a multiple of 128"),
+        (["linear", "--recipe", "mxfp9"], "'mxfp9' is unknown"),
+        (["linear", "--recipe", "mxfp8", "--recipe", "mxfp8"], "'mxfp8' is given twice"),
+        (["linear", "--device", "tpu"], "unknown device 'tpu'"),
+        (["linear", "--turns", "0"], "0 is not in the range"),
+        (["linear", "--seconds", "0"], "0.0 is not in the range"),
+        (["linear", "--tensor", "input"], "No such option"),
+        (["matmul"], "No such command"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_measured(refused, unmeasured, arguments, message):
+    assert message in refused("bench", *arguments)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(refused, unmeasured, tmp_path):
+    assert f"cannot write to {tmp_path} " in refused("bench", "linear", "--device", "cpu", "--out", tmp_path)
+
+
+def test_what_happens_is_told_on_stderr_when_it_takes_long(capsys):
+    from duotone.cli.status import StatusLines
+
+    status = StatusLines("linear, 8x8x8")
+    status.interval = 0.001
+    with status as tell:
+        tell("bf16: turn 1 of 6")
+        while "turn 1 of 6 (0:00)" not in (found := capsys.readouterr()).err:
+            pass
+    assert found.out == "" and found.err.startswith("linear, 8x8x8: ")
+
+
+def test_on_a_terminal_a_line_moves(monkeypatch):
+    import sys
+
+    from duotone.cli.status import display
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with display("linear") as tell:
+        tell("bf16: [turn] 1")
+
+
+def test_the_help_names_subjects_and_shapes(duotone):
+    code, out, _ = duotone("bench")
+    assert code == 0 and all(name in out for name in SUBJECTS)
+    assert "16384x2048x5632x24" in duotone("bench", "train", "--help")[1]

@@ -1,0 +1,76 @@
+"""On a CUDA device: activations made by kernels, alone or on the way of a cast, have the bits of torch's."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from duotone import formats
+from duotone.dispatch.activations import ACTIVATIONS
+from duotone.tensor import Quantizer
+from duotone.tensor.plane import BOTH, encode_once
+from duotone.tensor.context import LOCAL
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+NAMES = [name for name, made in ACTIVATIONS.items() if made.kernel]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def given(name: str, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """An input over the whole range where the function bends, and a gradient."""
+    columns = 2 * width if ACTIVATIONS[name].gated else width
+    x = torch.randn(rows, columns, device="cuda") * 4
+    x[0, :8] = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0, 3e4, -3e4], device="cuda")[:8]
+    return x.to(dtype), torch.randn(rows, width, device="cuda").to(dtype)
+
+
+def ulps(a: Tensor, b: Tensor) -> Tensor:
+    """Distance in steps of the dtype."""
+    kind = torch.int32 if a.dtype is torch.float32 else torch.int16
+    first, second = a.contiguous().view(kind).int(), b.contiguous().view(kind).int()
+    low = torch.iinfo(kind).min
+    first, second = (torch.where(t < 0, low - t, t) for t in (first, second))
+    return (first - second).abs()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(64, 256), (33, 72), (5, 1000)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
+    from duotone.kernels.activations import produce
+
+    act = ACTIVATIONS[name]
+    x, dy = given(name, dtype, *shape)
+    value, gradient = produce(act.produced(x)), produce(act.produced_gradient(dy, x))
+    want, slope = act.value(x), act.gradient(dy, x)
+    for made, right in ((value, want), (gradient, slope)):
+        assert made.shape == right.shape and made.dtype is right.dtype
+        assert not made.isnan().any()
+        far = ulps(made, right)
+        # Approximate exponentials and torch's own cancellation in 1 + tanh: absolute errors of some 2^-22 of the
+        # factors, relative ones of 2^-20. A narrow result next to a tie then rounds to the other neighbour.
+        scale = (dy if made is gradient else x).float().abs().max().item()
+        torch.testing.assert_close(made, right, rtol=2.0**-18 + torch.finfo(dtype).eps, atol=scale * 2.0**-20)
+        if dtype is torch.bfloat16:
+            big = right.float().abs() > 2.0**-4
+            assert (far[big] > 0).float().mean().item() < 2e-3
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_1x128", "fp8_e5m2_128x128", "mxfp8_e4m3", "fp8_e4m3_tensor", "fp8_e4m3_row"])
+@pytest.mark.parametrize("shape", [(128, 256), (130, 384), (33, 72)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> None:
+    from duotone.kernels.activations import produce
+
+    act = ACTIVATIONS[name]
+    x, dy = given(name, torch.bfloat16, *shape)
+    quantizer = Quantizer(formats.get(fmt), formats.get(fmt))
+    for made in (act.produced(x), act.produced_gradient(dy, x)):
+        after = encode_once(quantizer.rowwise, quantizer.columnwise, produce(made), LOCAL)
+        on_the_way = quantizer.encode_produced(made, BOTH, LOCAL)
+        assert after is not None and on_the_way is not None
+        for a, b in zip(after, on_the_way, strict=True):
+            for part in a.parts:
+                assert torch.equal(a.parts[part], b.parts[part]), part

@@ -1,0 +1,217 @@
+"""On a CUDA device: casts of both planes in one read, decoding in one kernel and the roll have the bits of the CPU."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from duotone import formats
+from duotone.dispatch import casts, gemms
+from duotone.state import history
+from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.tensor import Quantizer
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.history import History
+from duotone.tensor.plane import Plane, Usage
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+
+ONE_READ = [
+    "fp8_e4m3_tensor",
+    "fp8_e5m2_tensor",
+    "fp8_e4m3_tensor_pow2",
+    "fp8_e4m3_row",
+    "fp8_e5m2_row",
+    "fp8_e4m3_1x128",
+    "fp8_e4m3_1x128_fp32",
+    "fp8_e5m2_1x128",
+    "fp8_e4m3_128x128",
+    "fp8_e4m3_128x128_fp32",
+    "mxfp8_e4m3",
+    "mxfp8_e5m2",
+    "mxfp8_e4m3_32x32",
+]
+MIXED = [
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+    ("fp8_e4m3_row", "fp8_e5m2_tensor"),
+    ("mxfp8_e4m3", "fp8_e5m2_1x128_fp32"),
+    ("fp8_e4m3_tensor", "mxfp8_e5m2"),
+]
+SHAPES = [(128, 256), (1, 16), (17, 1), (130, 257), (256, 384), (64, 128), (512, 96)]
+USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.detach().cpu().contiguous()
+    return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
+
+
+def awkward_matrix(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Spread over many binades, with zeros, denormals, infinities, NaN, a row and a column of zeros."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-20, 20, (m, k), generator=generator).float())
+    flat = x.view(-1)
+    flat[::7] = 0.0
+    if m * k > 64:
+        flat[3], flat[11], flat[29], flat[40] = torch.inf, -torch.inf, torch.nan, -torch.nan
+        flat[17], flat[18] = 1e-40, -1e-40
+        x[m // 2] = 0.0
+        x[:, k // 2] = -0.0
+    return x.to(dtype)
+
+
+def same(here: Plane | None, there: Plane | None) -> None:
+    assert (here is None) == (there is None)
+    if here is None or there is None:
+        return
+    assert there.shape == here.shape
+    for name, part in here.parts.items():
+        assert there.parts[name].shape == part.shape, name
+        assert torch.equal(bits(there.parts[name]), bits(part)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pair", [*((n, n) for n in ONE_READ), *MIXED], ids=str)
+def test_one_read_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
+    x = awkward_matrix(*shape, dtype)
+    quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
+    assert casts.one_read(quantizer.rowwise, quantizer.columnwise, x.cuda()) is not None
+    here = plain(quantizer, x)
+    for usage in USAGES:
+        there = quantizer.encode(x.cuda(), usage)
+        same(here[0] if usage.rowwise else None, there.rowwise)
+        same(here[1] if usage.columnwise else None, there.columnwise)
+
+
+def plain(quantizer: Quantizer, x: Tensor) -> tuple[Plane, Plane]:
+    """Both planes by the formats' plain stages."""
+    row, col = quantizer.rowwise, quantizer.columnwise
+    assert row is not None and col is not None
+    m, k = x.shape
+    parts = col.derive(col.encode(x)) if col.is_derivable else col.encode(x.t(), plane="col")
+    assert parts is not None
+    return Plane(row, row.encode(x), (m, k)), Plane(col, parts, (k, m))
+
+
+def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
+    x = awkward_matrix(130, 512, torch.bfloat16)
+    there = x.cuda()
+    flat = torch.zeros(130 * 512 + 1, dtype=torch.bfloat16, device="cuda")
+    flat[1:] = there.view(-1)
+    misaligned = flat[1:].view(130, 512)
+    assert misaligned.data_ptr() % 16
+    views = [(x.t(), there.t()), (x[::2, ::3], there[::2, ::3]), (x[1:2].expand(8, 512), there[1:2].expand(8, 512))]
+    for a, b in [*views, (x, misaligned)]:
+        for name in ONE_READ:
+            quantizer = Quantizer(formats.get(name), formats.get(name))
+            here, made = plain(quantizer, a), quantizer.encode(b)
+            same(here[0], made.rowwise)
+            same(here[1], made.columnwise)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ONE_READ)
+def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
+    x = awkward_matrix(*shape, torch.float32)
+    quantizer = Quantizer(formats.get(name), formats.get(name))
+    here, there = plain(quantizer, x), quantizer.encode(x.cuda())
+    for a, b in zip(here, there, strict=True):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert torch.equal(bits(b.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
+        assert torch.equal(bits(b.factors().inner), bits(a.format.factors(a.parts).inner))
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("usage", USAGES, ids=str)
+def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None:
+    fmt = formats.get(f"fp8_{element}_delayed")
+    quantizer = Quantizer(fmt, fmt, history=History())
+    x = torch.randn(130, 257)
+    x[5, 7] = torch.nan
+    made = []
+    for device in ("cpu", "cuda"):
+        state = DelayedState(4, History(amax_history_len=8), device)
+        state.largest = [fmt.largest] * 4
+        state.scale.copy_(torch.tensor([1.0, 3.0, 5.0, 7.0]))
+        context = QuantizeContext(slots=(DelayedSlot(state.number, 2), None))
+        planes = quantizer.encode(x.to(device), usage, context)
+        for _ in range(3):
+            state.roll()
+            quantizer.encode(x.to(device) * 2, usage, context)
+        made.append((planes, state))
+    same(made[0][0].rowwise, made[1][0].rowwise)
+    same(made[0][0].columnwise, made[1][0].columnwise)
+    assert torch.equal(bits(made[0][1].amax_history), bits(made[1][1].amax_history))
+    assert torch.equal(bits(made[0][1].scale), bits(made[1][1].scale))
+    assert made[1][1].amax_history[0, 2] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "margin"), [(1, 0), (2, 3), (5, 0), (1024, 0), (1000, 1)])
+def test_the_roll_in_one_kernel_has_the_bits_of_the_plain_one(length, margin, algorithm) -> None:
+    parameters = History(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+    values = torch.rand(length, 6) * 100
+    values[0] = torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0])
+    largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0]
+    here, there = values.clone(), values.cuda()
+    scale, moved = torch.rand(6) + 1, None
+    moved = scale.cuda()
+    for _ in range(3):
+        old = moved.clone()
+        assert torch.equal(history.roll(there, moved, largest, parameters), old)
+        history.roll(here, scale, largest, parameters)
+        assert torch.equal(bits(there), bits(here))
+        assert torch.equal(bits(moved), bits(scale))
+        here[0], there[0] = 5.0, 5.0
+
+
+PAIRS = [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
+
+
+@pytest.mark.parametrize("suffix", ["", "_fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(256, 384, 512), (17, 48, 640), (130, 40, 100), (0, 16, 32), (128, 520, 1152)], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dtype, suffix) -> None:
+    """Positive values, so that an accumulator that truncates would lose a part of the sum that grows with it."""
+    m, n, k = shape
+    first, second = (formats.get(f"fp8_e4m3_{block}{suffix}") for block in pair)
+    a = Plane.encode(first, torch.rand(m, k, device="cuda").to(dtype))
+    b = Plane.encode(second, torch.rand(n, k, device="cuda").to(dtype))
+    rule, _ = gemms.choose(gemms.GemmProblem(first, second, "cuda", dtype))
+    assert rule.native and "block" in rule.name
+    add = torch.randn(n, device="cuda", dtype=dtype) if bias else None
+    y = rule.run(a, b, dtype, add)
+    want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
+    want = want if add is None else want + add.double()
+    assert y.dtype is dtype and y.shape == (m, n)
+    # half an ulp of the result, and what Hopper's FP8 products lose within a block: as of slow accumulation
+    bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype] + 2.0**-10
+    error = (y.double() - want).abs() / (want.abs() + 1)
+    assert error.numel() == 0 or error.max().item() <= bound
+
+
+def test_a_sum_of_positive_values_shrinks_only_where_fast_accumulation_is_allowed() -> None:
+    fmt = formats.get("fp8_e4m3_tensor")
+    a = Plane.encode(fmt, torch.rand(128, 16384, device="cuda"))
+    b = Plane.encode(fmt, torch.rand(128, 16384, device="cuda"))
+    want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
+    lost = {}
+    for fast in (False, True):
+        rule, _ = gemms.choose(gemms.GemmProblem(fmt, fmt, "cuda", torch.float32, fast))
+        lost[fast] = (1 - rule.run(a, b, torch.float32).double() / want).mean().item()
+    assert abs(lost[False]) < 2.0**-9 < 2.0**-6 < lost[True]
+
+
+def test_every_pair_of_simple_formats_has_a_cast() -> None:
+    x = torch.ones(4, 4, device="cuda")
+    for a, b in itertools.product(ONE_READ, ONE_READ):
+        assert casts.one_read(formats.get(a), formats.get(b), x) is not None
+    for name in ("nvfp4", "nvfp4_rht", "mxfp4", "mxfp6_e2m3"):
+        assert casts.one_read(formats.get(name), None, x) is None

@@ -1,0 +1,73 @@
+"""Float8BlockScaling(square_wgrad_input=True): wgrad of 1x128 with 128x128 blocks, emulated here."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import duotone
+from duotone import recipes
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole
+
+TOKENS, IN, OUT = 200, 300, 140
+
+
+def step(recipe: recipes.Recipe, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    module = duotone.convert(nn.Linear(IN, OUT, bias=False, dtype=x.dtype), recipe)
+    with torch.no_grad():
+        module.weight.copy_(w)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf)
+    y.backward(dy)
+    assert leaf.grad is not None and module.weight.grad is not None
+    return y.detach(), leaf.grad, module.weight.grad
+
+
+def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Features and tokens of very different size, so that it shows which of them share a scale."""
+    x, w, dy = (torch.randn(shape) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    x, dy = x * torch.logspace(-8, 8, IN), dy * torch.logspace(2, -2, TOKENS)[:, None]
+    return x.to(dtype), w.to(dtype), dy.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("powers", [True, False])
+def test_the_products_are_those_of_the_decoded_operands(powers, dtype) -> None:
+    recipe = recipes.Float8BlockScaling(square_wgrad_input=True, power_of_two_scales=powers)
+    given = operands(dtype)
+    y, dx, dw = step(recipe, *given)
+    made = [recipe(QuantizerRole("linear", kind)).encode(t) for kind, t in zip(TENSOR_TYPES, given, strict=True)]
+    assert made[0].rowwise.parts["scale"].shape == (TOKENS, 3) and made[0].columnwise.parts["scale"].shape == (3, 2)
+    (xr, xc), (wr, wc), (gr, gc) = ([p.dequantize(torch.float32).double() for p in planes] for planes in made)
+    epsilon = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-17
+    for got, a, b in ((y, xr, wr.t()), (dx, gr, wc.t()), (dw, gc, xc.t())):
+        assert ((got.double() - a @ b).abs() <= epsilon * (a.abs() @ b.abs())).all()
+
+
+def test_only_wgrad_differs_from_the_plain_form() -> None:
+    given = operands(torch.float32)
+    plain, square = (step(recipes.Float8BlockScaling(square_wgrad_input=on), *given) for on in (False, True))
+    assert torch.equal(plain[0], square[0]) and torch.equal(plain[1], square[1])
+    exact = given[2].double().t() @ given[0].double()
+    lost = [((dw.double() - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for *_, dw in (plain, square)]
+    assert lost[0] < 0.06 < 0.5 < lost[1]  # the smallest features of a square keep nothing
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_in_high_precision_never_makes_the_squares(override) -> None:
+    given = operands(torch.float32)
+    made = [
+        step(recipes.Float8BlockScaling(square_wgrad_input=on, backward_override=override), *given)
+        for on in (False, True)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_the_input_encoded_again_in_backward_gives_the_same_bits() -> None:
+    recipe = recipes.Float8BlockScaling(square_wgrad_input=True)
+    x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        module = duotone.Linear(IN, OUT, recipe=recipe, save_original_input=again)
+        found.append(torch.autograd.grad(module(x), list(module.parameters()), dy))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
