@@ -57,3 +57,52 @@ def test_strict_refuses_a_tensor_that_no_rule_matches(duotone, refused, tmp_path
 def test_what_does_not_exist_is_refused(refused, monkeypatch, arguments, message):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert message in refused("plan", *arguments)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """As if a device of compute capability 9.0 were here: plans are made without it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for reader in ("scaled", "worth"):
+        monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
+
+
+ADVICE = "modules with a K x N too small for {} to pay on this device: 8; min_gemm_work"
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-block"])
+def test_a_line_below_the_table_says_where_bf16_would_be_faster(duotone, hopper, recipe):
+    code, out, err = duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", recipe)
+    *table, advice = out.splitlines()
+    assert (code, err) == (0, "") and advice.startswith(ADVICE.format(recipe))
+    assert sum("native" in line for line in table) == 2 * 4 * 3 and "min_gemm_work" not in "".join(table)
+
+
+def test_the_advice_concerns_modules_below_the_entry_alone(duotone, hopper, monkeypatch):
+    arguments = ("plan", "--preset", "tiny", "--device", "cuda", "--recipe", "fp8-current")
+    sizes = set()
+    for least in (1, 10**4, 10**9):
+        monkeypatch.setattr("duotone.dispatch.worth.LEAST_WORK", {((9, 0), "tensor"): least})
+        last = duotone(*arguments)[1].splitlines()[-1]
+        sizes.add(int(last.split(": ")[1].split(";")[0]) if "min_gemm_work" in last else 0)
+    assert {0, 8} < sizes and len(sizes) == 3
+
+
+@pytest.mark.parametrize("work", ['"measured"', "5"])
+def test_a_recipe_that_sets_min_gemm_work_gets_reasons_instead_of_advice(duotone, hopper, tmp_path, work):
+    path = tmp_path / "mine.toml"
+    path.write_text(f'recipe = "fp8-current"\nmin_gemm_work = {work}\n')
+    rows = rows_of(duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", path)[1])
+    assert not any(module == "modules" for module, _ in rows)
+    left = [gemm for gemm, rest in rows.items() if "left in bf16 by min_gemm_work" in rest]
+    assert len(left) == (2 * 4 * 3 if work == '"measured"' else 0)
+    assert all("high precision" in rows[gemm] for gemm in left)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
+def test_what_runs_emulated_or_in_bf16_gets_no_advice(duotone, hopper, recipe):
+    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", recipe)[1]
+
+
+def test_a_cpu_gets_no_advice(duotone):
+    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--recipe", "fp8-current")[1]

@@ -49,7 +49,7 @@ def test_only_wgrad_differs_from_the_plain_form() -> None:
     assert torch.equal(plain[0], square[0]) and torch.equal(plain[1], square[1])
     exact = given[2].double().t() @ given[0].double()
     lost = [((dw.double() - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for *_, dw in (plain, square)]
-    assert lost[0] < 0.06 < 0.5 < lost[1]  # the smallest features of a square keep nothing
+    assert lost[0] < 0.1 < 0.5 < lost[1]  # the smallest features of a square keep nothing
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

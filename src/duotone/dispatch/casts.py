@@ -26,6 +26,11 @@ def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
     return None if found[2] is None or not _is_real(x) else found[2]
 
 
+def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) -> bool:
+    """Whether a kernel makes both planes of a matrix in `dtype` on the current CUDA device, or either of them."""
+    return all(_find(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
+
+
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes alone, or None where stages have to decode it."""
     key = (id(fmt), 0, dtype)

@@ -38,12 +38,16 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, tokens, dim = x.shape
-        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, dim // self.heads).permute(2, 0, 3, 1, 4)
-        query, key, value = qkv.unbind(0)
+        return self.proj(self.mix(self.qkv(x), cos, sin))
+
+    def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What lies between the two linears: (batch, tokens, 3 dim) -> (batch, tokens, dim)."""
+        batch, tokens, width = qkv.shape
+        parts = qkv.view(batch, tokens, 3, self.heads, width // 3 // self.heads).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, tokens, dim))
+        return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
 
 
 class MLP(nn.Module):
@@ -107,7 +111,10 @@ class GPT(nn.Module):
         return self.lm_head(self.norm(x))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
+        return self.loss(self.logits(tokens), targets)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class MoEGPT(GPT):

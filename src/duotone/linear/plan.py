@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duotone.comm import ShardContext
+from duotone.dispatch.casts import can_read_once
 from duotone.dispatch.gemms import GemmProblem, GemmRule, choose
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
@@ -213,9 +215,16 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         weight_grad=setting.weight_grad,
         stochastic=(drawn[0], drawn[1], drawn[2]),
         seeds=sum(drawn[:2]) + (drawn[2] and backward),
-        input_context=QuantizeContext(setting.layout.input_shard),
-        grad_context=QuantizeContext(setting.layout.grad_shard),
+        input_context=_context(setting, setting.layout.input_shard, made["input"]),
+        weight_context=_context(setting, None, made["weight"]),
+        grad_context=_context(setting, setting.layout.grad_shard, made["grad_output"]),
     )
+
+
+def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
+    pair = quantizer.rowwise, quantizer.columnwise
+    kernel = setting.device == "cuda" and can_read_once(*pair, setting.dtype)
+    return QuantizeContext(shard, traces_kernel=kernel)
 
 
 def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from duotone.dispatch import traced
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import history
@@ -173,6 +174,10 @@ class DelayedSlot(Slot):
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
         return scale, live if record else None
 
+    def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+        where = (self.state, self.index, self.group, self.mode, self.backward)
+        return torch.ops.duotone.delayed_planes(x, *where, row, col)
+
     def open(self) -> "tuple[DelayedState, int, bool]":
         """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
         found, mode = state_of(self.state), self.mode
@@ -281,5 +286,27 @@ def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bo
     return x.new_empty((1,), dtype=torch.float32)
 
 
+_LIBRARY.define(
+    "delayed_planes(Tensor x, str state, int index, str group, int mode, bool backward, str row, str col)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _delayed_planes(
+    x: Tensor, state: str, index: int, group: str, mode: int, backward: bool, row: str, col: str
+) -> tuple[Tensor, ...]:
+    scale, live = DelayedSlot(state, index, group, mode, backward).place(x)
+    return traced.cast(x, row, col, scale, live)
+
+
+def _meta_planes(
+    x: Tensor, state: str, index: int, group: str, mode: int, backward: bool, row: str, col: str
+) -> tuple[Tensor, ...]:
+    return traced.empty(x, row, col)
+
+
+_LIBRARY.impl("delayed_planes", _delayed_planes, "CUDA")
+_LIBRARY.impl("delayed_planes", _meta_planes, "Meta")
 for _key, _kernel in (("CPU", _delayed_scale), ("CUDA", _delayed_scale), ("Meta", _meta)):
     _LIBRARY.impl("delayed_scale", _kernel, _key)

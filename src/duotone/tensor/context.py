@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from duotone.comm import ShardContext
@@ -18,20 +19,26 @@ class Slot:
         """As `scale_for`, but the cast itself records where there is a second result: int32 bits (1,) to enlarge."""
         return self.scale_for(x), None
 
+    def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+        """In traced code: the codes and scales of both planes in formats of these names ("" for none)."""
+        return torch.ops.duotone.cast_planes(x, row, col, self.scale_for(x))
+
 
 @dataclass(frozen=True)
 class QuantizeContext:
     """`shard`: the tensor is one shard of another. `slots`: delayed scaling of the rowwise and the columnwise plane.
 
-    `seed`: int64 (1,), for stochastic rounding.
+    `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both planes,
+    which was found when the plan was built, because tracing cannot look.
     """
 
     shard: ShardContext | None = None
     slots: tuple[Slot | None, Slot | None] = (None, None)
     seed: Tensor | None = None
+    traces_kernel: bool = False
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
-        return self if seed is None else QuantizeContext(self.shard, self.slots, seed)
+        return self if seed is None else QuantizeContext(self.shard, self.slots, seed, self.traces_kernel)
 
 
 LOCAL = QuantizeContext()

@@ -159,6 +159,8 @@ def encode_once(
     """
     if ctx.shard is not None:
         return None
+    if torch.compiler.is_compiling():
+        return None if made is not None or not ctx.traces_kernel else _traced(row, col, x, ctx)
     cast = one_read(row, col, x)
     if cast is None:
         return None
@@ -182,6 +184,23 @@ def encode_once(
     return Planes(
         None if row is None or rowwise is None else Plane(row, rowwise, (rows, cols)),
         None if col is None or columnwise is None else Plane(col, columnwise, (cols, rows)),
+    )
+
+
+def _traced(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> Planes:
+    """As `encode_once`, as one opaque op of the graph."""
+    names = "" if row is None else row.name, "" if col is None else col.name
+    delayed = (row is not None and row.is_delayed) or (col is not None and col.is_delayed)
+    slot = ctx.slots[0] if row is not None and row.is_delayed else ctx.slots[1] or ctx.slots[0]
+    if delayed:
+        assert slot is not None
+        parts = slot.cast(x, *names)
+    else:
+        parts = torch.ops.duotone.cast_planes(x, *names, None)
+    rows, cols = x.shape[0], x.shape[1]
+    return Planes(
+        None if row is None else Plane(row, {"codes": parts[0], "scale": parts[1]}, (rows, cols)),
+        None if col is None else Plane(col, {"codes": parts[2], "scale": parts[3]}, (cols, rows)),
     )
 
 

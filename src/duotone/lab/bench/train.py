@@ -82,7 +82,19 @@ class Bench:
 def compile_blocks(model: Decoder) -> Decoder:
     for index, block in enumerate(model.layers):
         model.layers[index] = layer.compile_module(block)
+    return compile_loss(model)
+
+
+def compile_loss(model: Decoder) -> Decoder:
+    model.loss = layer.compile_module(model.loss)  # type: ignore[method-assign]
     return model
+
+
+def compile_between(model: Decoder) -> Decoder:
+    """Compile what lies between the linears, which all blocks share, and leave the modules as they are."""
+    for block in model.layers:
+        block.attention.mix = layer.compile_module(block.attention.mix)
+    return compile_loss(model)
 
 
 def converted(model: Decoder, recipe: Recipe) -> Decoder:
@@ -137,6 +149,8 @@ def candidates(settings: Settings, shape: Shape) -> list[Candidate]:
         for form, build in {"converted": converted, "modules": of_modules}.items():
             model = lambda build=build, recipe=recipe: build(bench.twin(), recipe)  # noqa: E731
             made.append(candidate(f"{recipe.name}, {form}", model))
+            between = lambda model=model: compile_between(model())  # noqa: E731
+            made.append(candidate(f"{recipe.name}, {form}, the rest compiled", between))
             if settings.compiled:
                 compiled = lambda model=model: compile_blocks(model())  # noqa: E731
                 made.append(candidate(f"{recipe.name}, {form}, compiled", compiled))

@@ -1,0 +1,63 @@
+"""On a CUDA device: a linear compiles whole under every recipe, its graph calls the kernels, and gives eager's bits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import duotone
+from duotone import recipes
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
+
+
+def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> list[list[Tensor]]:
+    """Output and gradients of some steps, whose delayed scales move."""
+    found = []
+    for i in range(count):
+        given = (x.detach() * (1 + i)).requires_grad_()
+        y = call(given)  # type: ignore[operator]
+        gradients = torch.autograd.grad(y.square().sum(), [given, *module.parameters()])
+        found.append([y.detach(), *gradients])
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    made = [
+        duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipes.load(name))
+        for _ in range(2)
+    ]
+    made[1].load_state_dict(made[0].state_dict(), strict=False)
+    compiled = torch.compile(made[1], backend=backend, fullgraph=True, dynamic=False)
+    for eager, traced in zip(steps(made[0], made[0], x), steps(made[1], compiled, x), strict=True):
+        for a, b in zip(eager, traced, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_the_graph_of_a_compiled_linear_calls_the_kernel() -> None:
+    torch.compiler.reset()
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def look(inner: torch.fx.GraphModule, _: object) -> object:
+            seen.extend(str(node.target) for node in inner.graph.nodes)
+            return inner.forward
+
+        return aot_autograd(fw_compiler=look, bw_compiler=look)(graph, inputs)
+
+    recipe = recipes.load("fp8-delayed")
+    module = duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
+    assert sum("delayed_planes" in name for name in seen) == 3
+    assert not any("delayed_scale" in name for name in seen)
