@@ -7,8 +7,8 @@ from torch import Tensor
 from duotone import formats
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.tensor import Quantizer
-from duotone.tensor.plane import BOTH, encode_once
 from duotone.tensor.context import LOCAL
+from duotone.tensor.plane import BOTH, encode_once
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),

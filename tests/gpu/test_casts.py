@@ -176,7 +176,9 @@ PAIRS = [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 @pytest.mark.parametrize("suffix", ["", "_fp32"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(256, 384, 512), (17, 48, 640), (130, 40, 100), (0, 16, 32), (128, 520, 1152)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(256, 384, 512), (17, 48, 640), (130, 40, 100), (0, 16, 32), (128, 520, 1152)], ids=str
+)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dtype, suffix) -> None:
     """Positive values, so that an accumulator that truncates would lose a part of the sum that grows with it."""

@@ -4,10 +4,16 @@ A type is as in Triton's signatures: "*bf16", "i32", "fp32"; ":16" behind it say
 divisible by 16, as Triton sees most arguments at a launch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-from duotone.kernels import blocks
+import torch
+
+from duotone import formats
+from duotone.kernels import activations, blocks, cast, decode, norms, roll
+from duotone.kernels.launch import Launch
 
 
 @dataclass(frozen=True)
@@ -114,4 +120,146 @@ CASES = [
         {"T": 1024},
     ),
     Case("rows u8", blocks.rows_kernel, {"x": "*u8", "out": "*u8"} | MATRIX, {"TM": 64, "TK": 64}),
+]
+
+
+NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+}
+
+
+def launched(name: str, call: Callable[[], object]) -> list[Case]:
+    """What `call` launches on a GPU, as cases: its arguments are CPU tensors, and nothing runs."""
+    found: list[Case] = []
+
+    def record(launch: Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
+        constants = dict(launch.options)
+        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        given = dict(zip((p.name for p in launch.function.params), (*tensors, *integers, *floats), strict=False))
+        types = {}
+        for key, value in given.items():
+            if value is None or (isinstance(value, int) and value == 1):
+                constants[key] = value
+            elif isinstance(value, torch.Tensor):
+                types[key] = f"*{NAMES[value.dtype]}:16"
+            else:
+                types[key] = "fp32" if isinstance(value, float) else "i32" + ":16" * (value % 16 == 0)
+        label = f"{name}: {launch.function.__name__}" if found else name
+        found.append(Case(label, launch.function, types, constants, warps, stages))
+
+    with mock.patch.object(Launch, "__call__", record):
+        call()
+    return found
+
+
+def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(m, k, dtype=dtype)
+
+
+def spec(name: str) -> cast.PlaneSpec:
+    """As `duotone.dispatch.casts` describes a format."""
+    fmt = formats.get(name)
+    assert fmt.code_dtype is not None
+    block = fmt.outer_block
+    limits = fmt.scale_limits(torch.bfloat16)
+    return cast.PlaneSpec(fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *limits, is_delayed=fmt.is_delayed)
+
+
+def casts(row: str, col: str, m: int, k: int) -> list[Case]:
+    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    live = torch.zeros(1, dtype=torch.int32) if formats.get(row).is_delayed else None
+    scale = torch.ones(1)
+    name = f"both planes {row}{'' if row == col else f' and {col}'}{'' if m % 128 == 0 else ', odd sizes'}"
+    return launched(name, lambda: made(matrix(m, k), (scale, scale), live))
+
+
+def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
+    made = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
+    live = torch.zeros(1, dtype=torch.int32) if formats.get(fmt).is_delayed else None
+    wide = matrix(256, 1024 if gated else 512)
+    value = activations.value(act, wide, gated)
+    slope = activations.gradient(act, matrix(256, 512), wide, gated)
+    name = f"{'gated ' * gated}{act} to {fmt}"
+    scales = torch.ones(1), None
+    return [
+        *launched(name, lambda: made.produced(value, scales, live)),
+        *launched(f"{name}, gradient", lambda: made.produced(slope, scales, live)),
+    ]
+
+
+def decode_scale(name: str) -> torch.dtype:
+    dtype = formats.get(name).parts(256, 512)["scale"].dtype
+    assert dtype is not None
+    return dtype
+
+
+def layer_norm(width: int) -> None:
+    x, gamma, rows = matrix(8, width), torch.empty(width, dtype=torch.bfloat16), torch.empty(8)
+    norms.forward(x, gamma, gamma, 1e-5, True)
+    norms.backward(x, x, gamma, rows, rows, (True, True))
+
+
+def rms_norm(width: int) -> None:
+    x, gamma, rows = matrix(8, width), torch.empty(width, dtype=torch.bfloat16), torch.empty(8)
+    norms.forward(x, gamma, None, 1e-5, False)
+    norms.backward(x, x, gamma, None, rows, (True, False))
+
+
+BOTH = [
+    "fp8_e4m3_delayed",
+    "fp8_e5m2_tensor",
+    "fp8_e4m3_row",
+    "fp8_e4m3_1x128",
+    "fp8_e4m3_1x128_fp32",
+    "fp8_e4m3_128x128",
+    "mxfp8_e4m3",
+]
+CASES += [
+    *[case for name in BOTH for case in casts(name, name, 256, 512)],
+    *[case for name in BOTH[:4] + BOTH[-1:] for case in casts(name, name, 130, 257)],
+    *casts("fp8_e4m3_1x128", "fp8_e4m3_128x128", 256, 512),
+    *[
+        case
+        for fmt in ("fp8_e4m3_delayed", "fp8_e4m3_1x128", "mxfp8_e4m3")
+        for act, gated in (("gelu", False), ("silu", True))
+        for case in on_the_way(fmt, act, gated)
+    ],
+    *launched("gated silu", lambda: activations.produce(activations.value("silu", matrix(256, 4096), True))),
+    *launched("srelu, odd sizes", lambda: activations.produce(activations.value("srelu", matrix(33, 72), False))),
+    *launched(
+        "gated silu, gradient",
+        lambda: activations.produce(activations.gradient("silu", matrix(256, 2048), matrix(256, 4096), True)),
+    ),
+    *[
+        case
+        for name in ("mxfp8_e4m3", "fp8_e5m2_row", "fp8_e4m3_128x128")
+        for case in launched(
+            f"decode {name}",
+            lambda name=name: decode.decode(
+                spec(name),
+                matrix(256, 512, torch.uint8),
+                torch.empty(formats.get(name).parts(256, 512)["scale"].shape, dtype=decode_scale(name)),
+                torch.bfloat16,
+            ),
+        )
+    ],
+    *[
+        case
+        for length in (16, 1024)
+        for case in launched(
+            f"roll {length}",
+            lambda length=length: roll.roll(torch.zeros(length, 4), torch.ones(4), torch.ones(4), False),
+        )
+    ],
+    *[
+        case
+        for width in (1024, 4096, 8192)
+        for case in [
+            *launched(f"layer norm {width}", lambda width=width: layer_norm(width)),
+            *launched(f"rms norm {width}", lambda width=width: rms_norm(width)),
+        ]
+    ],
 ]

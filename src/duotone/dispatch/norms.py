@@ -57,8 +57,8 @@ class RMSNormKernel:
         return dx.to(x.dtype), dgamma, None
 
 
-WIDEST = 16384
-"""Columns that a kernel holds."""
+WIDEST = 8192
+"""Columns that a program holds without spilling."""
 
 
 def _fits(x: Tensor, *parameters: Tensor | None) -> bool:

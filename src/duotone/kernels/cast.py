@@ -318,7 +318,8 @@ class Cast:
             **_constants("COL", self.sources[1], self.col, turned=True),
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
-        return cast_kernel.bind(constants, warps if what[0] == NOTHING.value else 2 * warps)
+        # Masks and activations take registers.
+        return cast_kernel.bind(constants, warps if even and what[0] == NOTHING.value else 2 * warps)
 
 
 def _constants(side: str, source: int, spec: PlaneSpec | None, turned: bool) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from duotone.kernels.launch import Launch, kernel
 
-WIDEST = 16384
-"""Columns of a row that a program holds."""
 PARTIALS = 264
 """Programs of a backward, each of which leaves one partial sum of the parameters' gradients."""
 
