@@ -1,4 +1,4 @@
-"""Largest magnitudes of contiguous matrices (M, K): of the whole, and of rows and columns in one read. NaN counts as 0."""
+"""Largest magnitudes of contiguous matrices (M, K): of all, or of rows and columns in one read. NaN counts as 0."""
 
 import torch
 import triton

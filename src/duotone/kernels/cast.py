@@ -54,7 +54,9 @@ def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
 
 
 @triton.jit
-def _one(source, scales, P, pm, pk, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr):
+def _one(
+    source, scales, P, pm, pk, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr
+):
     """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
     if FROM == GIVEN:
         amax = tl.load(source)
@@ -88,12 +90,12 @@ def _line(
 
 
 @triton.jit
-def _inside(i, I, j, J, EVEN: tl.constexpr):
+def _inside(i, rows, j, cols, EVEN: tl.constexpr):
     """Which elements exist; None where all do."""
     if EVEN:
         made = None
     else:
-        made = (i < I) & (j < J)
+        made = (i < rows) & (j < cols)
     return made
 
 
@@ -171,7 +173,7 @@ def cast_kernel(
     WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the matrix that is made of x and z: load, amax where a scale needs it, codes and scales of the planes that are not ABSENT.
+    """One tile of the matrix that is made of x and z: its amax where a scale needs it, codes and scales of the planes.
 
     `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
     Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows below each other, so that
@@ -355,7 +357,7 @@ def _limits(spec: PlaneSpec | None) -> tuple[float, float, float]:
 
 
 def _empty(spec: PlaneSpec, x: Tensor, m: int, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and, unless given, scales of a plane (M, K). Those of a column of 1 x C blocks lie together, as in cuBLAS."""
+    """Codes and, unless given, scales of a plane (M, K); those of a column of 1 x C blocks lie together."""
     device = x.device
     codes = torch.empty((m, k), dtype=torch.uint8, device=device)
     if scale is not None:

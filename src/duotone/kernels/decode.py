@@ -3,7 +3,6 @@
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -66,7 +65,7 @@ def decode_kernel(
 def decode(spec: PlaneSpec, codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(M, K) values in `dtype` of contiguous codes; without `scales`, those of the codes alone."""
     m, k = codes.shape
-    tm, tk, warps = TILE
+    tm, tk, _ = TILE
     out = torch.empty((m, k), dtype=dtype, device=codes.device)
     down, across = (0, 0) if scales is None or scales.dim() == 1 else scales.stride()
     even = not (m % tm or k % tk)

@@ -103,7 +103,7 @@ class DelayedState(nn.Module):
         return scale[slot : slot + 1].clone()
 
     def views(self, slot: int, before: bool) -> tuple[Tensor, Tensor]:
-        """fp32 (1,) the encode scale of the slot, that of the forward for its recompute, and the bits of its live amax."""
+        """The encode scale of the slot, fp32 (1,), for a recompute that of its forward; the bits of its live amax."""
         scale, amaxes = self._buffers["scale"], self._buffers["amax_history"]  # past nn.Module's slow look-up
         if before and self.step.before is not None:
             scale = self.step.before
