@@ -71,6 +71,10 @@ class PlannedLinear(Planned):
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         (weight,) = self.weights
         out, width = weight.shape
+        if weight.device.type != signal.device:
+            raise UserError(
+                f"{self.module_name or 'Linear'} is on {weight.device.type} and its input on {signal.device}; move one"
+            )
         if signal.width not in (None, width) or not fits(signal, weight.dtype):
             raise UserError(
                 f"{self.module_name or 'Linear'} takes (..., {width}) in {weight.dtype}; "

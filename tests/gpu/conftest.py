@@ -1,0 +1,28 @@
+"""Every buffer that a test allocates uninitialised holds NaN or a byte pattern first, so that what no kernel writes shows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+PATTERN = 0xA5
+
+
+def poisoned(t: Tensor) -> Tensor:
+    if t.is_cuda and t.numel():
+        t.fill_(torch.nan if t.is_floating_point() and t.dtype.itemsize > 1 else PATTERN % 128)
+    return t
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like"):
+        plain = getattr(torch, name)
+
+        def filled(*args: Any, _plain: Any = plain, **kwargs: Any) -> Tensor:
+            made = _plain(*args, **kwargs)
+            compiling = torch.compiler.is_compiling() or type(made) is not Tensor
+            return made if compiling else poisoned(made)
+
+        monkeypatch.setattr(torch, name, filled)
