@@ -40,7 +40,7 @@ def build(case: Case, capability: int) -> Any:
             divisible[(i,)] = [["tt.divisibility", int(multiple)]]
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.function, signature=types, constexprs=constants, attrs=divisible)
-    options = {"num_warps": case.warps, "num_stages": case.stages}
+    options = {"num_warps": case.warps, "num_stages": case.stages, "enable_fp_fusion": case.fusion}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

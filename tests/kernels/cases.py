@@ -12,7 +12,8 @@ from unittest import mock
 import torch
 
 from duotone import formats
-from duotone.kernels import activations, blocks, cast, decode, norms, roll
+from duotone.dispatch.casts import _find_two_level
+from duotone.kernels import activations, blocks, cast, decode, decode_nvfp4, epilogue, roll, segment_cast
 from duotone.kernels.launch import Launch
 
 
@@ -29,6 +30,8 @@ class Case:
     constants: dict[str, Any]
     warps: int = 4
     stages: int = 3
+    fusion: bool = True
+    """Whether a product and a sum may become one operation."""
 
     @property
     def function(self) -> Any:
@@ -127,6 +130,7 @@ NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
 }
 
@@ -137,7 +141,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
 
     def record(launch: Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
         constants = dict(launch.options)
-        warps, stages = constants.pop("num_warps"), constants.pop("num_stages")
+        rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
         given = dict(zip((p.name for p in launch.function.params), (*tensors, *integers, *floats), strict=False))
         types = {}
         for key, value in given.items():
@@ -148,7 +152,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
             else:
                 types[key] = "fp32" if isinstance(value, float) else "i32" + ":16" * (value % 16 == 0)
         label = f"{name}: {launch.function.__name__}" if found else name
-        found.append(Case(label, launch.function, types, constants, warps, stages))
+        found.append(Case(label, launch.function, types, constants, *rest))
 
     with mock.patch.object(Launch, "__call__", record):
         call()
@@ -190,22 +194,32 @@ def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
     ]
 
 
+def two_level(row: str, col: str, m: int, k: int) -> list[Case]:
+    fmt = formats.get(row)
+    made = _find_two_level(fmt, formats.get(col), row == col and fmt.is_derivable)
+    name = f"both planes {row}{'' if row == col else f' and {col}'}{'' if m % 128 == 0 else ', odd sizes'}"
+    return launched(name, lambda: made(matrix(m, k), seed=torch.zeros(1, dtype=torch.int64)))
+
+
+def decode_two_level(name: str, dtype: torch.dtype, scaled: bool, k: int) -> list[Case]:
+    parts = formats.get(name).parts(256, k)
+    codes, scale, amax = (torch.empty(part.shape, dtype=part.dtype) for part in parts.values())
+    kind = f"decode {name}{'' if scaled else ', inner'}{'' if k % 8 == 0 else ', odd sizes'} to {NAMES[dtype]}"
+    return launched(kind, lambda: decode_nvfp4.decode(codes, scale, amax if scaled else None, 2688.0, dtype))
+
+
+def epilogues(rows: int, cols: int, bias: bool) -> list[Case]:
+    sides = torch.empty(rows), torch.empty(cols)
+    add = torch.empty(512, dtype=torch.bfloat16) if bias else None
+    y = matrix(256, 512, torch.float32)
+    name = f"epilogue of {rows} and {cols} factors{', bias' * bias}"
+    return launched(name, lambda: epilogue.finish(y, *sides, 0.1, add, torch.bfloat16))
+
+
 def decode_scale(name: str) -> torch.dtype:
     dtype = formats.get(name).parts(256, 512)["scale"].dtype
     assert dtype is not None
     return dtype
-
-
-def layer_norm(width: int) -> None:
-    x, gamma, rows = matrix(8, width), torch.empty(width, dtype=torch.bfloat16), torch.empty(8)
-    norms.forward(x, gamma, gamma, 1e-5, True)
-    norms.backward(x, x, gamma, rows, rows, (True, True))
-
-
-def rms_norm(width: int) -> None:
-    x, gamma, rows = matrix(8, width), torch.empty(width, dtype=torch.bfloat16), torch.empty(8)
-    norms.forward(x, gamma, None, 1e-5, False)
-    norms.backward(x, x, gamma, None, rows, (True, False))
 
 
 BOTH = [
@@ -254,12 +268,56 @@ CASES += [
             lambda length=length: roll.roll(torch.zeros(length, 4), torch.ones(4), torch.ones(4), False),
         )
     ],
+]
+FOURS = [
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", "nvfp4_rht"),
+    ("nvfp4_sr", "nvfp4_rht_sr"),
     *[
-        case
-        for width in (1024, 4096, 8192)
-        for case in [
-            *launched(f"layer norm {width}", lambda width=width: layer_norm(width)),
-            *launched(f"rms norm {width}", lambda width=width: rms_norm(width)),
-        ]
+        (n, n)
+        for n in (
+            "nvfp4_16x16",
+            "nvfp4_16x16_sr",
+            "nvfp4_16x16_rht",
+            "nvfp4_row",
+            "nvfp4_4over6",
+            "nvfp4_16x16_4over6_mse",
+        )
     ],
+]
+CASES += [
+    *[case for pair in FOURS for case in two_level(*pair, 256, 512)],
+    *[case for pair in FOURS[:3] for case in two_level(*pair, 130, 257)],
+    *decode_two_level("nvfp4", torch.bfloat16, False, 512),
+    *decode_two_level("nvfp4", torch.bfloat16, True, 512),
+    *decode_two_level("nvfp4_row", torch.float32, True, 512),
+    *decode_two_level("nvfp4", torch.bfloat16, False, 509),
+    *epilogues(1, 1, False),
+    *epilogues(256, 1, True),
+    *epilogues(256, 512, False),
+]
+
+
+def in_segments(row: str, col: str, whole: bool, table: bool) -> list[Case]:
+    """Eight segments of a matrix, or matrices of their own."""
+    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 256)
+    delayed = formats.get(row).is_delayed
+    given = (torch.ones(1), torch.zeros(1, dtype=torch.int32), 4) if delayed else (None, None, 0)
+    where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
+    kind = f"{', for grouped products' * whole}{', apart' * table}"
+    name = f"segments {row}{'' if row == col else f' and {col}'}{kind}"
+    encode = segment_cast.SegmentCast(made, whole and not table, whole)
+    return launched(name, lambda: encode(matrix(256, 512), segments, given, where))
+
+
+CASES += [
+    *in_segments("fp8_e4m3_delayed", "fp8_e4m3_delayed", False, False),
+    *in_segments("fp8_e4m3_delayed", "fp8_e4m3_delayed", False, True),
+    *in_segments("fp8_e5m2_tensor", "fp8_e5m2_tensor", False, False),
+    *in_segments("fp8_e4m3_tensor", "fp8_e4m3_tensor", True, True),
+    *in_segments("fp8_e4m3_row", "fp8_e4m3_row", False, False),
+    *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, False),
+    *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, True),
+    *launched("ends of segments", lambda: segment_cast.segments_of(torch.zeros(8, dtype=torch.int64), 256)),
 ]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.capability import capability
-from duotone.dispatch.cuda import DTYPES, has_triton
-from duotone.formats import Format, Parts
+from duotone.dispatch.cuda import DTYPES, contiguous_rows, has_triton
+from duotone.formats import Format, Parts, hadamard
 
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
@@ -18,7 +18,7 @@ _FOUND: dict[tuple[int, int, torch.dtype], tuple[Format | None, Format | None, A
 
 
 def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
-    """The `duotone.kernels.cast.Cast` that makes these planes of a matrix like `x`, or None where there is no such."""
+    """The `Cast` of `duotone.kernels` that makes these planes of a matrix like `x`, or None where there is no such."""
     key = (id(row), id(col), x.dtype)
     found = _FOUND.get(key)
     if found is None:
@@ -27,7 +27,10 @@ def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) -> bool:
-    """Whether a kernel makes both planes of a matrix in `dtype` on the current CUDA device, or either of them."""
+    """Whether a kernel makes codes and scales of both planes of a matrix in `dtype` on the current CUDA device, or of
+    either of them, and nothing else."""
+    if _TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
+        return False
     return all(_find(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
 
 
@@ -36,11 +39,22 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     key = (id(fmt), 0, dtype)
     found = _FOUND.get(key)
     if found is None:
-        known = has_triton() and capability() >= (8, 9) and dtype in DTYPES and _is_simple(fmt)
-        found = _FOUND[key] = (fmt, None, _spec(fmt, dtype) if known else None)
+        known = has_triton() and capability() >= (8, 9) and dtype in DTYPES
+        made: Any
+        if fmt.scale_codec == _TWO_LEVEL:
+            made = fmt.scale_limits(dtype)[0] if known and _is_two_level(fmt) else None
+        else:
+            made = _spec(fmt, dtype) if known and _is_simple(fmt) else None
+        found = _FOUND[key] = (fmt, None, made)
     spec, codes = found[2], parts["codes"]
     if spec is None or not _is_real(codes):
         return None
+    if fmt.scale_codec == _TWO_LEVEL:
+        from duotone.kernels import decode_nvfp4
+
+        return decode_nvfp4.decode(
+            contiguous_rows(codes), parts["scale"], parts["amax"] if scaled else None, spec, dtype
+        )
     from duotone.kernels.decode import decode
 
     scale = parts["scale"] if scaled else None
@@ -63,6 +77,7 @@ def _is_real(x: Tensor) -> bool:
     return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
+_TWO_LEVEL = "two-level"
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Tensors with an address: fake ones go through the stages, whose kernels are own ops."""
 
@@ -70,14 +85,47 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def _find(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
     if not has_triton() or capability() < (8, 9) or dtype not in DTYPES:
         return None
+    shared = row is not None and col is not None and row == col and row.is_derivable
+    if any(fmt is not None and fmt.scale_codec == _TWO_LEVEL for fmt in (row, col)):
+        return _find_two_level(row, col, shared)
     if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
         return None
-    shared = row is not None and col is not None and row == col and row.is_derivable
     if row is not None and col is not None and row.is_delayed and col.is_delayed and not shared:
         return None  # two slots record, and a kernel writes one amax
     from duotone.kernels.cast import Cast
 
     return Cast(_spec(row, dtype), _spec(col, dtype), shared)
+
+
+def _find_two_level(row: Format | None, col: Format | None, shared: bool) -> Any:
+    if any(fmt is not None and not _is_two_level(fmt) for fmt in (row, col)):
+        return None
+    if col is not None and col.is_derivable and not shared and (col.is_stochastic or col.scale_search):
+        return None  # its codes depend on which matrix is encoded, and which one is transposed
+    from duotone.kernels.nvfp4 import Cast, PlaneSpec
+
+    def spec(fmt: Format | None) -> PlaneSpec | None:
+        if fmt is None:
+            return None
+        square, per_line = fmt.outer_block.rows > 1, fmt.outer_extent == "row"
+        top = fmt.scale_limits(torch.float32)[0]
+        return PlaneSpec(square, bool(fmt.transform), fmt.is_stochastic, fmt.scale_search, per_line, top)
+
+    return Cast(spec(row), spec(col), shared)
+
+
+def _is_two_level(fmt: Format) -> bool:
+    """Whether a format is E2M1 in blocks of 16 under an amax of the matrix or of its rows."""
+    block = fmt.outer_block
+    if (fmt.scale_codec, fmt.precision, fmt.largest) != (_TWO_LEVEL, 4, 6.0) or (block.rows, block.cols) not in (
+        (1, 16),
+        (16, 16),
+    ):
+        return False
+    if fmt.transform:
+        known = f"hadamard{hadamard.SIZE}:{hadamard.SIGN_MASK:04x}"
+        return fmt.transform == known and fmt.outer_extent == "tensor" and not fmt.scale_search
+    return fmt.outer_extent == "tensor" or block.rows == 1
 
 
 def _is_simple(fmt: Format) -> bool:
@@ -100,4 +148,3 @@ def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
     return PlaneSpec(
         fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
     )
-

@@ -11,6 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.blackwell import MXFP8, NVFP4
+from duotone.dispatch.casts import has_kernels
+from duotone.dispatch.cuda import DTYPES
+from duotone.dispatch.factors import finish, scaled
 from duotone.dispatch.products import mm_fp32
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
@@ -119,8 +123,12 @@ class Fp32Epilogue:
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.factors(), b.factors()
-        y = scaled(mm_fp32(*_same_length(left.inner, right.inner)), left, right)
-        return _finish(y, out_dtype, bias)
+        y = mm_fp32(*_same_length(left.inner, right.inner))
+        if has_kernels(y) and out_dtype in DTYPES:
+            from duotone.kernels.epilogue import finish as in_one_kernel
+
+            return in_one_kernel(y, left.outer, right.outer, 1.0 / (left.divisor * right.divisor), bias, out_dtype)
+        return finish(scaled(y, left, right), out_dtype, bias)
 
 
 class BlockPromotion:
@@ -148,7 +156,7 @@ class BlockPromotion:
                 scales.reverse()  # the scale that varies faster comes first
             total = _promote(total, mm_fp32(inner_a[:, cut], inner_b[:, cut]), scales)
         rest_a, rest_b = _without_blocks(a, left), _without_blocks(b, right)
-        return _finish(scaled(total, rest_a, rest_b), out_dtype, bias)
+        return finish(scaled(total, rest_a, rest_b), out_dtype, bias)
 
 
 class DecodeToHighPrecision:
@@ -178,7 +186,7 @@ class Unrotate:
         return ""
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _finish(torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()), out_dtype, bias)
+        return finish(torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()), out_dtype, bias)
 
 
 FP32_EPILOGUE = Fp32Epilogue()
@@ -187,6 +195,8 @@ RULES: list[GemmRule] = [
     ScaledProduct("cuBLAS FP8 product", fast=False),
     ScaledProduct("cuBLAS FP8 product, fast accumulation", fast=True),
     BlockScaledProduct(),
+    MXFP8,
+    NVFP4,
     ExactBf16(),
     FP32_EPILOGUE,
     BlockPromotion(),
@@ -204,25 +214,6 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
             where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.device}"
             return rule, f"{where}; {rule.note}" if rule.note else where
     raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.device}")
-
-
-def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
-    """Apply outer factors to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
-    constant = 1.0 / (a.divisor * b.divisor)
-    outers = [outer for outer in (a.outer, b.outer) if outer is not None]
-    if not outers:
-        return y
-    if all(outer.numel() == 1 for outer in outers):
-        alpha = outers[0].reshape(()) if len(outers) == 1 else outers[0].reshape(()) * outers[1].reshape(())
-        return y * (alpha * constant if constant != 1.0 else alpha)
-    if constant != 1.0:
-        y = y * torch.full((), constant, dtype=torch.float32, device=y.device)
-    rows = None if a.outer is None else a.outer.reshape(-1, 1)
-    cols = None if b.outer is None else b.outer.reshape(1, -1)
-    if rows is not None and cols is not None and 1 in (rows.numel(), cols.numel()):
-        return y * (rows * cols)
-    y = y if rows is None else y * rows
-    return y if cols is None else y * cols
 
 
 def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:
@@ -251,10 +242,6 @@ def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if missing:
         a, b = F.pad(a, (0, max(0, -missing))), F.pad(b, (0, max(0, missing)))
     return a, b
-
-
-def _finish(y: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
 
 
 def _other_transform(problem: GemmProblem) -> str:

@@ -2,8 +2,7 @@
 
 from duotone.dispatch.capability import capability
 
-# Placeholders, and the only ones to edit: on an H200 the FP8 linears of other libraries lose to bf16 at 2048 tokens and
-# K x N = 1024 x 4096, and three FP8 products win at 8192 tokens and 4096 x 4096. Nothing between was measured.
+# bench/results/2026-11-21-h200-small-linear.jsonl, 8192 tokens: all lose at 2048 x 4096 and win at 4096 x 4096.
 LEAST_WORK: dict[tuple[tuple[int, int], str], int] = {
     ((9, 0), "tensor"): 4096 * 4096,
     ((9, 0), "row"): 4096 * 4096,

@@ -90,12 +90,17 @@ class Format(Protocol):
 
     @property
     def scale_codec(self) -> str:
-        """How a scale is stored, "fp32", "power of two" or "e8m0"; "" where it is more than a number per block."""
+        """How scales are stored: "fp32", "power of two", "e8m0", "two-level" (E4M3 under an fp32 amax); "" for none."""
+        ...
+
+    @property
+    def scale_search(self) -> str:
+        """The error by which a block chooses between two scales, "mae" or "mse"; "" where its amax decides."""
         ...
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
-        """What kernels make scales of for an input dtype: the largest element (under E8M0 its reciprocal), what a
-        scale becomes that overflows, and the amax below which none counts."""
+        """What kernels make scales of for an input dtype: the largest element (under E8M0 its reciprocal, under two
+        levels times the largest block scale), what a scale becomes that overflows, the amax below which none counts."""
         ...
 
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]: ...
@@ -174,6 +179,10 @@ class ScaledFormat:
     @property
     def scale_codec(self) -> str:
         return self.rule.codec
+
+    @property
+    def scale_search(self) -> str:
+        return self.rule.search
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         return self.rule.limits(self.element, dtype)

@@ -25,6 +25,10 @@ class FourOverSixScale(TwoLevelScale):
     def name(self) -> str:  # type: ignore[override]
         return f"e4m3 under an fp32 amax, 4-over-6 by {'MSE' if self.squared else 'MAE'}, block max {self.block_max:g}"
 
+    @property
+    def search(self) -> str:  # type: ignore[override]
+        return "mse" if self.squared else "mae"
+
     def decide(self, x: Blocked, g: Tensor | None = None) -> Scaled:
         g = self.amax(x) if g is None else g.to(torch.float32, copy=True).reshape(-1)
         outer = self.global_scale(g, x.element)[:, None]

@@ -28,7 +28,7 @@ class Identity:
     transform = ""
     outer_extent = "high precision"
     spans_rows = False
-    scale_codec = ""
+    scale_codec = scale_search = ""
     is_derivable = True
 
     def __reduce__(self) -> str:

@@ -59,6 +59,7 @@ class Fp32Scale:
     epsilon: float = 0.0
     accepts_scale = True
     family = "fp32"
+    search = ""
 
     @property
     def name(self) -> str:
@@ -126,6 +127,7 @@ class E8M0Scale:
 
     accepts_scale = False
     name = family = codec = "e8m0"
+    search = ""
     divisor = 1.0
 
     def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -171,13 +173,17 @@ class TwoLevelScale:
     per_row: bool = False
     accepts_scale = False
     name = "e4m3 under an fp32 amax"
-    family = "two-level"
-    codec = ""
+    family = codec = "two-level"
+    search = ""
 
     @property
     def divisor(self) -> float:
         """MAX * block_max of E2M1: what a decoded product owes per operand."""
         return 6.0 * self.block_max
+
+    def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
+        del dtype
+        return element.max * self.block_max, FLT_MAX, 0.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         across = block.grid(rows, cols)[1]

@@ -20,16 +20,19 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self.function = function
 
-    def bind(self, constants: dict[str, Any], warps: int = 4, stages: int = 3) -> "Launch":
-        """The kernel for these constants."""
-        return Launch(self.function, {**constants, "num_warps": warps, "num_stages": stages}, len(constants))
+    def bind(
+        self, constants: dict[str, Any], warps: int = 4, stages: int = 3, options: dict[str, Any] | None = None
+    ) -> "Launch":
+        """The kernel for these constants; `options` are further ones of Triton's compiler."""
+        given = {**constants, "num_warps": warps, "num_stages": stages, **(options or {})}
+        return Launch(self.function, given, len(constants))
 
 
 class Launch:
     """A kernel with its constants; call it with what changes.
 
-    The first tensor may have any dtype and alignment; the others are aligned, and their dtypes follow from the
-    constants and from the first. A tensor that is None is not read or written, and is so in every call.
+    The first tensor may have any dtype; those of the others follow from it and from the constants. A tensor that is None
+    is not read or written, and is so in every call.
     """
 
     def __init__(self, function: Any, options: dict[str, Any], constants: int) -> None:
@@ -52,7 +55,11 @@ class Launch:
         addresses = [None if t is None else t.data_ptr() for t in tensors]
         # What Triton specializes on: integers that are 1, divisible by 16, or wider than 31 bits.
         hints = [n if n == 1 else (n & 15 == 0) + 2 * (n >> 31 == 0) + 4 for n in integers]
-        key = (first.dtype, addresses[0] & 15 == 0, index, *hints)
+        joint = 0
+        for address in addresses:
+            joint |= address or 0
+        aligned = joint & 15 == 0 or tuple([address is None or address & 15 == 0 for address in addresses])
+        key = (first.dtype, aligned, index, *hints)
         launch = self._made.get(key)
         if launch is None:
             launch = self._made[key] = self._compile(tensors, integers, floats)

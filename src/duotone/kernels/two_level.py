@@ -22,8 +22,8 @@ SIXTH = tl.constexpr(torch.tensor(1.0 / 6.0).item())
 @triton.jit
 def _outer(g, top):
     """S = top / g, 1 where g says nothing."""
-    made = tl.minimum(tl.div_rn(g * 0.0 + top, g), FLT_MAX)
-    return tl.where((g == 0.0) | (g == float("inf")) | (made == 0.0), 1.0, made)
+    made = tl.minimum(tl.div_rn(top, g), FLT_MAX)
+    return tl.where((g == 0.0) | (made == 0.0), 1.0, made)
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _stored(scale):
 def _multiplier(code, inverse):
     """What elements under a stored scale are multiplied by; a scale of 0 gives FLT_MAX."""
     divisor = code.to(tl.float32) * inverse
-    return tl.minimum(tl.div_rn(divisor * 0.0 + 1.0, divisor), FLT_MAX)
+    return tl.minimum(tl.div_rn(1.0, divisor), FLT_MAX)
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def _error(v, code, q, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.cons
     scale, q = spread(code.to(tl.float32), A, B, SQUARE), spread(q, A, B, SQUARE)
     for j in tl.static_range(16):
         value = quantized(v[j], q) * scale * g
-        lost = tl.div_rn(value, value * 0.0 + top) - v[j]
+        lost = tl.div_rn(value, top) - v[j]
         term = lost * lost if SEARCH == MSE else tl.abs(lost)
         total = term if j == 0 else total + term  # noqa: F821
     if SQUARE == 1:
@@ -84,13 +84,13 @@ def scales(v, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SQ
     """E4M3 scales of blocks as bytes, and what their elements are multiplied by."""
     amax = _by_block(largest(v), A, B, SQUARE)
     outer = _outer(g, top)
-    inverse = tl.div_rn(outer * 0.0 + 1.0, outer)
+    inverse = tl.div_rn(1.0, outer)
     if SEARCH == 0:
         code = _stored(amax * (outer * SIXTH))
         q = _multiplier(code, inverse)
         byte = code.to(tl.uint8, bitcast=True)
     else:
-        to_six = tl.div_rn(amax, amax * 0.0 + 6.0) * outer
+        to_six = tl.div_rn(amax, 6.0) * outer
         four, six = _stored(to_six * 1.5), _stored(to_six)
         q_four, q_six = _multiplier(four, inverse), _multiplier(six, inverse)
         lost = _error(v, four, q_four, g, top, SEARCH, A, B, SQUARE)

@@ -164,6 +164,9 @@ def encode_once(
     cast = one_read(row, col, x)
     if cast is None:
         return None
+    seed = _seed(row, col, x, ctx)
+    if seed is None:
+        return None
     of_row = of_col = live = None
     if row is not None and row.is_delayed:
         slot = ctx.slots[0]
@@ -177,14 +180,21 @@ def encode_once(
         of_col, live = slot.place(x)
     if made is None:
         rows, cols = x.shape
-        rowwise, columnwise = cast(x if x.is_contiguous() else x.contiguous(), (of_row, of_col), live)
+        rowwise, columnwise = cast(x if x.is_contiguous() else x.contiguous(), (of_row, of_col), live, *seed)
     else:
         rows, cols = made.shape
-        rowwise, columnwise = cast.produced(made, (of_row, of_col), live)
+        rowwise, columnwise = cast.produced(made, (of_row, of_col), live, *seed)
     return Planes(
         None if row is None or rowwise is None else Plane(row, rowwise, (rows, cols)),
         None if col is None or columnwise is None else Plane(col, columnwise, (cols, rows)),
     )
+
+
+def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> tuple[Tensor, ...] | None:
+    """What a cast takes besides: the seed where a plane rounds stochastically; None where kernels cannot read it."""
+    if not ((row is not None and row.is_stochastic) or (col is not None and col.is_stochastic)):
+        return ()
+    return None if ctx.seed is None or ctx.seed.device != x.device else (ctx.seed,)
 
 
 def _traced(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> Planes:

@@ -1,0 +1,89 @@
+"""Scaled products of compute capability 10: MXFP8 and NVFP4 codes multiplied as they are.
+
+Written from the documented layouts of torch and cuBLAS and gated by capability: no one has run them on such a device.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duotone.dispatch.capability import capability
+from duotone.dispatch.factors import finish, scaled
+
+NEEDED = (10, 0)
+UNPROVEN = "unproven: no one has run this product on such a device yet"
+TILE_ROWS, TILE_COLS = 128, 4
+"""Block scales travel in tiles of 128 rows x 4 block columns."""
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales (M, blocks) -> the flat order of tensor cores, padded with zeros to whole tiles.
+
+    Tiles follow each other along a row; within one, scale (r, c) is byte 16 (r mod 32) + 4 (r div 32) + c (cuBLAS,
+    "1D block scaling factors layout").
+    """
+    rows, cols = scale.shape
+    scale = F.pad(scale, (0, -cols % TILE_COLS, 0, -rows % TILE_ROWS))
+    down, across = scale.shape[0] // TILE_ROWS, scale.shape[1] // TILE_COLS
+    tiles = scale.reshape(down, 4, 32, across, TILE_COLS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
+
+
+@dataclass(frozen=True)
+class NativeBlocks:
+    """One kind of block-scaled product: the codec of its scales, elements in a block, and torch's dtypes."""
+
+    name: str
+    codec: str
+    width: int
+    per_byte: int
+    codes: torch.dtype | None
+    scales: torch.dtype
+    native = True
+    note = UNPROVEN
+
+    def reject(self, problem: Any) -> str:
+        if problem.device != "cuda" or capability() < NEEDED:
+            return "it needs compute capability 10.0"
+        for fmt in (problem.a, problem.b):
+            if fmt.scale_codec != self.codec or fmt.outer_block.cols != self.width:
+                return f"it takes {self.codec} scales over {self.width} elements"
+            if self.codes is None and fmt.code_dtype is None:
+                return "it takes FP8 codes"
+        if problem.a.transform != problem.b.transform:
+            return "the operands' transforms differ"
+        e5m2 = torch.float8_e5m2
+        return "it takes E5M2 with E4M3 only" if problem.a.code_dtype is problem.b.code_dtype is e5m2 else ""
+
+    def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        rows, cols = a.shape[0], b.shape[0]
+        if 0 in (rows, cols, a.shape[1]):
+            y = torch.zeros((rows, cols), dtype=torch.float32, device=a.parts["codes"].device)
+            return finish(y, out_dtype, bias)
+        left, right = self._operand(a), self._operand(b)
+        y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
+            left[0], right[0].t(), scale_a=left[1], scale_b=right[1], out_dtype=torch.float32
+        )[:rows, :cols]
+        return finish(scaled(y, _outer(a), _outer(b)), out_dtype, bias)
+
+    def _operand(self, plane: Any) -> tuple[Tensor, Tensor]:
+        """Codes and swizzled scales, padded to whole tiles with codes of zero."""
+        codes, scale = plane.parts["codes"], plane.parts["scale"]
+        rows = plane.shape[0]
+        more_cols = -codes.shape[1] % (TILE_COLS * self.width // self.per_byte)
+        codes = F.pad(codes, (0, more_cols, 0, -rows % TILE_ROWS)).contiguous()
+        if scale.shape[0] != rows:
+            scale = scale.repeat_interleave(plane.format.outer_block.rows, 0)[:rows]
+        return codes.view(self.codes or plane.format.code_dtype), swizzled(scale).view(self.scales)
+
+
+def _outer(plane: Any) -> Any:
+    """The factors that follow the product; the codes themselves are no part of them."""
+    return plane.format.factors(plane.parts, inner=plane.parts["codes"])
+
+
+MXFP8 = NativeBlocks("MXFP8 product", "e8m0", 32, 1, None, torch.float8_e8m0fnu)
+NVFP4 = NativeBlocks("NVFP4 product", "two-level", 16, 2, torch.float4_e2m1fn_x2, torch.float8_e4m3fn)

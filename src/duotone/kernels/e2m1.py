@@ -1,0 +1,238 @@
+"""Groups of 16 elements inside of kernels: each of 16 tensors holds one element of all groups, so that a thread holds
+whole groups and their transform, amax, rounding and packing cross no thread.
+
+Codes are made in floating point: on magnitudes, the E2M1 code is the least of three lines, 2a, a + 2 and a / 2 + 4, and
+to nearest, ties to even, on the code axis is E2M1's rounding. Each line is one fma onto 2^23, where the spacing is 1.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from duotone.formats.hadamard import SIGN_MASK
+
+SIGNS = tl.constexpr(SIGN_MASK)
+ODD = tl.constexpr(0x6996)
+"""Bit n: whether n < 16 has an odd number of ones."""
+BASE = tl.constexpr(8388608.0 + 8.0)
+"""What a magnitude's code is added to; its sign then moves the sum by 4 down, or up."""
+LARGEST_CODE = tl.constexpr(8388608.0 + 15.0)
+BIAS = tl.constexpr(sum((0x4B000004 << 4 * i) for i in range(8)) % 2**32)
+"""What eight such sums, shifted to their nibbles, hold besides the codes, modulo 2^32."""
+
+
+@triton.jit
+def _eight(t, A: tl.constexpr, B: tl.constexpr):
+    """(A, B, 8) -> its 8 slices (A, B), as fp32."""
+    even, odd = tl.split(tl.reshape(t, [A, B, 2, 2, 2]))
+    e0, e2 = tl.split(even)
+    o1, o3 = tl.split(odd)
+    v0, v4 = tl.split(e0)
+    v2, v6 = tl.split(e2)
+    v1, v5 = tl.split(o1)
+    v3, v7 = tl.split(o3)
+    return _wide(v0), _wide(v1), _wide(v2), _wide(v3), _wide(v4), _wide(v5), _wide(v6), _wide(v7)
+
+
+@triton.jit
+def _wide(value):
+    """As fp32. The upper of two bf16 in a register takes one instruction as an integer, and two by its conversion."""
+    if value.dtype == tl.bfloat16:
+        made = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        made = value.to(tl.float32)
+    return made
+
+
+@triton.jit
+def along(x, start, M, K, pm, pk, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr):
+    """The groups of a tile that lie within rows: 16 x fp32 (TM, TK / 16)."""
+    G: tl.constexpr = TK // 16
+    m, k = tl.arange(0, TM)[:, None, None], 16 * tl.arange(0, G)[None, :, None] + tl.arange(0, 8)[None, None, :]
+    at = x + start + (m * K + k)
+    if EVEN:
+        first, second = tl.load(at), tl.load(at + 8)
+    else:
+        m, k = pm * TM + m, pk * TK + k
+        first = tl.load(at, mask=(m < M) & (k < K), other=0.0)
+        second = tl.load(at + 8, mask=(m < M) & (k + 8 < K), other=0.0)
+    return _eight(first, TM, G) + _eight(second, TM, G)
+
+
+@triton.jit
+def down(x, start, M, K, pm, pk, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr):
+    """The groups of a tile that lie within columns: 16 x fp32 (TM / 16, TK)."""
+    h, k = 16 * tl.arange(0, TM // 16)[:, None], tl.arange(0, TK)[None, :]
+    at = x + start + (h * K + k)
+    made = (_load(at, pm * TM + h, M, pk * TK + k, K, EVEN),)
+    for j in tl.static_range(1, 16):
+        made += (_load(at + j * K, pm * TM + h + j, M, pk * TK + k, K, EVEN),)
+    return made
+
+
+@triton.jit
+def _load(at, m, M, k, K, EVEN: tl.constexpr):
+    if EVEN:
+        value = tl.load(at)
+    else:
+        value = tl.load(at, mask=(m < M) & (k < K), other=0.0)
+    return _wide(value)
+
+
+@triton.jit
+def rotated(v):
+    """The Hadamard transform of groups of bf16 values, in fp32: sums of 16 products one after the other.
+
+    After i products, outputs whose numbers agree in the bits that i has share their sum.
+    """
+    made = (v[0] * _quarter(0, 0),)
+    for i in tl.static_range(1, 16):
+        sums = (tl.fma(v[i], _quarter(i, 0), made[0]),)  # the product is exact
+        for j in tl.static_range(1, 16):
+            if j < (2 if i < 2 else 4 if i < 4 else 8 if i < 8 else 16):
+                before = made[j % (1 if i < 2 else 2 if i < 3 else 4 if i < 5 else 8 if i < 9 else 16)]
+                sums += (tl.fma(v[i], _quarter(i, j), before),)
+        made = sums
+    return made
+
+
+@triton.jit
+def _quarter(INPUT: tl.constexpr, OUTPUT: tl.constexpr):
+    """Element (i, j) of the transform."""
+    return -0.25 if ((SIGNS >> INPUT) ^ (ODD >> (INPUT & OUTPUT))) & 1 else 0.25
+
+
+@triton.jit
+def transformed(x, v):
+    """The Hadamard transform, in fp32, of groups that were loaded from x."""
+    if x.dtype.element_ty != tl.bfloat16:
+        v = rounded(v)
+    return rotated(v)
+
+
+@triton.jit
+def rounded(v):
+    """To bf16 and back."""
+    made = _rounded_pair(v[0], v[1])
+    for j in tl.static_range(2, 16, 2):
+        made += _rounded_pair(v[j], v[j + 1])
+    return made
+
+
+@triton.jit
+def _rounded_pair(a, b):
+    pair = bf16_pair(a, b)
+    return (pair << 16).to(tl.float32, bitcast=True), (pair & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bf16_pair(low, high):
+    """Two bf16 in an int32: one conversion, many times as fast as two."""
+    return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], tl.int32, True, 1)
+
+
+@triton.jit
+def largest(v):
+    """The amax of each group; NaN counts as 0."""
+    made = tl.maximum(tl.abs(v[0]), 0.0)  # which drops NaN
+    for j in tl.static_range(1, 16):
+        made = tl.maximum(made, tl.abs(v[j]))
+    return made
+
+
+@triton.jit
+def product(value, q):
+    """fl(value * q). On NVIDIA GPUs a NaN that arithmetic makes has no sign, and so its code has none."""
+    return value * q
+
+
+@triton.jit
+def nearest(a):
+    """BASE + code of magnitudes, NaN like infinity."""
+    lower = tl.minimum(tl.fma(a, 2.0, BASE), a + (BASE + 2.0))
+    return tl.minimum(lower, tl.minimum(tl.fma(a, 0.5, BASE + 4.0), LARGEST_CODE))
+
+
+@triton.jit
+def stochastic(a, dither):
+    """BASE + code of magnitudes, a step times `dither` of [0, 0.5) added twice and rounded down.
+
+    Of the three sums, each under the step of one line, the one under the step at `a` gives the least code.
+    """
+    first = libdevice.fma_rz(a + dither, 2.0, BASE)
+    second = libdevice.fma_rz(tl.fma(dither, 2.0, a), 1.0, BASE + 2.0)
+    third = libdevice.fma_rz(tl.fma(dither, 4.0, a), 0.5, BASE + 4.0)
+    return tl.minimum(tl.minimum(first, second), tl.minimum(third, LARGEST_CODE))
+
+
+@triton.jit
+def _nibble(value, q, dither, RANDOM: tl.constexpr):
+    """int32 that holds a code above its share of BIAS."""
+    scaled = product(value, q)
+    if RANDOM:
+        code = stochastic(tl.abs(scaled), dither)
+    else:
+        code = nearest(tl.abs(scaled))
+    four = ((scaled.to(tl.int32, bitcast=True) & -0x80000000) | 0x40800000).to(tl.float32, bitcast=True)
+    return (code - four).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _word(v, q, dither, AT: tl.constexpr, RANDOM: tl.constexpr):
+    """The codes of elements AT to AT + 7 in int32, the first lowest."""
+    word = _nibble(v[AT], q, dither[AT], RANDOM)
+    for j in tl.static_range(1, 8):
+        word += _nibble(v[AT + j], q, dither[AT + j], RANDOM) << (4 * j)
+    return word.to(tl.uint32, bitcast=True) - BIAS
+
+
+@triton.jit
+def packed(v, q, dither, RANDOM: tl.constexpr):
+    """The codes of fl(v * q) in two uint32 words; `dither` is read where RANDOM."""
+    return _word(v, q, dither, 0, RANDOM), _word(v, q, dither, 8, RANDOM)
+
+
+@triton.jit
+def quantized(value, q):
+    """fl(value * q) to nearest E2M1 values."""
+    scaled = product(value, q)
+    code = nearest(tl.abs(scaled)) - BASE
+    magnitude = tl.maximum(tl.maximum(code * 0.5, code - 2.0), code * 2.0 - 8.0)
+    return tl.where(scaled < 0.0, -magnitude, magnitude)
+
+
+@triton.jit
+def _words(seed, group, PLANE: tl.constexpr):
+    """One block of the stream for each number."""
+    low, high = group.to(tl.int32), (group >> 32).to(tl.int32)
+    return tl.philox(seed, low, high, PLANE, 0)
+
+
+@triton.jit
+def dithers(seed, group, PLANE: tl.constexpr):
+    """The random bytes over 512 of the elements of groups, numbered in a plane's row-major order by int64."""
+    words = _words(seed, group, PLANE)
+    made = (_dither(words[0], 0),)
+    for j in tl.static_range(1, 16):
+        made += (_dither(words[j // 4], j % 4),)
+    return made
+
+
+@triton.jit
+def _dither(word, BYTE: tl.constexpr):
+    """A byte becomes the low bits of a float: of one at 2^14, or, where it lies 8 bits higher, of one at 2^6."""
+    half = word >> 16 if BYTE >= 2 else word
+    if BYTE % 2 == 0:
+        made = ((half & 0xFF) | 0x46800000).to(tl.float32, bitcast=True) - 16384.0
+    else:
+        made = ((half & 0xFF00) | 0x42800000).to(tl.float32, bitcast=True) - 64.0
+    return made
+
+
+@triton.jit
+def dither_of(seed, element, PLANE: tl.constexpr):
+    """The random byte over 512 of each element, numbered by int64; a block of the stream for every one."""
+    words = _words(seed, element >> 4, PLANE)
+    i = (element & 15).to(tl.int32)
+    word = tl.where(i < 8, tl.where(i < 4, words[0], words[1]), tl.where(i < 12, words[2], words[3]))
+    return ((word >> (8 * (i & 3)).to(tl.uint32)) & 0xFF).to(tl.float32) * (1.0 / 512.0)

@@ -1,0 +1,87 @@
+"""What follows a product that was left in fp32: factors per tensor or row, a bias, and one rounding, in one pass."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from duotone.kernels.decode import DTYPES
+from duotone.kernels.launch import Launch, kernel
+
+NONE, ONE, LINES = (tl.constexpr(i) for i in range(3))
+"""The factors of an operand: none, one, one for each of its rows."""
+
+TILE = (32, 128, 4)
+
+
+@triton.jit
+def scaled(made, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
+    """made * ((rows * cols) * constant) for one factor each; else the constant first, then rows and columns, which are
+    multiplied with each other before where one of them is a single number."""
+    row, col = 1.0, 1.0
+    if ROWS != NONE:
+        row = tl.load(rows) if ROWS == ONE else tl.load(rows + m, mask=m < M, other=0.0)
+    if COLS != NONE:
+        col = tl.load(cols) if COLS == ONE else tl.load(cols + n, mask=n < N, other=0.0)
+    if ROWS == LINES or COLS == LINES:
+        if CONSTANT:
+            made = made * constant
+        made = (made * row) * col if ROWS == COLS else made * (row * col)
+    elif ROWS == ONE or COLS == ONE:
+        alpha = row * col
+        if CONSTANT:
+            alpha = alpha * constant
+        made = made * alpha
+    return made
+
+
+@kernel
+def epilogue_kernel(
+    y, rows, cols, bias, out, M, N, constant,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr,
+):  # fmt: skip
+    """One tile of y, scaled, plus the bias."""
+    across = tl.cdiv(N, TN)
+    pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
+    i, j = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
+    m, n = pm * TM + i, pn * TN + j
+    at, inside = (pm * TM).to(tl.int64) * N + pn * TN + (i * N + j), (m < M) & (n < N)
+    made = scaled(tl.load(y + at, mask=inside, other=0.0), rows, cols, m, n, M, N, constant, ROWS, COLS, CONSTANT)
+    if BIAS:
+        made = made + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + at, made.to(DTYPE), mask=inside)
+
+
+def finish(
+    y: Tensor, rows: Tensor | None, cols: Tensor | None, constant: float, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """(M, N) in `dtype` of the contiguous fp32 product y; `rows` and `cols` hold one fp32 or M and N of them."""
+    m, n = y.shape
+    out = torch.empty((m, n), dtype=dtype, device=y.device)
+    rows, cols, bias = (None if t is None else t.contiguous() for t in (rows, cols, bias))
+    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in (rows, cols, bias))
+    kind = None if bias is None else bias.dtype
+    launch = _launch(_extent(rows), _extent(cols), constant != 1.0, kind, dtype, aligned)
+    tm, tn, _ = TILE
+    launch(-(-m // tm) * -(-n // tn), (y, rows, cols, bias, out), (m, n), (constant,))
+    return out
+
+
+def _extent(factors: Tensor | None) -> int:
+    if factors is None:
+        return NONE.value
+    return ONE.value if factors.numel() == 1 else LINES.value
+
+
+@functools.cache
+def _launch(
+    rows: int, cols: int, constant: bool, bias: torch.dtype | None, dtype: torch.dtype, aligned: tuple[bool, ...]
+) -> Launch:
+    """What a launch learns from its first call and holds true of all, as dtypes and `aligned`, keeps launches apart."""
+    del aligned
+    tm, tn, warps = TILE
+    constants = {"ROWS": rows, "COLS": cols, "CONSTANT": constant, "BIAS": bias is not None, "DTYPE": DTYPES[dtype]}
+    return epilogue_kernel.bind({**constants, "TM": tm, "TN": tn}, warps, options={"enable_fp_fusion": False})

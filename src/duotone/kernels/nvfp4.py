@@ -1,0 +1,345 @@
+"""The NVFP4 cast of a contiguous matrix (M, K) to one plane or to both: E2M1 codes, two to a byte, E4M3 scales of
+blocks of 16, and a global amax that is taken before, each of its own for each plane.
+
+The columnwise plane is that of the transpose, written as (K, M). Each plane reads the tile with a group of 16 elements
+along its own contraction to a thread; the second read finds the tile in a cache.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from duotone.kernels.activations import Produced, produce
+from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
+from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
+from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.two_level import SEARCHES, scales, spread
+
+ABSENT, TENSOR, LINE, SHARED = (tl.constexpr(i) for i in range(4))
+"""Where a plane's global amax comes from; SHARED: the codes and scales of the rowwise plane, transposed."""
+
+
+@kernel
+def nvfp4_amax_kernel(
+    x, plain, row, col, M, K,
+    PLAIN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns; NaN counts as 0."""
+    across = tl.cdiv(K, TK)
+    of_plain = tl.zeros([TM // 16, TK], tl.float32)
+    of_col = tl.zeros([TM // 16, TK], tl.float32)
+    of_row = tl.zeros([TM, TK // 16], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(M, TM) * across, tl.num_programs(0)):
+        pm, pk = tile // across, tile % across
+        start = (pm * TM).to(tl.int64) * K + pk * TK
+        if PLAIN or COL:
+            v = down(x, start, M, K, pm, pk, TM, TK, EVEN)
+            if PLAIN:
+                of_plain = tl.maximum(of_plain, largest(v))
+            if COL:
+                of_col = tl.maximum(of_col, largest(transformed(x, v)))
+        if ROW:
+            v = along(x, start, M, K, pm, pk, TM, TK, EVEN)
+            of_row = tl.maximum(of_row, largest(transformed(x, v)))
+    if PLAIN:
+        tl.store(plain + tl.program_id(0), tl.max(tl.max(of_plain, axis=1), axis=0))
+    if ROW:  # rounding keeps the order
+        made = tl.max(tl.max(of_row, axis=1), axis=0).to(tl.bfloat16).to(tl.float32)
+        tl.store(row + tl.program_id(0), made)
+    if COL:
+        made = tl.max(tl.max(of_col, axis=1), axis=0).to(tl.bfloat16).to(tl.float32)
+        tl.store(col + tl.program_id(0), made)
+
+
+@triton.jit
+def _global(source, kept, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.constexpr):
+    """The global amax: one, from partial amaxes, which the first tile keeps, or those of the lines."""
+    if FROM == LINE:
+        made = tl.load(source + line, mask=line < LINES, other=0).to(tl.float32, bitcast=True)
+    else:
+        i = tl.arange(0, N)
+        made = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
+        tl.store(kept, made, mask=is_first)
+    return made
+
+
+@triton.jit
+def _keep(out, low, high, at, line, LINES, group, GROUPS, WIDTH, WORDS: tl.constexpr):
+    """Store the codes of groups: whole, or the bytes within WIDTH of each line."""
+    if WORDS:
+        whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+        tl.store(out.to(tl.pointer_type(tl.uint64)) + at, whole, mask=(line < LINES) & (group < GROUPS))
+    else:
+        start = out + line.to(tl.int64) * WIDTH + 8 * group
+        for b in tl.static_range(8):
+            word = low if b < 4 else high
+            byte = ((word >> (8 * (b % 4))) & 0xFF).to(tl.uint8)
+            tl.store(start + b, byte, mask=(line < LINES) & (8 * group + b < WIDTH))
+
+
+@triton.jit
+def _dithers(seed, v, line, group, COLS, PLANE: tl.constexpr, RANDOM: tl.constexpr, WORDS: tl.constexpr):
+    """The random bytes of groups of a plane of COLS columns; without RANDOM anything."""
+    made = v
+    if RANDOM:
+        if WORDS:
+            # The condition, always true, has numbers and elements of a group meet in one thread.
+            number = tl.where(largest(v) >= 0.0, line.to(tl.int64) * tl.cdiv(COLS, 16) + group, 0)
+            made = dithers(seed, number, PLANE)
+        else:
+            element = line.to(tl.int64) * COLS + 16 * group
+            made = (dither_of(seed, element, PLANE),)
+            for j in tl.static_range(1, 16):
+                made += (dither_of(seed, element + j, PLANE),)
+    return made
+
+
+@triton.jit
+def _dithers_below(seed, m, k, K, WORDS: tl.constexpr):
+    """The random bytes of the rowwise plane for the groups below each other that start at rows m."""
+    cols = tl.cdiv(K, 16) * 16 if WORDS else K
+    element = m.to(tl.int64) * cols + k
+    made = (dither_of(seed, element, 0),)
+    for j in tl.static_range(1, 16):
+        made += (dither_of(seed, element + j * cols, 0),)
+    return made
+
+
+@triton.jit
+def _row_plane(
+    x, codes, kept_scales, kept_amax, source, seed, M, K, P, top, pm, pk,
+    FROM: tl.constexpr, SQUARE: tl.constexpr, ROTATED: tl.constexpr, RANDOM: tl.constexpr, SEARCH: tl.constexpr,
+    WORDS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """A tile of the rowwise plane; its scales and multipliers by block."""
+    G: tl.constexpr = TK // 16
+    im, ig = tl.arange(0, TM)[:, None], tl.arange(0, G)[None, :]
+    m, g, wide = pm * TM + im, pk * G + ig, tl.cdiv(K, 16)
+    v = along(x, (pm * TM).to(tl.int64) * K + pk * TK, M, K, pm, pk, TM, TK, EVEN)
+    if ROTATED:
+        v = rounded(transformed(x, v))
+    amax = _global(source, kept_amax, m, M, P, (pm == 0) & (pk == 0), FROM, N)
+    byte, q = scales(v, amax, top, SEARCH, TM, G, SQUARE)
+    at = (pm * TM).to(tl.int64) * wide + pk * G + (im * wide + ig)
+    tl.store(kept_scales + at, spread(byte, TM, G, SQUARE), mask=(m < M) & (g < wide))
+    dither = _dithers(seed, v, m, g, K, 0, RANDOM, WORDS)
+    low, high = packed(v, spread(q, TM, G, SQUARE), dither, RANDOM)
+    _keep(codes, low, high, at, m, M, g, wide, tl.cdiv(K, 2), WORDS)
+    return byte, q
+
+
+@triton.jit
+def _col_plane(
+    x, codes, kept_scales, kept_amax, source, seed, byte, q, M, K, P, top, pm, pk,
+    FROM: tl.constexpr, SQUARE: tl.constexpr, ROTATED: tl.constexpr, RANDOM: tl.constexpr, SEARCH: tl.constexpr,
+    WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """A tile of the columnwise plane; `byte` and `q` are what `_row_plane` gave, which SHARED takes over."""
+    H: tl.constexpr = TM // 16
+    ih, ik = tl.arange(0, H)[:, None], tl.arange(0, TK)[None, :]
+    h, k, deep = pm * H + ih, pk * TK + ik, tl.cdiv(M, 16)
+    v = down(x, (pm * TM).to(tl.int64) * K + pk * TK, M, K, pm, pk, TM, TK, EVEN)
+    if ROTATED:
+        v = rounded(transformed(x, v))
+    amax = _global(source, kept_amax, k, K, P, (pm == 0) & (pk == 0), FROM, N)
+    if FROM == SHARED:
+        dither = v
+        if RANDOM:
+            dither = _dithers_below(seed, 16 * h, k, K, ROW_WORDS)
+    else:
+        byte, q = scales(v, amax, top, SEARCH, H, TK, SQUARE)
+        dither = _dithers(seed, v, k, h, M, 1, RANDOM, WORDS)
+    at = (pk * TK).to(tl.int64) * deep + pm * H + (ik * deep + ih)
+    tl.store(kept_scales + at, spread(byte, H, TK, SQUARE), mask=(k < K) & (h < deep))
+    low, high = packed(v, spread(q, H, TK, SQUARE), dither, RANDOM)
+    _keep(codes, low, high, at, k, K, h, deep, tl.cdiv(M, 2), WORDS)
+
+
+@functools.partial(kernel, unspecialized=("P",))
+def nvfp4_kernel(
+    x, row_codes, row_scales, row_amax, row_from, col_codes, col_scales, col_amax, col_from, seed, M, K, P,
+    row_top, col_top,
+    ROW: tl.constexpr, ROW_SQUARE: tl.constexpr, ROW_ROTATED: tl.constexpr, ROW_RANDOM: tl.constexpr,
+    ROW_SEARCH: tl.constexpr, ROW_WORDS: tl.constexpr,
+    COL: tl.constexpr, COL_SQUARE: tl.constexpr, COL_ROTATED: tl.constexpr, COL_RANDOM: tl.constexpr,
+    COL_SEARCH: tl.constexpr, COL_WORDS: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of the planes that are not ABSENT. `row_top` and `col_top` are the largest element times block_max."""
+    across = tl.cdiv(K, TK)
+    pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
+    value = tl.load(seed) if ROW_RANDOM or COL_RANDOM else 0
+    byte, q = 0, 0.0
+    if ROW != ABSENT:
+        byte, q = _row_plane(
+            x, row_codes, row_scales, row_amax, row_from, value, M, K, P, row_top, pm, pk,
+            ROW, ROW_SQUARE, ROW_ROTATED, ROW_RANDOM, ROW_SEARCH, ROW_WORDS, TM, TK, EVEN, N,
+        )  # fmt: skip
+    if COL != ABSENT:
+        _col_plane(
+            x, col_codes, col_scales, col_amax, col_from, value, byte, q, M, K, P, col_top, pm, pk,
+            COL, COL_SQUARE, COL_ROTATED, COL_RANDOM, COL_SEARCH, COL_WORDS, ROW_WORDS, TM, TK, EVEN, N,
+        )  # fmt: skip
+
+
+class PlaneSpec(NamedTuple):
+    """What the kernels have to know of a plane's format."""
+
+    square: bool
+    """Blocks of 16 x 16 instead of 1 x 16."""
+
+    rotated: bool
+    random: bool
+    search: str
+    """"", or the error by which a block's amax becomes 6 or 4: "mae", "mse"."""
+
+    per_line: bool
+    top: float
+    """The largest element times the E4M3 value that the scale of the largest block takes."""
+
+
+TILE = (64, 128, 8)
+"""Rows and columns of a tile, and warps."""
+AMAX_TILE = (64, 128, 8)
+
+
+class Cast:
+    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed."""
+
+    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool) -> None:
+        self.row, self.col = row, col
+        self.sources = _source(row), SHARED.value if shared else _source(col)
+        specs = [spec for spec in (row, col) if spec is not None]
+        self.is_random = any(spec.random for spec in specs)
+        self.needs_lines = any(spec.per_line for spec in specs)
+        self.wanted = (
+            any(not (spec.rotated or spec.per_line) for spec in specs),
+            row is not None and row.rotated,
+            col is not None and col.rotated,
+        )
+        self.floats = tuple(1.0 if spec is None else spec.top for spec in (row, col))
+        self._launches: dict[tuple[bool, ...], Launch] = {}
+
+    def produced(
+        self, made: Produced, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """As a call, of a matrix that is made first: its amax has to be known before."""
+        return self(produce(made), scales, live, seed)
+
+    def __call__(
+        self, x: Tensor, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
+    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """The parts of both planes of contiguous (M, K); `seed` int64 where a plane rounds stochastically.
+
+        `scales` and `live` are those of delayed planes, which these are not.
+        """
+        del scales, live
+        m, k = x.shape
+        count, of_row, of_col, lines = self._amaxes(x)
+        row = _empty(self.row, x, m, k, lines and lines[0])
+        col = _empty(self.col, x, k, m, lines and lines[1])
+        tm, tk, _ = TILE
+        variant = (not (m % tm or k % tk), *(_is_whole(*of) for of in ((self.row, k), (self.col, m))))
+        launch = self._launches.get(variant)
+        if launch is None:
+            launch = self._launches[variant] = self._bind(*variant)
+        kept = seed if self.is_random else None
+        tensors = (x, *_buffers(row, lines), of_row, *_buffers(col, lines), of_col, kept)
+        launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
+        return row, col
+
+    def _amaxes(self, x: Tensor) -> tuple[int, Tensor | None, Tensor | None, Any]:
+        """How many partial amaxes there are, where those of each plane lie, and the amaxes of lines."""
+        m, k = x.shape
+        lines = line_amax(x) if self.needs_lines else None
+        plain, row, col = self.wanted
+        count, partial = 0, (None, None, None)
+        if row or col:
+            tm, tk, _ = AMAX_TILE
+            count = min(-(-m // tm) * -(-k // tk), PARTIALS)
+            made = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
+            partial = tuple(part if want else None for part, want in zip(made.unbind(), self.wanted, strict=True))
+            _amax(*self.wanted, not (m % tm or k % tk))(count, (x, *partial), (m, k))
+        elif plain:
+            amax = tensor_amax(x)
+            count, partial = amax.numel(), (amax, None, None)
+        sources = []
+        for i, spec in enumerate((self.row, self.col)):
+            if spec is None:
+                sources.append(None)
+            elif spec.per_line:
+                sources.append(lines[i])  # type: ignore[index]
+            else:
+                sources.append(partial[1 + i] if spec.rotated else partial[0])
+        return count, sources[0], sources[1], lines
+
+    def _bind(self, even: bool, row_words: bool, col_words: bool) -> Launch:
+        tm, tk, warps = TILE
+        constants = {
+            **_constants("ROW", self.sources[0], self.row, 1, row_words),
+            **_constants("COL", self.sources[1], self.col, 2, col_words),
+            **{"TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
+        }
+        return nvfp4_kernel.bind(constants, warps, options=SEPARATE)
+
+
+SEPARATE = {"enable_fp_fusion": False}
+"""Each operation is rounded by itself."""
+
+
+@functools.cache
+def _amax(plain: bool, row: bool, col: bool, even: bool) -> Launch:
+    tm, tk, warps = AMAX_TILE
+    constants = {"PLAIN": plain, "ROW": row, "COL": col, "TM": tm, "TK": tk, "EVEN": even}
+    return nvfp4_amax_kernel.bind(constants, warps)
+
+
+def _source(spec: PlaneSpec | None) -> int:
+    if spec is None:
+        return ABSENT.value
+    return LINE.value if spec.per_line else TENSOR.value
+
+
+def _is_whole(spec: PlaneSpec | None, cols: int) -> bool:
+    """Whether all groups of a plane have 16 elements, so that their codes are stored as words."""
+    return spec is None or spec.rotated or cols % 16 == 0
+
+
+def _constants(side: str, source: int, spec: PlaneSpec | None, square: int, words: bool) -> dict[str, Any]:
+    given = spec or PlaneSpec(False, False, False, "", False, 1.0)
+    return {
+        side: source,
+        f"{side}_SQUARE": square if given.square else 0,
+        f"{side}_ROTATED": given.rotated,
+        f"{side}_RANDOM": given.random,
+        f"{side}_SEARCH": SEARCHES[given.search],
+        f"{side}_WORDS": words,
+    }
+
+
+def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, lines: Tensor | None) -> dict[str, Tensor] | None:
+    """The parts of a plane (M, K)."""
+    if spec is None:
+        return None
+    groups, device = -(-k // 16), x.device
+    width = 8 * groups if spec.rotated else -(-k // 2)
+    return {
+        "codes": torch.empty((m, width), dtype=torch.uint8, device=device),
+        "scale": torch.empty((m, groups), dtype=torch.uint8, device=device),
+        "amax": lines.view(torch.float32)
+        if spec.per_line and lines is not None
+        else torch.empty((1,), dtype=torch.float32, device=device),
+    }
+
+
+def _buffers(parts: dict[str, Tensor] | None, lines: Any) -> tuple[Tensor | None, ...]:
+    """Codes, scales, and where the kernel keeps the global amax."""
+    if parts is None:
+        return None, None, None
+    return parts["codes"], parts["scale"], parts["amax"]

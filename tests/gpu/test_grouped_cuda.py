@@ -1,0 +1,302 @@
+"""On a CUDA device: linears over row segments have the bits of separate linears; row counts may stay on the device."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import duotone
+from duotone import formats, recipes
+from duotone.dispatch import segments as native
+from duotone.linear.grouped import GroupedStage
+from duotone.linear.segmented import SegmentedStage
+from duotone.recipes import DelayedScaling
+from duotone.tensor import Quantizer
+from duotone.tensor.plane import Usage
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no CUDA device that converts to FP8; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="grouped products of FP8 are used on compute capability 9.0",
+)
+K, N = 256, 128
+CUDA = {"device": "cuda", "params_dtype": torch.bfloat16}
+SPLITS = [[128, 256, 384], [130, 0, 70], [17, 1, 24], [0, 0, 64], [48, 16, 0]]
+SEGMENTED = ["fp8-current", "fp8-delayed", "fp8-rowwise"]
+ON_DEVICE = {
+    "rowwise": recipes.load("fp8-rowwise"),
+    "delayed": DelayedScaling(fp8_format="E4M3"),
+    "current": recipes.Float8CurrentScaling(fp8_format="E4M3"),
+}
+PAIRS = [
+    ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
+    ("fp8_e5m2_tensor", "fp8_e4m3_tensor"),
+    ("fp8_e4m3_tensor_pow2", "fp8_e4m3_tensor_pow2"),
+    ("fp8_e4m3_row", "fp8_e4m3_row"),
+    ("fp8_e4m3_row", "fp8_e5m2_tensor"),
+]
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.detach().contiguous()
+    return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
+
+
+def same(ours: list, others: list) -> None:
+    assert len(ours) == len(others)
+    for i, (a, b) in enumerate(zip(ours, others, strict=True)):
+        assert (a is None) == (b is None), i
+        assert a is None or (a.shape == b.shape and torch.equal(bits(a), bits(b))), i
+
+
+def close(ours: list, others: list) -> None:
+    for i, (a, b) in enumerate(zip(ours, others, strict=True)):
+        assert a.isfinite().all() and (a - b).norm() <= 1e-2 * b.norm() + 1e-6, i
+
+
+def awkward(m: int, k: int) -> Tensor:
+    generator = torch.Generator().manual_seed(m + k)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-12, 12, (m, k), generator=generator).float())
+    x.view(-1)[::7] = 0.0
+    if m > 16:
+        x[1, 3], x[2, 5], x[3, 7], x[4] = torch.inf, -torch.inf, torch.nan, 1e-40
+    return x.bfloat16().cuda()
+
+
+@pytest.mark.parametrize("how", ["host", "device", "table"])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_casts_of_segments_have_the_bits_of_separate_casts(pair, splits, how) -> None:
+    x, (row, col) = awkward(sum(splits), K), (formats.get(name) for name in pair)
+    device, counts = how == "device", torch.tensor(splits, device="cuda")
+    segments = native.device_segments(counts, x) if device else native.host_segments(splits, x)
+    table = None
+    parts = x.split(splits)
+    if how == "table":
+        parts = [part.clone() for part in parts if part.numel()]
+        splits = [n for n in splits if n]
+        segments, table = native.host_segments(splits, x), native.table(parts)
+    for usage in (Usage(True, True), Usage(True, False), Usage(False, True)):
+        used = row if usage.rowwise else None, col if usage.columnwise else None
+        made = native.segment_cast(*used, x, device, device)(parts[0] if table else x, segments, table=table)
+        start = at = 0
+        for e, part in enumerate(parts):
+            n, p = len(part), native.width(len(part))
+            alone = Quantizer(row, col).encode(part, usage)
+            if usage.rowwise:
+                assert torch.equal(made.row[start : start + n], alone.rowwise.parts["codes"])
+                compare(made.row_scale, alone.rowwise.parts["scale"], row, e, (start if device else at, n), device)
+            if usage.columnwise:
+                codes = made.col[:, at : at + p] if device else made.col[K * at : K * (at + p)].view(K, p)
+                assert torch.equal(codes[:, :n], alone.columnwise.parts["codes"]) and not codes[:, n:].any()
+                compare(made.col_scale, alone.columnwise.parts["scale"], col, e, None, device)
+            start, at = start + n, at + p
+
+
+def compare(stored: Tensor, scale: Tensor, fmt, e: int, rows: tuple[int, int] | None, spread: bool) -> None:
+    lines = fmt.outer_block.rows == 1
+    if not (lines or spread):
+        found = stored[e : e + 1]
+    else:
+        found = stored[e] if rows is None else stored[rows[0] : rows[0] + rows[1]]
+    want = scale.reshape(-1)
+    same([found], [want if lines else want.expand(len(found))])
+
+
+def group(recipe, count: int = 3, **given) -> duotone.GroupedLinear:
+    torch.manual_seed(3)
+    return duotone.GroupedLinear(count, K, N, recipe=recipe, name="g", **{"bias": False, **CUDA, **given})
+
+
+def inputs(splits: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    rows = sum(splits)
+    return torch.randn(rows, K, device="cuda").bfloat16(), torch.randn(rows, N, device="cuda").bfloat16()
+
+
+def train(m, x: Tensor, dy: Tensor, splits, **call) -> list:
+    leaf = x.clone().requires_grad_()
+    m.zero_grad()
+    y = m(leaf, splits, **call)
+    y.backward(dy)
+    return [y.detach(), leaf.grad, *(p.grad for p in m.parameters())]
+
+
+def separate(m: duotone.GroupedLinear) -> list[duotone.Linear]:
+    made = []
+    for i in range(m.num_gemms):
+        one = duotone.Linear(K, N, bias=m.use_bias, recipe=m.recipe, name=f"g{i}", **CUDA)
+        one.weight = m.weights[i]
+        if m.use_bias:
+            one.bias = m.biases[i]
+        made.append(one)
+    return made
+
+
+def train_each(linears: list[duotone.Linear], x: Tensor, dy: Tensor, splits: list[int]) -> list:
+    leaves = [rows.clone().requires_grad_() for rows in x.split(splits)]
+    for one in linears:
+        one.zero_grad()
+    ys = [one(leaf) for one, leaf in zip(linears, leaves, strict=True)]
+    for y, grad in zip(ys, dy.split(splits), strict=True):
+        y.backward(grad)
+    kinds = ("weight", "bias") if linears[0].bias is not None else ("weight",)
+    gradients = [getattr(one, kind).grad for kind in kinds for one in linears]
+    return [torch.cat(ys).detach(), torch.cat([leaf.grad for leaf in leaves]), *gradients]
+
+
+def stage_of(m: duotone.GroupedLinear) -> GroupedStage:
+    return m._last[1]  # type: ignore[index, return-value]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_host_splits_give_the_bits_of_separate_linears(name, bias) -> None:
+    """Steps of other splits; outputs, gradients and delayed scales."""
+    m = group(recipes.load(name), bias=bias)
+    linears = separate(m)
+    for step, splits in enumerate(SPLITS):
+        x, dy = inputs(splits, step)
+        same(train(m, x, dy, splits), train_each(linears, x, dy, splits))
+        assert type(stage_of(m)) is SegmentedStage
+        if name == "fp8-delayed":
+            for state, buffer in itertools.product(("duotone_forward", "duotone_backward"), ("scale", "amax_history")):
+                each = [getattr(getattr(one, state), buffer) for one in linears]
+                same([getattr(getattr(m, state), buffer)], [torch.cat(each, -1)])
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_dtypes_give_the_bits_of_the_loop(name, dtype, monkeypatch) -> None:
+    m = group(recipes.load(name), params_dtype=dtype, bias=True)
+    twin = copy.deepcopy(m)
+    monkeypatch.setattr(twin, "make_stage", lambda linears: GroupedStage(tuple(linears)))
+    x, dy = (t.to(dtype) for t in inputs(SPLITS[1]))
+    same(train(m, x, dy, SPLITS[1]), train(twin, x, dy, SPLITS[1]))
+    assert type(stage_of(m)) is SegmentedStage and type(stage_of(twin)) is GroupedStage
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_inputs_of_every_kind_give_the_same(name) -> None:
+    """Leading dimensions, strides, no gradient, a packed weight, no rows at all."""
+    m = group(recipes.load(name), single_grouped_weight=True)
+    x, dy = inputs([40, 0, 24])
+    want = train(m, x, dy, [40, 0, 24])
+    fresh = group(recipes.load(name), single_grouped_weight=True)
+    wide = torch.zeros(64, 2 * K, device="cuda", dtype=torch.bfloat16)
+    wide[:, ::2] = x
+    got = train(fresh, wide[:, ::2].view(4, 16, K), dy.view(4, 16, N), [40, 0, 24])
+    same([got[0].view(64, N), got[1].view(64, K), got[2]], want)
+    with torch.no_grad():
+        for one in (m, fresh):  # after one step of training each
+            assert torch.equal(one(x, [40, 0, 24]), m(x, torch.tensor([40, 0, 24])))
+    empty = train(m, x[:0], dy[:0], [0, 0, 0])
+    assert empty[0].shape == (0, N) and not empty[2].any()
+
+
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_main_grad_delayed_gradients_and_cached_weights_give_the_bits_of_the_loop(name, monkeypatch) -> None:
+    for given in ({"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {}):
+        m = group(recipes.load(name), **given)
+        twin = copy.deepcopy(m)
+        monkeypatch.setattr(twin, "make_stage", lambda linears: GroupedStage(tuple(linears)))
+        for one, p in itertools.product((m, twin), range(3)):
+            one.weights[p].main_grad = torch.ones(N, K, device="cuda")
+        for step, first in enumerate((True, False)):
+            x, dy = inputs(SPLITS[1], step)
+            found = [train(one, x, dy, SPLITS[1], is_first_microbatch=first) for one in (m, twin)]
+            same(*found)
+            for one in (m, twin):
+                one.backward_dw()
+            same([w.main_grad for w in m.weights], [w.main_grad for w in twin.weights])
+            same([w.grad for w in m.weights], [w.grad for w in twin.weights])
+
+
+# --- row counts on the device
+
+
+@on_hopper
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("name", ON_DEVICE)
+def test_device_splits_give_the_values_of_host_splits_without_waiting(name, splits) -> None:
+    """The grouped product pads the contraction of dw to 16: its 2-D by 2-D form with uneven groups shows here."""
+    m, twin = group(ON_DEVICE[name]), group(ON_DEVICE[name])
+    for dtype in (torch.int64, torch.int32):
+        x, dy = inputs(splits)
+        counts = torch.tensor(splits, dtype=dtype, device="cuda")
+        want = train(twin, x, dy, splits)
+        before = copy.deepcopy(m)
+        train(before, x, dy, counts)  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            got = train(m, x, dy, counts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert stage_of(m).takes_device_splits
+        close(got, want)
+        assert all(not g.any() for g, n in zip(got[2:], splits, strict=True) if n == 0)
+        for state in ("duotone_forward", "duotone_backward") if name == "delayed" else ():
+            same(list(getattr(m, state).buffers()), list(getattr(twin, state).buffers()))
+
+
+@on_hopper
+def test_host_splits_do_not_wait_either() -> None:
+    m = group(recipes.load("fp8-delayed"))
+    x, dy = inputs(SPLITS[1])
+    train(m, x, dy, SPLITS[1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(m, x, dy, SPLITS[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_hopper
+def test_counts_on_the_device_are_waited_for_where_no_grouped_product_takes_them() -> None:
+    x, dy = inputs(SPLITS[0])
+    counts = torch.tensor(SPLITS[0], device="cuda")
+    for recipe, given in (
+        (recipes.load("fp8-current"), {}),
+        (recipes.load("fp8-rowwise"), {"bias": True}),
+        (recipes.load("mxfp8"), {}),
+    ):
+        m = group(recipe, **given)
+        same(train(m, x, dy, counts), train(copy.deepcopy(m), x, dy, SPLITS[0]))
+        with pytest.raises(duotone.UserError, match="sum to"):
+            m(x[:-1], counts)
+
+
+@on_hopper
+def test_rows_beyond_the_counts_do_not_matter_and_none_is_read_beyond_the_input() -> None:
+    m = group(ON_DEVICE["rowwise"])
+    x, dy = inputs([130, 0, 70])
+    want = train(m, x[:150], dy[:150], [130, 0, 20])
+    got = train(m, x, dy, torch.tensor([130, 0, 20], device="cuda"))
+    close([got[0][:150], got[1][:150], *got[2:]], want)
+    want = train(m, x, dy, [130, 0, 70])
+    close(train(m, x, dy, torch.tensor([130, -5, 1 << 20], device="cuda")), want)
+
+
+@on_hopper
+def test_a_captured_call_follows_counts_that_change() -> None:
+    m = group(ON_DEVICE["rowwise"])
+    x, _ = inputs([130, 0, 70])
+    counts = torch.tensor([130, 0, 70], device="cuda")
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            m(x, counts)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = m(x, counts)
+        for splits in ([130, 0, 70], [17, 100, 83], [0, 200, 0]):
+            counts.copy_(torch.tensor(splits))
+            graph.replay()
+            close([y], [m(x, splits)])

@@ -1,0 +1,180 @@
+"""On a CUDA device: NVFP4 planes from one cast, decoding in one kernel and the epilogue have the bits of the CPU."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from duotone import formats
+from duotone.dispatch import casts, factors, gemms
+from duotone.formats import Factors
+from duotone.tensor import Quantizer
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Plane, Usage
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+
+NAMES = [name for name in formats.names() if name.startswith("nvfp4")]
+MIXED = [("nvfp4", "nvfp4_rht"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_row", "nvfp4_4over6"), ("nvfp4_rht", "nvfp4")]
+PAIRS = [*((name, name) for name in NAMES), *MIXED]
+SHAPES = [(128, 256), (64, 128), (1, 16), (17, 1), (130, 257), (512, 96), (66, 139), (33, 130), (1, 1)]
+USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
+SEEDS = [0, 1, -1, 0x1234567890ABCDEF]
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.detach().cpu().contiguous()
+    return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
+
+
+def awkward_matrix(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    """Spread over many binades, with zeros, denormals, infinities, NaN, a row and a column of zeros."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-20, 20, (m, k), generator=generator).float())
+    flat = x.view(-1)
+    flat[::7] = 0.0
+    if m * k > 64:
+        flat[3], flat[11], flat[29], flat[40] = torch.inf, -torch.inf, torch.nan, -torch.nan
+        flat[17], flat[18] = 1e-40, -1e-40
+        x[m // 2] = 0.0
+        x[:, k // 2] = -0.0
+    return x.to(dtype)
+
+
+def same(here: Plane | None, there: Plane | None) -> None:
+    assert (here is None) == (there is None)
+    if here is None or there is None:
+        return
+    assert there.shape == here.shape
+    for name, part in here.parts.items():
+        assert there.parts[name].shape == part.shape, name
+        assert torch.equal(bits(there.parts[name]), bits(part)), name
+
+
+def context(seed: int, device: str) -> QuantizeContext:
+    return QuantizeContext(seed=torch.tensor([seed], dtype=torch.int64, device=device))
+
+
+def encoded(pair: tuple[str, str], x: Tensor, seed: int, usage: Usage = USAGES[0]) -> None:
+    """Both planes on the GPU against those of the CPU."""
+    quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
+    here, there = (
+        quantizer.encode(x, usage, context(seed, "cpu")),
+        quantizer.encode(x.cuda(), usage, context(seed, "cuda")),
+    )
+    same(here.rowwise, there.rowwise)
+    same(here.columnwise, there.columnwise)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_one_cast_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
+    x = awkward_matrix(*shape, dtype)
+    row, col = (formats.get(name) for name in pair)
+    assert casts.one_read(row, col, x.cuda()) is not None
+    for usage in USAGES:
+        encoded(pair, x, 0x1234567890ABCDEF, usage)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-38, 0.0])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_magnitudes_without_an_infinity(pair, scale) -> None:
+    x = torch.randn(130, 272) * scale
+    x[3, 5], x[64, 200] = torch.nan, -torch.nan
+    x[7], x[:, 9] = 0.0, -0.0
+    x[16:32, 32:48] *= 1e-6
+    for dtype in (torch.bfloat16, torch.float32):
+        encoded(pair, x.to(dtype), 77)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("pair", [p for p in PAIRS if "sr" in p[0]], ids=str)
+def test_every_seed_has_its_stream(pair, seed) -> None:
+    for shape in ((128, 256), (50, 70)):
+        encoded(pair, torch.randn(shape).bfloat16(), seed)
+
+
+def test_a_column_of_a_square_format_is_that_of_its_own_matrix() -> None:
+    """Where codes depend on which matrix is encoded, a columnwise plane alone is encoded and turned."""
+    x = torch.randn(70, 90)
+    for name in NAMES:
+        encoded((name, name), x, 5, Usage(False, True))
+
+
+def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
+    x = awkward_matrix(130, 512, torch.bfloat16)
+    flat = torch.zeros(130 * 512 + 1, dtype=torch.bfloat16, device="cuda")
+    flat[1:] = x.cuda().view(-1)
+    misaligned = flat[1:].view(130, 512)
+    assert misaligned.data_ptr() % 16
+    views = [(x.t(), x.cuda().t()), (x[::2, ::3], x.cuda()[::2, ::3]), (x, misaligned)]
+    for (a, b), pair in itertools.product(views, MIXED):
+        quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
+        here, there = quantizer.encode(a, ctx=context(3, "cpu")), quantizer.encode(b, ctx=context(3, "cuda"))
+        same(here.rowwise, there.rowwise)
+        same(here.columnwise, there.columnwise)
+
+
+def test_a_matrix_beyond_the_first_tiles_of_every_program() -> None:
+    x = torch.randn(4096, 2048).bfloat16()
+    for pair in MIXED[:2]:
+        encoded(pair, x, 11)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
+    fmt = formats.get(name)
+    quantizer = Quantizer(fmt, fmt)
+    x = awkward_matrix(*shape, torch.float32)
+    for scale in (1.0, 1e30):
+        finite = x.nan_to_num(0.0, 1.0, -1.0) * scale
+        here = quantizer.encode(finite, ctx=context(9, "cpu"))
+        there = quantizer.encode(finite.cuda(), ctx=context(9, "cuda"))
+        for a, b in ((here.rowwise, there.rowwise), (here.columnwise, there.columnwise)):
+            assert a is not None and b is not None
+            turned = Plane(
+                fmt, {n: part.t().contiguous().t() if part.dim() == 2 else part for n, part in b.parts.items()}, b.shape
+            )
+            for there_plane, dtype in itertools.product((b, turned), (torch.float32, torch.bfloat16, torch.float16)):
+                assert torch.equal(bits(there_plane.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
+                assert torch.equal(bits(there_plane.factors().inner), bits(a.format.factors(a.parts).inner))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (1, 1), (1, 40), (77, 1), (130, 257)], ids=str)
+def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
+    from duotone.kernels.epilogue import finish
+
+    m, n = shape
+    y = torch.randn(m, n) * 1e4
+    y.view(-1)[0] = torch.inf
+    bias = torch.randn(n, dtype=dtype)
+    sides = None, torch.rand(1), "lines"
+    for a, b, divisor, add in itertools.product(sides, sides, (1.0, 2688.0), (None, bias)):
+        left = Factors(y, torch.rand(m) if a == "lines" else a, divisor)
+        right = Factors(y, torch.rand(n) if b == "lines" else b, divisor)
+        moved = [None if f.outer is None else f.outer.cuda() for f in (left, right)]
+        made = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), dtype)
+        assert torch.equal(bits(made), bits(factors.finish(factors.scaled(y, left, right), dtype, add)))
+
+
+@pytest.mark.parametrize(
+    "pair", [("nvfp4", "nvfp4_16x16"), ("nvfp4_row", "nvfp4"), ("nvfp4_rht_sr", "nvfp4_rht")], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_that_of_the_decoded_operands(pair, bias) -> None:
+    first, second = (formats.get(name) for name in pair)
+    x, w = torch.randn(130, 272, device="cuda"), torch.randn(66, 272, device="cuda")
+    a, b = Plane.encode(first, x, context(1, "cuda")), Plane.encode(second, w, context(2, "cuda"))
+    rule, _ = gemms.choose(gemms.GemmProblem(first, second, "cuda", torch.bfloat16))
+    add = torch.randn(66, device="cuda") if bias else None
+    y = rule.run(a, b, torch.bfloat16, add)
+    want = a.values(torch.float32).double() @ b.values(torch.float32).double().t()
+    want = want if add is None else want + add.double()
+    assert y.dtype is torch.bfloat16 and ((y.double() - want).abs() <= want.abs() * 2.0**-8 + 1e-4).all()

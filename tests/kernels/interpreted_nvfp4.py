@@ -1,0 +1,147 @@
+"""A script: the NVFP4 casts, their decoding and the epilogue of products in Triton's interpreter, against their twins.
+
+Prints each difference, then how many comparisons were made. Besides conversions (see `interpreted`), these of a GPU are
+replaced: minima and maxima that drop NaN, NaN without a sign, a fused product and sum rounded down, bf16 by twos.
+"""
+
+import itertools
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, those of Triton itself too
+
+import numpy as np
+import torch
+import triton.language as tl
+from interpreted import Check, awkward, bits, convert
+from torch import Tensor
+from triton.runtime import interpreter
+
+from duotone import formats
+from duotone.dispatch import casts
+from duotone.dispatch.factors import finish, scaled
+from duotone.formats import Factors, Format
+from duotone.kernels import decode_nvfp4, e2m1, epilogue, launch
+
+SEED = 0x1234567890ABCDEF
+NAMES = [name for name in formats.names() if name.startswith("nvfp4")]
+DTYPES = torch.bfloat16, torch.float32, torch.float16
+
+
+def call(self: launch.Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
+    self.function[(programs,)](*tensors, *integers, *floats, **self.options)
+
+
+class Libdevice:
+    @staticmethod
+    def fma_rz(a: Any, b: float, c: Any) -> Any:
+        """Of magnitudes, onto 2^23: what lies above it is rounded down, and small enough for fp64 to hold."""
+        above = float(getattr(c, "value", c)) - 2.0**23
+        floor = np.floor(np.minimum(a.handle.data.astype(np.float64) * b, 1e6) + above)
+        return tl.tensor(interpreter.TensorHandle((floor + 2.0**23).astype(np.float32), tl.float32), a.type)
+
+
+def product(value: Any, q: Any) -> Any:
+    made = value * q
+    return tl.where(made == made, made, float("nan"))
+
+
+def bf16_pair(low: Any, high: Any) -> Any:
+    halves = [half.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32) for half in (low, high)]
+    return (halves[0] | (halves[1] << 16)).to(tl.int32, bitcast=True)
+
+
+def replace() -> None:
+    def index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
+    interpreter._patch_lang_tensor, interpreter._convert_float = index, convert
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    launch.Launch.__call__ = call
+    e2m1.libdevice, e2m1.product = Libdevice, product
+    e2m1.bf16_pair = decode_nvfp4.bf16_pair = bf16_pair
+
+
+def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, Tensor] | None]:
+    """The parts of both planes by the plain stages."""
+    made = [None if row is None else row.encode(x, seed=SEED)]
+    if col is None:
+        return [*made, None]
+    if col.is_derivable:
+        return [*made, col.derive(col.encode(x, seed=SEED), x.shape[1])]
+    return [*made, col.encode(x.t(), seed=SEED, plane="col")]
+
+
+def planes() -> Check:
+    """A matrix of words with infinities and NaN, one of odd sizes, one near the largest numbers, one column."""
+    x = awkward()
+    huge = torch.randn(17, 40) * 1e30
+    given = [(x[:64, :144].bfloat16(), "whole"), (x[1:, :143].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
+    for name, (matrix, what) in itertools.product(NAMES, given):
+        fmt, matrix = formats.get(name), matrix.contiguous()
+        if (what == "huge" and not fmt.scale_search) or (what == "column" and fmt.scale_search):
+            continue
+        for row, col in ((fmt, fmt), (None, fmt)) if what == "whole" else ((fmt, fmt),):
+            cast = casts._find_two_level(row, col, row is not None and fmt.is_derivable)
+            if cast is None:
+                assert row is None and fmt.is_derivable
+                continue
+            made = cast(matrix, seed=torch.tensor([SEED]))
+            for side, got, want in zip(("row", "col"), made, twins(row, col, matrix), strict=True):
+                if got is None or want is None:
+                    assert got is want
+                    continue
+                assert list(got) == list(want)
+                yield from ((f"{name} {side} {part} {what} {matrix.dtype}", got[part], want[part]) for part in want)
+
+
+def values() -> Check:
+    for name, dtype in itertools.product(("nvfp4", "nvfp4_row", "nvfp4_16x16_4over6"), DTYPES):
+        fmt = formats.get(name)
+        for rows, cols in ((70, 150), (35, 141), (1, 7)):
+            parts = fmt.encode(awkward()[:rows, :cols])
+            given = parts["codes"], parts["scale"].t().contiguous().t()
+            top = fmt.scale_limits(dtype)[0]
+            got = decode_nvfp4.decode(*given, parts["amax"], top, dtype)
+            yield f"values {name} {rows} {dtype}", got, fmt.decode(parts, dtype)
+            if dtype is torch.bfloat16:
+                got = decode_nvfp4.decode(*given, None, top, dtype)
+                yield f"inner {name} {rows}", got, fmt.factors(parts).inner
+
+
+def epilogues() -> Check:
+    y = awkward()
+    m, n = y.shape
+    extents = None, 1, "lines"
+    for a, b, constant, bias, dtype in itertools.product(extents, extents, (1.0, 2688.0), (False, True), DTYPES):
+        sides = [
+            Factors(y, None if of is None else torch.rand(size if of == "lines" else 1), divisor)
+            for of, size, divisor in ((a, m, constant), (b, n, 1.5))
+        ]
+        add = torch.randn(n).to(dtype) if bias else None
+        one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
+        got = epilogue.finish(y, sides[0].outer, sides[1].outer, one_over, add, dtype)
+        yield f"epilogue {a} {b} {constant} {bias} {dtype}", got, finish(scaled(y, *sides), dtype, add)
+
+
+def main() -> int:
+    torch.manual_seed(1234)
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")
+    replace()
+    made = wrong = 0
+    for what, got, want in itertools.chain(planes(), values(), epilogues()):
+        made += 1
+        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
+            wrong += 1
+            print(f"{what}: {int((bits(got) != bits(want)).sum()) if got.shape == want.shape else 'shape'} differ")
+    print(f"{made} comparisons, {wrong} differ")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A script: the cast of segments in Triton's interpreter on the CPU, against the plain stages over each segment.
+
+Prints each difference, then how many comparisons were made. Conversions are torch's, see `interpreted.py`.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+import numpy as np
+import torch
+import triton.language as tl
+from interpreted import awkward, bits, convert
+from torch import Tensor
+from triton.runtime import interpreter
+
+from duotone import formats
+from duotone.dispatch.casts import _spec
+from duotone.formats.elements import E4M3, E5M2
+from duotone.kernels.cast import Cast
+from duotone.kernels.launch import Launch
+from duotone.kernels.segment_cast import Coded, SegmentCast, Segments, Table, columns, segments_of
+from duotone.tensor import Quantizer
+from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.plane import Usage
+
+K = 144
+SPLITS = [[70], [17, 0, 40, 13], [0, 0, 3, 0, 67, 0], [64, 6], [16, 32, 22], [0]]
+PAIRS = [
+    ("fp8_e4m3_tensor", "fp8_e4m3_tensor"),
+    ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
+    ("fp8_e4m3_tensor_pow2", "fp8_e4m3_tensor_pow2"),
+    ("fp8_e4m3_row", "fp8_e4m3_row"),
+    ("fp8_e5m2_row", "fp8_e4m3_tensor"),
+    ("fp8_e4m3_tensor", "fp8_e5m2_row"),
+    ("fp8_e4m3_delayed", "fp8_e4m3_delayed"),
+    ("fp8_e5m2_delayed", "fp8_e4m3_row"),
+]
+HOW = ["host", "device", "table"]
+USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
+ELEMENTS = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+Check = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def patched(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
+    """numpy 2 makes no integer of the one-element arrays that scalars are here."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
+    """Floats become fp32 scalars, as in a launch; the interpreter leaves them Python's."""
+    if not isinstance(arg, float):
+        return convert_other(arg)
+    return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+
+
+def launched(self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
+    self.function.run(*tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options)
+
+
+def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """To FP8 as GPUs convert: infinities become the largest value, NaN has no sign."""
+    if target in ELEMENTS:
+        element = ELEMENTS[target]
+        given = torch.from_numpy(np.ascontiguousarray(data).view(np.uint32)).view(torch.float32)
+        return element.encode(given).view(torch.uint8).numpy()
+    return convert(data, source, target, rounding)
+
+
+class Given(Slot):
+    """A scale, and the amax that the cast would record."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale, self.live = scale, torch.zeros(1)
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        known = x.float().abs().nan_to_num(0.0, torch.inf)
+        self.live = known.max().reshape(1) if x.numel() else self.live
+        return self.scale
+
+
+def made(cast: SegmentCast, x: Tensor, splits: list[int], scales: Tensor, how: str) -> tuple[Coded, Tensor]:
+    """The codes of all segments: of one matrix, by counts on the device, or of matrices of their own."""
+    ends = np.cumsum([splits, [columns(n) for n in splits]], axis=1)
+    segments = Segments(torch.from_numpy(ends.astype(np.int32)).reshape(-1), len(splits), len(x), int(ends[1, -1]))
+    if how == "device":
+        segments = segments_of(torch.tensor(splits), len(x))
+        assert torch.equal(segments.ends, torch.from_numpy(ends.astype(np.int32)).reshape(-1))
+    live = torch.zeros(len(splits) * 2, dtype=torch.int32)
+    given = (scales.repeat_interleave(2), live, 2)
+    if how != "table":
+        return cast(x, segments, given), live[::2]
+    apart = [rows.clone() for rows in x.split(splits)]
+    first = apart[0]
+    offsets = [(one.data_ptr() - first.data_ptr()) // x.itemsize for one in apart]
+    return cast(first, segments, given, Table(torch.tensor(offsets), not any(n % 16 for n in offsets))), live[::2]
+
+
+def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: list[int], how: str) -> Check:
+    row, col = (formats.get(name) if used else None for name, used in zip(pair, usage, strict=True))
+    shared = row is not None and row == col and row.is_derivable
+    x = awkward()[: sum(splits), :K].to(dtype).contiguous()
+    device = how == "device"
+    cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared), whole=device, spread=device)
+    scales = torch.rand(len(splits)) * 100
+    coded, live = made(cast, x, splits, scales, how)
+    start = at = 0
+    for e, n in enumerate(splits):
+        slot = Given(scales[e : e + 1])
+        alone = Quantizer(row, col).encode(x[start : start + n], usage, QuantizeContext(slots=(slot, slot)))
+        p = columns(n)
+        where = f"{pair} {usage} {dtype} {splits} {how} segment {e}"
+        if alone.rowwise is not None:
+            yield f"{where} row codes", coded.row[start : start + n], alone.rowwise.parts["codes"]
+            place = (start, start + n) if device else (at, at + n)
+            yield f"{where} row scales", *scales_of(coded.row_scale, alone.rowwise, row, e, place, device)
+        if alone.columnwise is not None:
+            codes = coded.col[:, at : at + p] if device else coded.col[K * at : K * (at + p)].view(K, p)
+            yield f"{where} column codes", codes[:, :n], alone.columnwise.parts["codes"]
+            yield f"{where} padding", codes[:, n:], torch.zeros(K, p - n, dtype=torch.uint8)
+            yield f"{where} column scales", *scales_of(coded.col_scale, alone.columnwise, col, e, None, device)
+        if any(fmt is not None and fmt.is_delayed for fmt in (row, col)):
+            yield f"{where} amax", live[e : e + 1].view(torch.float32), slot.live
+        start, at = start + n, at + p
+
+
+def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any, spread: bool) -> tuple[Tensor, Tensor]:
+    """What was stored for a segment, and what its plane has."""
+    want, lines = plane.parts["scale"].reshape(-1), fmt.outer_block.rows == 1
+    if not (lines or spread):
+        return stored[e : e + 1], want
+    found = stored[slice(*rows)] if rows is not None else stored[e]
+    return found, want if lines else want.expand(len(found))
+
+
+def checks() -> Check:
+    given = zip(itertools.product(PAIRS, USAGES), itertools.cycle(SPLITS), itertools.cycle(HOW), strict=False)
+    for (pair, usage), splits, how in given:
+        yield from compared(pair, usage, torch.bfloat16, splits, how)
+    for pair, how in itertools.product(PAIRS, HOW):
+        yield from compared(pair, USAGES[0], torch.bfloat16, SPLITS[1], how)
+    for pair in PAIRS:
+        yield from compared(pair, USAGES[0], torch.float32, SPLITS[2], "host")
+    beyond = torch.tensor([9, -4, 80, 3], dtype=torch.int32)
+    yield "ends stay inside", segments_of(beyond, 70).ends, torch.tensor([9, 9, 70, 70, 16, 16, 80, 80]).int()
+    yield "strided counts", segments_of(torch.tensor([9, 0, 61, 0])[::2], 70).ends, torch.tensor([9, 70, 16, 80]).int()
+
+
+def _difference(got: Tensor, want: Tensor) -> str:
+    if got.shape != want.shape:
+        return f"{tuple(got.shape)} for {tuple(want.shape)}"
+    return f"{int((bits(got) != bits(want)).sum())} differ"
+
+
+def main() -> int:
+    torch.manual_seed(1234)
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")
+    interpreter._convert_float = saturating
+    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
+    Launch.__call__ = launched  # type: ignore[method-assign]
+    count = wrong = 0
+    for what, got, want in checks():
+        count += 1
+        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
+            wrong += 1
+            print(f"{what}: {_difference(got, want)}")
+    print(f"{count} comparisons, {wrong} differ")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
