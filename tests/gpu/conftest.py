@@ -1,4 +1,4 @@
-"""Every buffer that a test allocates uninitialised holds NaN or a byte pattern first, so that what no kernel writes shows."""
+"""Every buffer that is allocated holds NaN or a byte pattern first, so that what no kernel writes shows."""
 
 from typing import Any
 

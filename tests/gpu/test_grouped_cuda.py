@@ -110,7 +110,8 @@ def compare(stored: Tensor, scale: Tensor, fmt, e: int, rows: tuple[int, int] | 
 
 def group(recipe, count: int = 3, **given) -> duotone.GroupedLinear:
     torch.manual_seed(3)
-    return duotone.GroupedLinear(count, K, N, recipe=recipe, name="g", **{"bias": False, **CUDA, **given})
+    options = {"bias": False, "segmented": True, **CUDA, **given}
+    return duotone.GroupedLinear(count, K, N, recipe=recipe, name="g", **options)
 
 
 def inputs(splits: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:

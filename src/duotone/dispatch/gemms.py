@@ -59,9 +59,14 @@ class Operand(Protocol):
 class GemmRule(Protocol):
     """One row of the table."""
 
-    name: str
-    native: bool
-    note: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def native(self) -> bool: ...
+
+    @property
+    def note(self) -> str: ...
 
     def reject(self, problem: GemmProblem) -> str:
         """Why the rule cannot run the problem, or ""."""

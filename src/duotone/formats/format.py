@@ -278,7 +278,7 @@ class ScaledFormat:
         return values[:, :cols]
 
     def factors(self, parts: Parts, stages: Stages = PLAIN, inner: Tensor | None = None) -> Factors:
-        """`decode` split into an operand that is exact in bf16, unless it is given, and what must follow the product."""
+        """`decode` split into an operand that is exact in bf16, unless given, and what must follow the product."""
         if inner is None:
             inner = self._values(parts, torch.bfloat16, self.rule.inner, stages)
         return Factors(inner, self.rule.outer(parts), self.rule.divisor)

@@ -279,9 +279,7 @@ class Cast:
             of_col = cols if self.sources[1] == LINE.value else of_col
         return self._enqueue((x, None), x.shape, (NOTHING.value, 0), (of_row, of_col, live), count)
 
-    def produced(
-        self, made: Produced, scales: Given = (None, None), live: Tensor | None = None
-    ) -> tuple[Made, Made]:
+    def produced(self, made: Produced, scales: Given = (None, None), live: Tensor | None = None) -> tuple[Made, Made]:
         """As a call, of a matrix that is made on the way, where no amax of it has to be known before."""
         if self.needs_amax or self.needs_lines or not fits(made, self.tile[1]):
             return self(produce(made), scales, live)

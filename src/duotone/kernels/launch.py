@@ -31,8 +31,8 @@ class Kernel:
 class Launch:
     """A kernel with its constants; call it with what changes.
 
-    The first tensor may have any dtype; those of the others follow from it and from the constants. A tensor that is None
-    is not read or written, and is so in every call.
+    The first tensor may have any dtype; those of the others follow from it and from the constants. A tensor that is
+    None is not read or written, and is so in every call.
     """
 
     def __init__(self, function: Any, options: dict[str, Any], constants: int) -> None:

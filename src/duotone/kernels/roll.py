@@ -3,7 +3,6 @@
 import functools
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 

@@ -26,6 +26,11 @@ class GroupedStage(Stage):
     linears: tuple[LinearStage, ...]
 
     @property
+    def takes_device_splits(self) -> bool:
+        """Whether the rows of each linear may stay on the device."""
+        return False
+
+    @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)
 
@@ -81,6 +86,17 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
     if rows is not None and sum(given) != rows:
         raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
     return given
+
+
+def device_splits(splits: Tensor, count: int) -> Tensor:
+    """The rows of each of `count` linears as they are on the device, not waited for: their sum is not looked at.
+
+    UserError unless they are as many as the linears.
+    """
+    if splits.dtype not in (torch.int64, torch.int32) or splits.shape != (count,):
+        got = f"{tuple(splits.shape)} in {splits.dtype}"
+        raise UserError(f"m_splits is {count} row counts, a list of integers or an int tensor; got {got}")
+    return splits
 
 
 def _short(given: Sequence[Any]) -> str:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.grouped import GroupedStage, host_splits
+from duotone.linear.grouped import GroupedStage, device_splits, host_splits
+from duotone.linear.segmented import grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.initialising import initialise, keep_initialiser
@@ -27,7 +28,7 @@ class PlannedGroup(Planned):
     module_type = "grouped_linear"
     extra_inputs = 1
     num_gemms: int
-    return_bias = False
+    return_bias = segmented = False
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -67,7 +68,19 @@ class PlannedGroup(Planned):
         return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
 
     def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
-        return (host_splits(extra[0], self.num_gemms, signal.rows),)
+        (splits,) = extra
+        if isinstance(splits, Tensor) and splits.is_cuda and self._takes_device_splits(signal):
+            return (device_splits(splits, self.num_gemms),)
+        return (host_splits(splits, self.num_gemms, signal.rows),)
+
+    def _takes_device_splits(self, signal: Signal) -> bool:
+        """Whether row counts on the device stay there; else they are waited for."""
+        if torch.compiler.is_compiling() or signal.device != "cuda" or signal.dtype is not torch.bfloat16:
+            return False
+        if not self.return_bias and any(bias is not None for bias in self.biases):
+            return False
+        stage: Any = self.link(signal, None)[0]
+        return stage.takes_device_splits
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
@@ -80,12 +93,12 @@ class PlannedGroup(Planned):
         return splits, seed, *weights, *biases
 
     def make_stage(self, linears: list[LinearStage]) -> Stage:
-        return GroupedStage(tuple(linears))
+        return grouped_stage(linears, self.weights[0].shape) if self.segmented else GroupedStage(tuple(linears))
 
     def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
         made = [options.linear_variant(self, one, i, first, overwrites) for i, one in enumerate(stage.linears)]
-        return GroupedStage(tuple(made))
+        return self.make_stage(made)
 
     def refuse_crossing(self, weight: Tensor) -> None:
         """UserError where a scale or a block of a packed weight would belong to two experts."""
@@ -110,7 +123,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
-    Other arguments are Linear's.
+    `segmented` casts all experts in one launch and keeps row counts on the device where plans allow (see forward); it
+    gives the loop's bits in Triton's interpreter and has not run on a GPU yet. Other arguments are Linear's.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -126,6 +140,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         init_method: Callable[[Tensor], Any] | None = None,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
+        segmented: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
@@ -141,6 +156,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.segmented = segmented
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
         given = {"dtype": params_dtype, "device": device}
@@ -160,8 +176,10 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def forward(self, x: Tensor, m_splits: Any, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
-        `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. With
-        `return_bias` the biases follow, not added.
+        `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
+        on a GPU is waited for, except with `segmented` on Hopper where x is bf16, all formats are E4M3 with scales per
+        tensor or per row, gradients go to autograd and no bias is added: then nothing looks at the sum, and results of
+        rows beyond it are undefined. With `return_bias` the biases follow, not added.
         """
         y = run((self,), x, (m_splits,), is_first_microbatch, self.__dict__)
         return (y, list(self.biases)) if self.return_bias else y

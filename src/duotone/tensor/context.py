@@ -28,8 +28,8 @@ class Slot:
 class QuantizeContext:
     """`shard`: the tensor is one shard of another. `slots`: delayed scaling of the rowwise and the columnwise plane.
 
-    `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both planes,
-    which was found when the plan was built, because tracing cannot look.
+    `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both
+    planes, which was found when the plan was built, because tracing cannot look.
     """
 
     shard: ShardContext | None = None

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ def compile_loss(model: Decoder) -> Decoder:
 
 def compile_between(model: Decoder) -> Decoder:
     """Compile what lies between the linears, which all blocks share, and leave the modules as they are."""
-    for block in model.layers:
+    for block in cast(list[Any], list(model.layers)):
         block.attention.mix = layer.compile_module(block.attention.mix)
     return compile_loss(model)
 

@@ -1,0 +1,189 @@
+"""The cast of all segments of a matrix in one launch; bits are those of `Cast` over each segment."""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from duotone.kernels.cast import ABSENT, ELEMENTS, GIVEN, LINE, SHARED, TENSOR, Cast, PlaneSpec
+from duotone.kernels.launch import Launch
+from duotone.kernels.scaling import CODECS
+from duotone.kernels.segments import (
+    STEP,
+    ends_kernel,
+    segment_amax_kernel,
+    segment_cast_kernel,
+    segment_lines_kernel,
+)
+
+
+class Segments(NamedTuple):
+    """`count` segments of at most `rows` rows and `width` columns of codes in all.
+
+    `ends` int32 (2 count,): ends of rows, then ends of columns.
+    """
+
+    ends: Tensor
+    count: int
+    rows: int
+    width: int
+
+    @property
+    def block(self) -> int:
+        """What covers all segments in a kernel."""
+        return max(2, triton.next_power_of_2(self.count))
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many rows at most."""
+        return -(-self.rows // rows) + self.count
+
+
+class Table(NamedTuple):
+    """Where segments lie that are tensors of their own: int64 (E,), elements from the first.
+
+    `aligned` says that all are multiples of 16.
+    """
+
+    offsets: Tensor
+    aligned: bool
+
+
+class Coded(NamedTuple):
+    """uint8 codes (M, K) and their scales, columnwise codes and theirs; None where a plane is absent."""
+
+    row: Tensor | None
+    row_scale: Tensor | None
+    col: Tensor | None
+    col_scale: Tensor | None
+
+
+AMAX_ROWS, AMAX_CHUNK = 16, 8192
+SPAN, LINES, ACROSS = 256, 32, 256
+LINEAR_TILE, LINE_TILE = (64, 128, 4), (64, 64, 4)
+ALIGNED_WORDS = 4
+TAKEN = frozenset(n.value for n in (ABSENT, GIVEN, TENSOR, LINE, SHARED))
+
+
+class SegmentCast:
+    """What `cast` does to a matrix, done to each segment; for scales per tensor and per row.
+
+    `whole` and `spread` say how columnwise codes and scales lie, see `segment_cast_kernel`.
+    """
+
+    def __init__(self, cast: Cast, whole: bool, spread: bool) -> None:
+        assert TAKEN.issuperset(cast.sources)
+        self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
+        self.whole, self.spread = whole, spread
+        self.shares_scale = cast.shared and not spread
+        self.tile = LINE_TILE if cast.needs_lines else LINEAR_TILE
+        self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
+        self._launches: dict[Any, Launch] = {}
+
+    def __call__(
+        self,
+        x: Tensor,
+        segments: Segments,
+        given: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+        table: Table | None = None,
+    ) -> Coded:
+        """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table says, `x` the first.
+
+        `given` are the first segment's encode scale, the bits of the amax to enlarge, and how far apart segments are
+        in both.
+        """
+        k = x.shape[1]
+        scale, live, slot = given
+        of_row, of_col = self._sources(x, k, segments, scale, table)
+        row_codes, row_scales, col_codes, col_scales = made = self._empty(x.device, k, segments)
+        tm, tk, _ = self.tile
+        offsets, aligned = (None, True) if table is None else table
+        launch = self._launch("cast", segments.block, live is not None, table is not None, aligned)
+        across = -(-k // tk)
+        tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
+        launch(segments.tiles(tm) * across, tensors, (k, segments.width, segments.count, slot), self.floats)
+        return made
+
+    def _sources(
+        self, x: Tensor, k: int, segments: Segments, scale: Tensor | None, table: Table | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the scales of the rowwise and of the columnwise plane come from."""
+        found = {GIVEN.value: (scale, scale)}
+        offsets, aligned = (None, True) if table is None else table
+        integers = k, segments.count
+        if self.needs_amax:
+            bits = torch.zeros(segments.count, dtype=torch.int32, device=x.device)
+            launch = self._launch("amax", segments.block, False, table is not None, aligned)
+            launch(segments.tiles(AMAX_ROWS), (x, bits, segments.ends, offsets), integers)
+            found[TENSOR.value] = bits, bits
+        if self.needs_lines:
+            second = -(-segments.rows // ALIGNED_WORDS) * ALIGNED_WORDS
+            bits = torch.zeros(second + segments.count * k, dtype=torch.int32, device=x.device)
+            lines = bits, bits[second:]
+            launch = self._launch("lines", segments.block, False, table is not None, aligned)
+            across = -(-k // ACROSS)
+            launch(segments.tiles(SPAN) * across, (x, *lines, segments.ends, offsets), integers)
+            found[LINE.value] = lines
+        nothing = None, None
+        return found.get(self.sources[0], nothing)[0], found.get(self.sources[1], nothing)[1]
+
+    def _empty(self, device: torch.device, k: int, segments: Segments) -> Coded:
+        _, count, rows, width = segments
+        row = row_scale = col = col_scale = None
+        if self.row is not None:
+            row = torch.empty((rows, k), dtype=torch.uint8, device=device)
+            many = rows if self.spread else width if self.sources[0] == LINE.value else count
+            row_scale = torch.empty(many, dtype=torch.float32, device=device)
+        if self.col is not None:
+            col = torch.empty((k, width) if self.whole else k * width, dtype=torch.uint8, device=device)
+            col_scale = row_scale
+            if not self.shares_scale:
+                lines = self.spread or self.sources[1] == LINE.value
+                col_scale = torch.empty((count, k) if lines else count, dtype=torch.float32, device=device)
+        return Coded(row, row_scale, col, col_scale)
+
+    def _launch(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
+        key = (which, block, record, table, aligned)
+        made = self._launches.get(key)
+        if made is None:
+            made = self._launches[key] = self._bind(*key)
+        return made
+
+    def _bind(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
+        where = {"TABLE": table, "ALIGNED": aligned, "EP": block}
+        if which == "amax":
+            return segment_amax_kernel.bind({**where, "ROWS": AMAX_ROWS, "CHUNK": AMAX_CHUNK}, warps=8)
+        if which == "lines":
+            return segment_lines_kernel.bind({**where, "SPAN": SPAN, "TM": LINES, "TK": ACROSS})
+        tm, tk, warps = self.tile
+        constants = {
+            **_constants("ROW", self.sources[0], self.row),
+            **_constants("COL", self.sources[1], self.col),
+            **{"RECORD": record, "WHOLE": self.whole, "SPREAD": self.spread, "TM": tm, "TK": tk},
+        }
+        return segment_cast_kernel.bind({**constants, **where}, warps)
+
+
+def _constants(side: str, source: int, spec: PlaneSpec | None) -> dict[str, Any]:
+    element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
+    return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": 0 if spec is None else CODECS[spec.codec]}
+
+
+def columns(rows: int) -> int:
+    """Columns of codes that a segment of so many rows takes."""
+    return -(-rows // STEP.value) * STEP.value
+
+
+@functools.cache
+def _ends(block: int) -> Launch:
+    return ends_kernel.bind({"EP": block}, warps=1)
+
+
+def segments_of(counts: Tensor, rows: int) -> Segments:
+    """The segments of row counts on the device, int32 or int64, in a matrix of so many rows; nothing waits."""
+    n = counts.shape[0]
+    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, columns(rows + 15 * n))
+    _ends(made.block)(1, (counts if counts.is_contiguous() else counts.contiguous(), made.ends), (rows, n))
+    return made

@@ -1,0 +1,230 @@
+"""Kernels that cast a matrix (M, K) whose consecutive row segments each have scales of their own: one launch for all.
+
+Segments end where int32 `ends` says; beyond the last there is nothing. In columnwise codes each segment takes a
+multiple of STEP columns, the last of them zeros, so that products take any segment. Bits are those of `Cast` over each
+segment.
+"""
+
+import functools
+
+import triton
+import triton.language as tl
+
+from duotone.kernels.activations import wide
+from duotone.kernels.amax import known
+from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, _codes, _record
+from duotone.kernels.launch import kernel
+from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
+
+STEP = tl.constexpr(16)
+"""What a segment's columns are a multiple of."""
+
+
+@triton.jit
+def _segment(p, ends, E, T: tl.constexpr, EP: tl.constexpr):
+    """Of the p-th tile of T rows: its segment, E or more where there is none, the tile's number in it, the segment's
+    first row, rows, and first column of codes. An empty segment has one tile, which stores its scales."""
+    i = tl.arange(0, EP)
+    stop = tl.load(ends + i, mask=i < E, other=0)
+    start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
+    column = tl.load(ends + E + i - 1, mask=(i > 0) & (i < E), other=0)
+    tiles = tl.where(i < E, tl.maximum(tl.cdiv(stop - start, T), 1), 0)
+    before = tl.cumsum(tiles, axis=0)
+    e = tl.sum((before <= p).to(tl.int32), axis=0)
+    here = i == e
+    tile = p - tl.sum(tl.where(here, before - tiles, 0), axis=0)
+    first = tl.sum(tl.where(here, start, 0), axis=0)
+    rows = tl.sum(tl.where(here, stop - start, 0), axis=0)
+    return e, tile, first, rows, tl.sum(tl.where(here, column, 0), axis=0)
+
+
+@triton.jit
+def _start(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where a segment starts, in elements from x: after those before it, or where the table says."""
+    if TABLE:
+        made = tl.load(table + e)
+        if ALIGNED:
+            made = tl.multiple_of(made, 16)
+    else:
+        made = first.to(tl.int64) * K
+    return made
+
+
+@functools.partial(kernel, unspecialized=("M", "E"))
+def ends_kernel(counts, ends, M, E, EP: tl.constexpr):
+    """Row counts -> ends of rows, then ends of columns; those beyond M are cut, and negative ones count as 0."""
+    i = tl.arange(0, EP)
+    n = tl.load(counts + i, mask=i < E, other=0).to(tl.int64)
+    n = tl.minimum(tl.maximum(n, 0), M)
+    total = tl.cumsum(n, axis=0)
+    stop, start = tl.minimum(total, M), tl.minimum(total - n, M)
+    columns = tl.cumsum(tl.cdiv(stop - start, STEP) * STEP, axis=0)
+    tl.store(ends + i, stop.to(tl.int32), mask=i < E)
+    tl.store(ends + E + i, columns.to(tl.int32), mask=i < E)
+
+
+@functools.partial(kernel, unspecialized=("E",))
+def segment_amax_kernel(
+    x, out, ends, table, K, E,
+    TABLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """The amax of each segment into int32 bits that start at 0; a program walks over ROWS rows."""
+    e, tile, first, rows, _ = _segment(tl.program_id(0), ends, E, ROWS, EP)
+    if e >= E:
+        return
+    here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * ROWS).to(tl.int64) * K)
+    count = tl.minimum(rows - tile * ROWS, ROWS) * K
+    i = tl.arange(0, CHUNK)
+    largest = tl.zeros([CHUNK], tl.float32)
+    for start in range(0, count, CHUNK):
+        value = tl.load(here + start + i, mask=start + i < count, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))  # which drops NaN
+    bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(out + e, bits, mask=bits > tl.load(out + e), sem="relaxed")
+
+
+@functools.partial(kernel, unspecialized=("E",))
+def segment_lines_kernel(
+    x, rows_out, cols_out, ends, table, K, E,
+    TABLE: tl.constexpr, ALIGNED: tl.constexpr, SPAN: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """amax of rows, (M,), and of the columns of each segment, (E, K), into int32 bits that start at 0."""
+    across = tl.cdiv(K, TK)
+    e, tile, first, rows, _ = _segment(tl.program_id(0) // across, ends, E, SPAN, EP)
+    if e >= E:
+        return
+    k, im = (tl.program_id(0) % across) * TK + tl.arange(0, TK), tl.arange(0, TM)
+    here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * SPAN).to(tl.int64) * K)
+    below = tl.zeros([TM, TK], tl.float32)
+    for j in range(0, SPAN, TM):
+        m = tile * SPAN + j + im
+        inside = (m[:, None] < rows) & (k[None, :] < K)
+        value = tl.abs(wide(here, (j + im)[:, None] * K + k[None, :], inside))
+        below = tl.maximum(below, value)  # which drops NaN
+        bits = known(tl.max(value, axis=1)).to(tl.int32, bitcast=True)
+        tl.atomic_max(rows_out + first + m, bits, mask=m < rows, sem="relaxed")
+    bits = tl.max(below, axis=0).to(tl.int32, bitcast=True)
+    tl.atomic_max(cols_out + e.to(tl.int64) * K + k, bits, mask=k < K, sem="relaxed")
+
+
+@triton.jit
+def _one(source, e, SLOT, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr):
+    """The one scale of a segment, given or from its amax, and what is stored of it."""
+    if FROM == GIVEN:
+        amax = tl.load(source + e * SLOT)
+        scale = given_scale(amax, CODEC)
+    else:
+        amax = tl.load(source + e).to(tl.float32, bitcast=True)
+        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    return scale, stored_scale(amax, scale, largest, CODEC)
+
+
+@triton.jit
+def _line(source, scales, read, write, exists, stores, largest, overflow, epsilon, CODEC: tl.constexpr):
+    """Scales of lines that exist, read at one place and stored at another."""
+    amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    tl.store(scales + write, stored_scale(amax, scale, largest, CODEC), mask=exists & stores)
+    return scale
+
+
+@triton.jit
+def _store_turned(
+    values, scale, codes, stride, tile, pk, length, K, ELEMENT: tl.constexpr, H: tl.constexpr, TK: tl.constexpr
+):
+    """The codes of a tile, transposed, and zeros up to `length`: four rows of a thread become one word."""
+    v0, v1, v2, v3 = values
+    fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
+    made = _codes(tl.reshape(fours, [H, TK, 4]), ELEMENT)
+    made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
+    im, ik = tile * 4 * H + tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
+    out = codes + (pk * TK).to(tl.int64) * stride + (ik * stride + im)
+    tl.store(out, made, mask=(pk * TK + ik < K) & (im < length))
+
+
+@triton.jit
+def _column(
+    scale, stored, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
+    FROM: tl.constexpr, CODEC: tl.constexpr, SPREAD: tl.constexpr,
+):  # fmt: skip
+    """Scales of the columnwise codes of a tile; `scale` and `stored` are those of the rowwise ones."""
+    lines = e.to(tl.int64) * K + k
+    if FROM == LINE:
+        scale = _line(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)
+    elif FROM != SHARED:
+        scale, stored = _one(source, e, SLOT, largest, overflow, epsilon, FROM, CODEC)
+    if FROM != LINE and SPREAD:
+        tl.store(scales + lines, tl.zeros_like(lines).to(tl.float32) + stored, mask=(k < K) & (tile == 0))
+    elif FROM != LINE and FROM != SHARED:
+        tl.store(scales + e, stored, mask=(tile == 0) & (pk == 0))
+    return scale
+
+
+@functools.partial(kernel, unspecialized=("E", "SLOT"))
+def segment_cast_kernel(
+    x, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, ends, table, K, WIDTH, E, SLOT,
+    row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
+    ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_CODEC: tl.constexpr,
+    COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_CODEC: tl.constexpr,
+    RECORD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """One tile of one segment. `row_from` and `col_from` hold encode scales, SLOT apart, or bits of amaxes.
+
+    Columnwise codes are one matrix (K, WIDTH) where WHOLE, else (K, length) of each segment after each other. Where
+    SPREAD, scales are stored for each row and for each column of a segment even where the segment has one.
+    """
+    H: tl.constexpr = TM // 4
+    across = tl.cdiv(K, TK)
+    pk = tl.program_id(0) % across
+    e, tile, first, rows, column = _segment(tl.program_id(0) // across, ends, E, TM, EP)
+    if e >= E:
+        return
+    start, top = _start(table, e, first, K, TABLE, ALIGNED), (tile * TM).to(tl.int64)
+    i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
+    m, here, at = tile * TM + i, x + (start + top * K), i * K + k
+    v0 = wide(here, at, (m < rows) & (k < K))
+    v1 = wide(here + K, at, (m + 1 < rows) & (k < K))
+    v2 = wide(here + 2 * K, at, (m + 2 < rows) & (k < K))
+    v3 = wide(here + 3 * K, at, (m + 3 < rows) & (k < K))
+    values = (v0, v1, v2, v3)
+    if RECORD:
+        below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
+        _record(live + e * SLOT, below)
+
+    scale = 1.0
+    stored = 1.0
+    if ROW == GIVEN or ROW == TENSOR:
+        scale, stored = _one(row_from, e, SLOT, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC)
+        _keep_row(row_scales, stored, e, tile, first, rows, pk, SPREAD, TM)
+    if ROW != ABSENT:
+        codes = row_codes + (first + top) * K
+        for j in tl.static_range(4):
+            if ROW == LINE:
+                place = first if SPREAD else column
+                scale = _line(
+                    row_from, row_scales, first + m + j, place + m + j, m + j < rows, pk == 0,
+                    row_largest, row_overflow, row_epsilon, ROW_CODEC,
+                )  # fmt: skip
+            made = _codes(values[j] * scale, ROW_ELEMENT)
+            tl.store(codes + j * K + at, made, mask=(m + j < rows) & (k < K))
+
+    if COL != ABSENT:
+        scale = _column(
+            scale, stored, col_from, col_scales, e, SLOT, tile, pk, k, K, col_largest, col_overflow, col_epsilon,
+            COL, COL_CODEC, SPREAD,
+        )  # fmt: skip
+        column, length = column // STEP * STEP, tl.cdiv(rows, STEP) * STEP  # multiples that the compiler sees
+        out = col_codes + (column.to(tl.int64) if WHOLE else column.to(tl.int64) * K)
+        _store_turned(values, scale, out, WIDTH if WHOLE else length, tile, pk, length, K, COL_ELEMENT, H, TK)
+
+
+@triton.jit
+def _keep_row(scales, stored, e, tile, first, rows, pk, SPREAD: tl.constexpr, TM: tl.constexpr):
+    """Store the one scale of a segment, for each row of a tile or once."""
+    if SPREAD:
+        m = tile * TM + tl.arange(0, TM)
+        tl.store(scales + first + m, tl.zeros([TM], tl.float32) + stored, mask=(m < rows) & (pk == 0))
+    else:
+        tl.store(scales + e, stored, mask=(tile == 0) & (pk == 0))

@@ -1,0 +1,131 @@
+"""How the operands of linears over row segments are encoded: all segments by one kernel, or from what is cached."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch import segments as native
+from duotone.formats import Format
+from duotone.linear.core import LinearStage
+from duotone.state.delayed import DelayedSlot
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+Pair = tuple[Any, Any]
+"""Codes and scales."""
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """How one operand of all linears is encoded.
+
+    `slot` is the first one's where scales are delayed, `distance` how many slots lie between one linear and the next.
+    """
+
+    row: Format | None
+    col: Format | None
+    slot: DelayedSlot | None = None
+    distance: int = 0
+
+    @staticmethod
+    def of(quantizer: Quantizer, usage: Usage, contexts: Sequence[QuantizeContext]) -> "Encoder | None":
+        """None where kernels do not encode segments so."""
+        context = contexts[0]
+        if type(quantizer) is not Quantizer or quantizer.columnwise_source != "original":
+            return None
+        if context.shard is not None or not context.traces_kernel:
+            return None
+        row, col = quantizer.rowwise if usage.rowwise else None, quantizer.columnwise if usage.columnwise else None
+        if row is not None and row.is_delayed:
+            slots = [context.slots[0] for context in contexts]
+        elif col is not None and col.is_delayed:
+            slots = [context.slots[1] or context.slots[0] for context in contexts]
+        else:
+            return Encoder(row, col)
+        first, places = slots[0], [slot.index for slot in slots if isinstance(slot, DelayedSlot)]
+        distance = places[1] - places[0] if len(places) > 1 else 0
+        if not isinstance(first, DelayedSlot) or places != [first.index + i * distance for i in range(len(slots))]:
+            return None
+        return Encoder(row, col, first, distance)
+
+    def encode(self, x: Tensor, products: Any) -> Any:
+        """The `duotone.kernels.segment_cast.Coded` of contiguous (M, K)."""
+        cast = native.segment_cast(self.row, self.col, x, products.whole, products.whole)
+        return cast(x, products.segments, self._given(x))
+
+    def encode_each(self, weights: Sequence[Tensor], products: Any) -> Any:
+        """As `encode` of tensors (N, K) of their own, each a segment; columnwise codes are (K, N) of each."""
+        first = weights[0]
+        cast = native.segment_cast(self.row, self.col, first, False, products.whole)
+        segments = native.equal_segments(first.shape[0], len(weights), first)
+        return cast(first, segments, self._given(first), native.table(weights))
+
+    def _given(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+        return (None, None, 0) if self.slot is None else (*self.slot.place(x), self.distance)
+
+
+@dataclass(frozen=True, eq=False)
+class Fresh:
+    """Weights that every forward encodes: one tensor for the codes of all."""
+
+    encoder: Encoder
+
+    def encode(self, weights: Sequence[Tensor], products: Any) -> tuple[Pair, tuple[Any, ...]]:
+        """Codes (E, N, K) and scales (E, 1) or (E, N), and what backward needs of the columnwise ones."""
+        weights = [w if w.is_contiguous() else w.contiguous() for w in weights]
+        row, row_scale, col, col_scale = self.encoder.encode_each(weights, products)
+        count, (n, k) = len(weights), weights[0].shape
+        encoder = self.encoder
+        rows = row.view(encoder.row.code_dtype).view(count, n, k), row_scale.view(count, -1)  # type: ignore[union-attr]
+        if col is None:
+            return rows, (None, None)
+        return rows, (col.view(encoder.col.code_dtype).view(count, k, n), col_scale.view(count, -1))  # type: ignore
+
+    def restore(self, kept: Sequence[Tensor]) -> Pair:
+        return kept[0], kept[1]
+
+    def apart(self, codes: Tensor, scales: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Codes (K, N) and scales (1, 1) or (1, N) of each."""
+        return codes.transpose(1, 2).unbind(0), scales.unsqueeze(1).unbind(0)
+
+    def together(self, made: Tensor) -> Tensor:
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """Weights of which each linear has its planes, or makes them, and keeps them."""
+
+    linears: tuple[LinearStage, ...]
+
+    def encode(self, weights: Sequence[Tensor], products: Any) -> tuple[Pair, tuple[Any, ...]]:
+        """As `Fresh.encode`, a tensor for each linear."""
+        rows, cols = [], []
+        for linear, weight in zip(self.linears, weights, strict=True):
+            plan = linear.plan
+            row, col = linear.weight_from.planes(weight, plan.weight, plan.weight_usage, plan.weight_context)
+            rows.append(row)
+            cols.append(col)
+        kept = () if cols[0] is None else (*self._codes(cols), *self._scales(cols))
+        return (self._codes(rows), self._scales(rows)), kept
+
+    def restore(self, kept: Sequence[Tensor]) -> Pair:
+        return kept[: len(self.linears)], kept[len(self.linears) :]
+
+    def apart(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return [one.t() for one in codes], [one.unsqueeze(0) for one in scales]
+
+    def together(self, made: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(made))
+
+    @staticmethod
+    def _codes(planes: Sequence[Any]) -> list[Tensor]:
+        return [plane.parts["codes"].contiguous().view(plane.format.code_dtype) for plane in planes]
+
+    @staticmethod
+    def _scales(planes: Sequence[Any]) -> list[Tensor]:
+        return [plane.parts["scale"].view(-1) for plane in planes]

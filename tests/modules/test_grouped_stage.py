@@ -1,0 +1,119 @@
+"""Which stage a group of linears gets: the one that takes all segments at once only where results stay the same."""
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+
+from duotone import recipes
+from duotone.dispatch import casts, scaled, segments
+from duotone.linear.cache import WeightCache
+from duotone.linear.core import Calibrating, LinearStage
+from duotone.linear.grouped import GroupedStage, device_splits
+from duotone.linear.plan import LinearPlan, Setting, build_plan
+from duotone.linear.segmented import SegmentedStage, grouped_stage
+from duotone.linear.sink import Deferred, ToMainGrad
+from duotone.modules import GroupedLinear
+from duotone.recipes import DelayedScaling
+from duotone.state.delayed import RECORD
+
+pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
+SHAPE = (64, 32)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch) -> None:
+    """Plans for a GPU that is not there."""
+    monkeypatch.setattr(casts, "_FOUND", {})
+    for module in (casts, scaled, segments):
+        monkeypatch.setattr(module, "capability", lambda: (9, 0))
+
+
+def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
+    recipe = given.pop("recipe", None) or recipes.load(name)
+    setting = Setting(recipe, (), "g", "grouped_linear", given.pop("device", "cuda"), torch.bfloat16, **given)
+    return build_plan(setting)
+
+
+def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
+    if made.is_delayed:
+        return [LinearStage.of(made.with_slots("f", "b", "", RECORD, i)) for i in range(count)]
+    return [LinearStage.of(made) for _ in range(count)]
+
+
+def stage(*args, shape: tuple[int, int] = SHAPE, **given) -> GroupedStage:
+    return grouped_stage(linears(plan(*args, **given)), shape)
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-rowwise"])
+def test_native_products_of_whole_scales_take_segments(name) -> None:
+    for grads in ((True, True), (True, False), (False, True), (False, False)):
+        assert type(stage(name, input_grad=grads[0], weight_grad=grads[1])) is SegmentedStage
+    assert type(stage(name, device="cpu")) is GroupedStage
+    for shape in ((64, 24), (24, 64), (0, 64)):
+        assert type(stage(name, shape=shape)) is GroupedStage
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-bf16-bwd"])
+def test_other_formats_keep_the_loop(name) -> None:
+    assert type(stage(name)) is GroupedStage
+
+
+def test_options_that_do_more_keep_the_loop() -> None:
+    saving = stage("fp8-current", save_original_input=True)
+    assert type(saving) is GroupedStage
+    calibrating = [Calibrating(one, one.weight_from, recording=one) for one in [plan()] * 3]
+    assert type(grouped_stage(calibrating, SHAPE)) is GroupedStage
+    quantizer = plan().weight
+    assert type(stage(weight_held=quantizer)) is GroupedStage
+
+
+def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
+    made = stage("fp8-delayed")
+    assert isinstance(made, SegmentedStage)
+    assert [(one.slot.index, one.distance) for one in (made.input, made.weight.encoder, made.gradient)] == [
+        (0, 4),
+        (2, 4),
+        (0, 2),
+    ]
+    members = linears(plan("fp8-delayed"))
+    members[2] = LinearStage.of(members[2].plan.with_slots("f", "b", "", RECORD, 5))
+    assert type(grouped_stage(members, SHAPE)) is GroupedStage
+
+
+def test_row_counts_stay_on_the_device_where_all_formats_are_e4m3(monkeypatch) -> None:
+    e4m3 = DelayedScaling(fp8_format="E4M3")
+    assert stage("fp8-rowwise").takes_device_splits and stage(recipe=e4m3).takes_device_splits
+    assert not stage("fp8-current").takes_device_splits  # its gradients are E5M2
+    assert stage("fp8-current", input_grad=False, weight_grad=False).takes_device_splits
+    weight = torch.nn.Parameter(torch.zeros(SHAPE))
+    for sink in (ToMainGrad(lambda: weight), Deferred(deque())):
+        made = grouped_stage([replace(one, sink=sink) for one in linears(plan())], SHAPE)
+        assert type(made) is SegmentedStage and not made.takes_device_splits
+        made = grouped_stage([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
+        assert made.takes_device_splits
+    monkeypatch.setattr(segments, "capability", lambda: (10, 0))
+    assert type(stage()) is SegmentedStage and not stage().takes_device_splits
+
+
+def test_cached_weights_take_segments() -> None:
+    caches = [WeightCache(tuple) for _ in range(3)]
+    for kind in ("refreshed", "reused"):
+        members = [
+            replace(one, weight_from=getattr(cache, kind)) for one, cache in zip(linears(plan()), caches, strict=True)
+        ]
+        assert type(grouped_stage(members, SHAPE)) is SegmentedStage
+
+
+def test_modules_on_a_cpu_have_the_loop() -> None:
+    recipe = recipes.load("fp8-rowwise")
+    m = GroupedLinear(2, 32, 64, bias=False, segmented=True, params_dtype=torch.bfloat16, recipe=recipe)
+    m(torch.zeros(4, 32, dtype=torch.bfloat16), torch.tensor([1, 3]))
+    assert [type(one) for one in m._stages.values()] == [GroupedStage]
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2).int()])
+def test_bad_counts_on_the_device_are_one_line(given) -> None:
+    with pytest.raises(Exception, match=r"^m_splits is 2 row counts, .* got \("):
+        device_splits(given, 2)
