@@ -71,31 +71,28 @@ def encoded(pair: tuple[str, str], x: Tensor, seed: int, usage: Usage = USAGES[0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_one_cast_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
-    x = awkward_matrix(*shape, dtype)
+def test_one_cast_has_the_bits_of_the_stages(pair, dtype) -> None:
     row, col = (formats.get(name) for name in pair)
-    assert casts.one_read(row, col, x.cuda()) is not None
-    for usage in USAGES:
+    for shape, usage in itertools.product(SHAPES, USAGES):
+        x = awkward_matrix(*shape, dtype)
+        assert casts.one_read(row, col, x.cuda()) is not None
         encoded(pair, x, 0x1234567890ABCDEF, usage)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-38, 0.0])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_magnitudes_without_an_infinity(pair, scale) -> None:
-    x = torch.randn(130, 272) * scale
-    x[3, 5], x[64, 200] = torch.nan, -torch.nan
-    x[7], x[:, 9] = 0.0, -0.0
-    x[16:32, 32:48] *= 1e-6
-    for dtype in (torch.bfloat16, torch.float32):
+def test_magnitudes_without_an_infinity(pair) -> None:
+    for scale, dtype in itertools.product((1.0, 1e30, 1e-30, 1e-38, 0.0), (torch.bfloat16, torch.float32)):
+        x = torch.randn(130, 272) * scale
+        x[3, 5], x[64, 200] = torch.nan, -torch.nan
+        x[7], x[:, 9] = 0.0, -0.0
+        x[16:32, 32:48] *= 1e-6
         encoded(pair, x.to(dtype), 77)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("pair", [p for p in PAIRS if "sr" in p[0]], ids=str)
-def test_every_seed_has_its_stream(pair, seed) -> None:
-    for shape in ((128, 256), (50, 70)):
+def test_every_seed_has_its_stream(pair) -> None:
+    for seed, shape in itertools.product(SEEDS, ((128, 256), (50, 70))):
         encoded(pair, torch.randn(shape).bfloat16(), seed)
 
 
@@ -126,14 +123,12 @@ def test_a_matrix_beyond_the_first_tiles_of_every_program() -> None:
         encoded(pair, x, 11)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
+def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name) -> None:
     fmt = formats.get(name)
     quantizer = Quantizer(fmt, fmt)
-    x = awkward_matrix(*shape, torch.float32)
-    for scale in (1.0, 1e30):
-        finite = x.nan_to_num(0.0, 1.0, -1.0) * scale
+    for shape, scale in itertools.product(SHAPES, (1.0, 1e30)):
+        finite = awkward_matrix(*shape, torch.float32).nan_to_num(0.0, 1.0, -1.0) * scale
         here = quantizer.encode(finite, ctx=context(9, "cpu"))
         there = quantizer.encode(finite.cuda(), ctx=context(9, "cuda"))
         for a, b in ((here.rowwise, there.rowwise), (here.columnwise, there.columnwise)):
