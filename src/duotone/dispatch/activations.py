@@ -20,6 +20,10 @@ QUICK = 1.702
 """The slope of the sigmoid that stands for the normal distribution in quick GELU."""
 
 
+EXACT = ("relu", "srelu", "silu")
+"""Functions whose kernels compute as eager torch does."""
+
+
 @dataclass(frozen=True)
 class Activation:
     """`value(x)` and `gradient(dy, x)`, of x (*lead, K), or of (*lead, 2K) where `gated`.
@@ -32,18 +36,23 @@ class Activation:
     gated: bool = False
     kernel: str = ""
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the kernel has torch's bits and is worth a launch alone: eager torch takes several if gated."""
+        return self.gated and self.kernel in EXACT
+
     def __call__(self, x: Tensor) -> Tensor:
-        """`value`, on CUDA by one kernel."""
-        made = self.produced(x)
+        """`value`, by one kernel on CUDA where that has the same bits."""
+        made = self.produced(x) if self.is_exact else None
         return self.value(x) if made is None else _there(made, x)
 
     def differentiate(self, dy: Tensor, x: Tensor) -> Tensor:
         """`gradient`, likewise."""
-        made = self.produced_gradient(dy, x)
+        made = self.produced_gradient(dy, x) if self.is_exact else None
         return self.gradient(dy, x) if made is None else _there(made, x)
 
     def produced(self, x: Tensor) -> Any:
-        """`value` as a matrix that a kernel makes on its way (`kernels.activations.Produced`), None where none does."""
+        """`value` as a matrix that kernels make on the way (`kernels.activations.Produced`), None where none does."""
         if not self.kernel or not has_kernels(x):
             return None
         from duotone.kernels import activations

@@ -152,7 +152,9 @@ def _codes(plane: Any, more_rows: int, step: int) -> Tensor:
     more_cols = -codes.shape[1] % step
     if more_cols or more_rows:
         codes = F.pad(codes, (0, more_cols, 0, more_rows))
-    return contiguous_rows(codes).view(plane.format.code_dtype)
+    if not codes.is_contiguous():
+        codes = contiguous_rows(codes)
+    return codes.view(plane.format.code_dtype)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Hand-over: a norm or an activation gives the linear behind it planes, and takes its place in one fused stage.
 
 The values that are encoded are those that the producer would have written, rounded to its dtype, so results are the
-same bits; what is saved is the tensor in high precision between the two.
+same bits; what is saved is the tensor in high precision between the two. GELU on CUDA is the exception: made on the way
+of a cast, it may round a value next to a tie the other way (`kernels/activations.py`).
 """
 
 from collections.abc import Sequence

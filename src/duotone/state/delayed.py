@@ -119,7 +119,6 @@ class DelayedState(nn.Module):
         """Drop what a step recorded that failed."""
         self.amax_history[0].zero_()
 
-    @torch.no_grad()
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
         before = history.roll(self.amax_history, self.scale, self.largest, self.history)

@@ -20,8 +20,9 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
 
         limit = _limit(tuple(largest), parameters.margin, scale.device)
         return in_one_kernel(history, scale, limit, parameters.amax_compute_algo != "max")
-    before = scale.clone()
-    scale.copy_(rolled(history, scale, largest, parameters))
+    with torch.no_grad():
+        before = scale.clone()
+        scale.copy_(rolled(history, scale, largest, parameters))
     return before
 
 
