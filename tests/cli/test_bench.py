@@ -123,3 +123,7 @@ def test_the_help_names_subjects_and_shapes(duotone):
     code, out, _ = duotone("bench")
     assert code == 0 and all(name in out for name in SUBJECTS)
     assert "16384x2048x5632x24" in duotone("bench", "train", "--help")[1]
+
+
+def test_seconds_that_are_no_number_are_refused(refused, unmeasured):
+    assert "--seconds is nan" in refused("bench", "linear", "--shape", "16x16x16", "--seconds", "nan")

@@ -46,3 +46,14 @@ def test_what_they_do_not_take_is_said(monkeypatch) -> None:
     assert "FP8 codes" in blackwell.MXFP8.reject(problem("mxfp6_e2m3", "mxfp8_e4m3"))
     assert "transforms" in blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4"))
     assert blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4_rht_sr")) == ""
+
+
+@pytest.mark.parametrize(
+    ("capability", "native"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
+)
+def test_products_of_blocks_of_128_are_for_hopper(capability, native, monkeypatch) -> None:
+    for module in (blackwell, scaled):
+        monkeypatch.setattr(module, "capability", lambda: capability)
+    rule, _ = gemms.choose(problem("fp8_e4m3_1x128", "fp8_e4m3_128x128"))
+    assert rule.native is native
+    assert gemms.choose(problem("fp8_e4m3_row", "fp8_e4m3_row"))[0].native

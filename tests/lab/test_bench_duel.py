@@ -139,3 +139,14 @@ def test_errors_are_one_short_line():
     assert one_line(RuntimeError()) == "RuntimeError"
     assert one_line(RuntimeError("\n a \n b")) == "RuntimeError: a"
     assert len(one_line(RuntimeError("x" * 500))) == 160
+
+
+def test_an_interrupt_that_a_compiler_wrapped_still_stops_the_duel() -> None:
+    def stopped() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("making fake tensor call") from error
+
+    with pytest.raises(KeyboardInterrupt):
+        duel({"a": stopped}, HostClock(), Pace(1, 0.01))

@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
+from duotone.errors import UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
-from duotone.state.delayed import PENDING, DelayedState
+from duotone.state.delayed import PENDING, DelayedSlot, DelayedState
 from duotone.tensor import History, QuantizedTensor, Quantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -630,3 +631,10 @@ def test_what_a_failed_region_recorded_does_not_reach_later_scales() -> None:
             m(x).sum().backward()
     for got, want in zip(module.buffers(), twin.buffers(), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_scale_on_another_device_than_its_tensor_is_one_clear_error() -> None:
+    state = DelayedState(4, History())
+    with pytest.raises(UserError, match="on cpu and what it scales on meta") as caught:
+        DelayedSlot(state.number, 0).place(torch.empty(4, 4, device="meta"))
+    assert "\n" not in str(caught.value)

@@ -1,5 +1,6 @@
 """`duotone bench`: layers, casts and training steps timed next to plain torch."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,8 @@ def _run(
     from duotone.lab.bench.duel import Pace
 
     pace = Pace(given.pop("turns"), given.pop("seconds"))
+    if not math.isfinite(pace.seconds):
+        raise UserError(f"--seconds is {pace.seconds}; give the seconds of a turn, above 0 and up to 60")
     settings = _settings(recipes, device, given)
     wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
@@ -112,6 +115,8 @@ def _run(
         if out is not None:
             records.append(Path(out), records.lines(found, settings.device))
         print_records(case, found, records.describe(settings.device))
+        if all(record.error for record in found):
+            raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
 
 
 def _settings(names: tuple[str, ...], device: str | None, given: dict[str, Any]) -> "Settings":

@@ -113,9 +113,8 @@ class BlockScaledProduct:
         scalings = {_scaling(problem.a), _scaling(problem.b)}
         if not scalings <= set(self.kinds) or scalings == {"128x128"}:
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
-        if capability() >= (10, 0):
-            return "cuBLAS has it for compute capability 9.0 alone"
-        return _refusal(problem)
+        refusal = _refusal(problem)
+        return refusal or ("" if capability()[0] == 9 else "cuBLAS has it for compute capability 9.0 alone")
 
     def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         cols = b.shape[0]

@@ -12,6 +12,8 @@ _LIBRARY.define("cast_planes(Tensor x, str row, str col, Tensor? scale) -> (Tens
 
 def cast(x: Tensor, row: str, col: str, scale: Tensor | None, live: Tensor | None = None) -> tuple[Tensor, ...]:
     """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is ""."""
+    if x.numel() == 0:
+        return tuple(part.fill_(0) for part in empty(x, row, col))
     kernel = one_read(_format(row), _format(col), x)
     delayed = row and get(row).is_delayed
     scales = (scale, None) if delayed else (None, scale)

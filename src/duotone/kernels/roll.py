@@ -6,7 +6,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.amax import known
 from duotone.kernels.launch import Launch, kernel
 
 
@@ -21,7 +20,8 @@ def roll_kernel(history, scale, before, largest, L, N, RECENT: tl.constexpr, T: 
     later = tl.load(column + (i + 1) * N, mask=i + 1 < L, other=0.0)
     amax = live
     if not RECENT:
-        amax = tl.maximum(known(tl.max(later, axis=0)), live)
+        worst = tl.max(tl.where(later == later, 0, 1), axis=0)  # a NaN from outside keeps the scale
+        amax = tl.where(worst > 0, float("nan"), tl.maximum(tl.max(later, axis=0), live))
     made = tl.div_rn(tl.load(largest + slot), amax)
     made = tl.minimum(made, 3.4028234663852886e38)
     made = tl.where((amax > 0.0) & (amax < float("inf")), made, old)

@@ -11,7 +11,7 @@ from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-Stamp = tuple[Quantizer, torch.dtype, int, tuple[tuple[int, int], ...]]
+Stamp = tuple[Quantizer, torch.dtype, torch.device, int, tuple[tuple[int, int], ...]]
 
 
 class OptimizerSteps:
@@ -55,7 +55,7 @@ class WeightCache:
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
-        return quantizer, x.dtype, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
+        return quantizer, x.dtype, x.device, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
 
     def take(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes that are kept, or new ones where they are of another weight, version, format or direction."""

@@ -6,6 +6,8 @@ all others (gradient states, and forward states that no region encloses) from on
 
 Forward code that runs inside a backward recomputes: with the scale that forward had, and without recording. Only where
 forward ran without a graph inside an autograd.Function, as reentrant checkpoints do, it is the recompute that records.
+One forward is remembered: of several before a backward, between which scales moved (a region each, pipeline schedules),
+all recompute with the newest one's scale, and of reentrant ones the first recompute alone records.
 """
 
 import itertools
@@ -170,6 +172,10 @@ class DelayedSlot(Slot):
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         state, mode, record = self.open()
+        if state.scale.device != x.device:
+            raise UserError(
+                f"a delayed scale is on {state.scale.device} and what it scales on {x.device}; move one of them"
+            )
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
         return scale, live if record else None
 
@@ -270,9 +276,11 @@ def state_of(number: str) -> DelayedState:
 
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+# Not pure, and no part of a CUDA graph: a replay would record amaxes that nobody rolls.
+TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _LIBRARY.define(
     "delayed_scale(Tensor x, str state, int index, str group, int mode, bool backward) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
+    tags=TAGS,
 )
 
 
@@ -288,7 +296,7 @@ def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bo
 _LIBRARY.define(
     "delayed_planes(Tensor x, str state, int index, str group, int mode, bool backward, str row, str col)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.nondeterministic_seeded,),
+    tags=TAGS,
 )
 
 

@@ -11,11 +11,14 @@ from duotone.formats.scales import FLT_MAX
 from duotone.formats.stages import divide
 from duotone.tensor.history import History
 
+LONGEST = 8192
+"""Entries of a history that one program holds."""
+
 
 def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """Roll the history (L, n) and the scales (n,) in place; gives the scales before."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
-    if simple and scale.is_cuda and has_triton() and scale.numel():
+    if simple and scale.is_cuda and has_triton() and scale.numel() and history.shape[0] <= LONGEST:
         from duotone.kernels.roll import roll as in_one_kernel
 
         limit = _limit(tuple(largest), parameters.margin, scale.device)

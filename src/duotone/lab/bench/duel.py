@@ -166,16 +166,26 @@ def duel(
         try:
             running[name] = _warm(call, clock, pace)
         except Exception as error:
-            failed[name] = one_line(error)
+            failed[name] = one_line(not_interrupted(error))
     for turn in range(pace.turns):
         for name, own in list(running.items()):
             tell(f"{name}: turn {turn + 1} of {pace.turns}")
             try:
                 own.take(clock)
             except Exception as error:
-                failed[name] = one_line(error)
+                failed[name] = one_line(not_interrupted(error))
                 del running[name]
     return {name: failed[name] if name in failed else _read(running[name], clock) for name in calls}
+
+
+def not_interrupted(error: Exception) -> Exception:
+    """`error`; KeyboardInterrupt where that lies behind it, as compilers wrap what stops them."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        behind = behind.__cause__ or behind.__context__
+    return error
 
 
 def _warm(call: Callable[[], object], clock: Clock, pace: Pace) -> _Turns:

@@ -54,7 +54,9 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
     with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
         try:
             candidates = case.candidates()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+                raise
             raise UserError(f"{case.what}: {case.shape} does not fit the device; give a smaller --shape") from None
         for candidate in candidates:
             tell(f"{candidate.name}: making it")
