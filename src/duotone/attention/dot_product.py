@@ -12,6 +12,7 @@ from duotone.attention.meeting import UNNAMED, MeetsRecipes
 from duotone.attention.request import SLOTS, answer
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
+from duotone.ops.consumers import BoundaryRoles
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast import HIGH_PRECISION
@@ -27,7 +28,7 @@ class ProductPlan(NamedTuple):
     reason: str
 
 
-class DotProductAttention(MeetsRecipes):
+class DotProductAttention(BoundaryRoles, MeetsRecipes):
     """Attention of heads, grouped where `num_gqa_groups` is below `num_attention_heads`; holds no parameters.
 
     `kv_channels` is the width of a head, or (of query and key, of value). `softmax_scale` None is 1/sqrt(width).
@@ -164,28 +165,8 @@ class DotProductAttention(MeetsRecipes):
         self._requests: dict[str, list[str]] = {}
         self._met: set[str] = set()
 
-    @property
-    def output_quantizer_role(self) -> QuantizerRole | None:
-        """The role of the output at its consumer; None where it is not known."""
-        return self._roles[0]
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._set_roles(role, self._roles[1])
-
-    @property
-    def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """The role of the gradients of query, key and value at their consumer; None where it is not known."""
-        return self._roles[1]
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._set_roles(self._roles[0], role)
-
-    def _set_roles(self, output: QuantizerRole | None, grad_input: QuantizerRole | None) -> None:
-        if (output, grad_input) != self._roles:
-            self._roles = (output, grad_input)
-            self._met = set()
+    def roles_changed(self) -> None:
+        self._met = set()
 
     def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
         """The role of every slot: nine of "forward", six of "backward". Unknown consumers have a name and no type."""

@@ -13,7 +13,7 @@ from duotone.linear.segmented import grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Op, Signal, fits, held, run
+from duotone.ops.op import Op, Signal, held, require_fit, run
 from duotone.ops.planned import Planned, holds_codes
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
@@ -54,12 +54,8 @@ class PlannedGroup(Planned):
                 f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
             )
         weights = self.weights
-        out, width = weights[0].shape
-        if signal.width not in (None, width) or not fits(signal, weights[0].dtype):
-            raise UserError(
-                f"{self.module_name} takes (..., {width}) in {weights[0].dtype}; "
-                f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
-            )
+        require_fit(self.module_name, signal, weights[0])
+        out = weights[0].shape[0]
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = options.variant(self, stage, is_first_microbatch)

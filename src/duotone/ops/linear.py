@@ -12,7 +12,7 @@ from duotone.linear.layout import Layout
 from duotone.linear.stage import Stage
 from duotone.ops import boundary, options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Op, Signal, fits, run, signal_of
+from duotone.ops.op import Op, Signal, require_fit, run, signal_of
 from duotone.ops.planned import Planned, holds_codes
 from duotone.ops.splitting import Splits, is_split, joined, pieces, split_parameters
 from duotone.recipes.recipe import Recipe
@@ -70,16 +70,7 @@ class PlannedLinear(Planned):
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         (weight,) = self.weights
-        out, width = weight.shape
-        if weight.device.type != signal.device:
-            raise UserError(
-                f"{self.module_name or 'Linear'} is on {weight.device.type} and its input on {signal.device}; move one"
-            )
-        if signal.width not in (None, width) or not fits(signal, weight.dtype):
-            raise UserError(
-                f"{self.module_name or 'Linear'} takes (..., {width}) in {weight.dtype}; "
-                f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
-            )
+        require_fit(self.module_name or "Linear", signal, weight)
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = options.variant(self, stage, is_first_microbatch)
@@ -88,7 +79,7 @@ class PlannedLinear(Planned):
             bias = None if self.return_bias else self._bias
             tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
         rows = None if self.layout.sequence_parallel else signal.rows
-        return stage, Signal(signal.device, signal.dtype, out, rows, tracked)
+        return stage, Signal(signal.device, signal.dtype, weight.shape[0], rows, tracked)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (weight,), bias = self.weights, None if self.return_bias else self._bias

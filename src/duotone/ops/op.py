@@ -138,6 +138,18 @@ def fits(signal: Signal, dtype: torch.dtype) -> bool:
     return is_autocast(signal.device) and signal.dtype is torch.get_autocast_dtype(signal.device)
 
 
+def require_fit(name: str, signal: Signal, weight: Tensor) -> None:
+    """UserError unless an input like `signal` can be multiplied by `weight` (out, width)."""
+    if weight.device.type != signal.device:
+        raise UserError(f"{name} is on {weight.device.type} and its input on {signal.device}; move one of them")
+    width = weight.shape[1]
+    if signal.width not in (None, width) or not fits(signal, weight.dtype):
+        raise UserError(
+            f"{name} takes (..., {width}) in {weight.dtype}; "
+            f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
+        )
+
+
 def region_of_call(module: Any, mode: int) -> Region | None:
     """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
     if in_backward() and module._region is not None:

@@ -18,6 +18,7 @@ from duotone.linear.operand import DEQUANTIZED, HELD
 from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
 from duotone.linear.stage import Stage
 from duotone.ops import options, states
+from duotone.ops.consumers import BoundaryRoles
 from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
@@ -47,7 +48,7 @@ def below(name: str, parts: Sequence[str]) -> list[str]:
     return [f"{base}.{part}" for part in parts]
 
 
-class Planned(Op):
+class Planned(BoundaryRoles, Op):
     """`recipe` applies where no autocast encloses the call; `rules` go before any recipe.
 
     `module_name` is the full name in the model, `Layer_<n>` where nobody gave one; `site` is where rules find the
@@ -76,7 +77,6 @@ class Planned(Op):
     _saved: dict[str, Any]
     """Delayed-scaling states from a checkpoint that no recipe has asked for yet."""
     _warned: bool
-    _roles: tuple[QuantizerRole | None, QuantizerRole | None]
     _number: str
 
     def adopt(
@@ -126,28 +126,8 @@ class Planned(Op):
     def _register(self) -> None:
         self._number = traced.register(self, self.__dict__.get("_number"))
 
-    @property
-    def output_quantizer_role(self) -> QuantizerRole | None:
-        """The role of the output at its consumer; a change takes effect at the next forward."""
-        return self._roles[0]
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._set_roles(role, self._roles[1])
-
-    @property
-    def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """The role of the gradient of the input at its consumer."""
-        return self._roles[1]
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: QuantizerRole | None) -> None:
-        self._set_roles(self._roles[0], role)
-
-    def _set_roles(self, *roles: QuantizerRole | None) -> None:
-        if roles != self._roles:
-            self._roles = (roles[0], roles[1])
-            self.forget_plans()
+    def roles_changed(self) -> None:
+        self.forget_plans()
 
     def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
         """Every quantizer slot with its role, forward slots first."""
