@@ -7,5 +7,7 @@ import torch
 
 @functools.cache
 def capability() -> tuple[int, int]:
-    """Of the current CUDA device; (0, 0) without one."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    """Of the current NVIDIA device; (0, 0) without one, also on other makes that torch calls CUDA."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return 0, 0
+    return torch.cuda.get_device_capability()
