@@ -1,12 +1,18 @@
-"""Every buffer that is allocated holds NaN or a byte pattern first, so that what no kernel writes shows."""
+"""Makes the helpers of this folder importable from its tests.
+
+Every buffer that is allocated holds NaN or a byte pattern first, so that what no kernel writes shows.
+"""
 
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
 PATTERN = 0xA5
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the processors, and the references are computed on them

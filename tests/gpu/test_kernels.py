@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from comparing import bits
 from torch import Tensor
 
 from duotone import formats
@@ -13,11 +14,6 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
     reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
 )
-
-
-def bits(t: Tensor) -> Tensor:
-    t = t.detach().cpu().contiguous()
-    return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
 
 
 def matrices(awkward: Tensor) -> list[Tensor]:

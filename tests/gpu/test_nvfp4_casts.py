@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from comparing import awkward_matrix, bits, same
 from torch import Tensor
 
 from duotone import formats
@@ -24,35 +25,6 @@ PAIRS = [*((name, name) for name in NAMES), *MIXED]
 SHAPES = [(128, 256), (64, 128), (1, 16), (17, 1), (130, 257), (512, 96), (66, 139), (33, 130), (1, 1)]
 USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
 SEEDS = [0, 1, -1, 0x1234567890ABCDEF]
-
-
-def bits(t: Tensor) -> Tensor:
-    t = t.detach().cpu().contiguous()
-    return torch.where(t.isnan(), torch.nan, t).float().view(torch.int32) if t.is_floating_point() else t
-
-
-def awkward_matrix(m: int, k: int, dtype: torch.dtype) -> Tensor:
-    """Spread over many binades, with zeros, denormals, infinities, NaN, a row and a column of zeros."""
-    generator = torch.Generator().manual_seed(m * 1000 + k)
-    x = torch.randn(m, k, generator=generator) * torch.exp2(torch.randint(-20, 20, (m, k), generator=generator).float())
-    flat = x.view(-1)
-    flat[::7] = 0.0
-    if m * k > 64:
-        flat[3], flat[11], flat[29], flat[40] = torch.inf, -torch.inf, torch.nan, -torch.nan
-        flat[17], flat[18] = 1e-40, -1e-40
-        x[m // 2] = 0.0
-        x[:, k // 2] = -0.0
-    return x.to(dtype)
-
-
-def same(here: Plane | None, there: Plane | None) -> None:
-    assert (here is None) == (there is None)
-    if here is None or there is None:
-        return
-    assert there.shape == here.shape
-    for name, part in here.parts.items():
-        assert there.parts[name].shape == part.shape, name
-        assert torch.equal(bits(there.parts[name]), bits(part)), name
 
 
 def context(seed: int, device: str) -> QuantizeContext:

@@ -108,13 +108,13 @@ CASES = [
     ),
     *[
         Case(
-            f"fp32_scale {codec}",
+            f"fp32_scale {name}",
             blocks.fp32_scale_kernel,
             {"amax": "*fp32", "scale": "*fp32", "stored": "*fp32", "N": "i32"}
             | dict.fromkeys(("largest", "overflow", "epsilon"), "fp32"),
-            {"POWER": power, "T": 1024},
+            {"CODEC": codec, "T": 1024},
         )
-        for codec, power in (("fp32", False), ("pow2", True))
+        for name, codec in (("fp32", 0), ("pow2", 1))
     ],
     Case(
         "exponent_scale",

@@ -25,7 +25,7 @@ SHAPE = (64, 32)
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch) -> None:
     """Plans for a GPU that is not there."""
-    monkeypatch.setattr(casts, "_FOUND", {})
+    monkeypatch.setattr(casts, "_CASTS", {})
     for module in (casts, scaled, segments):
         monkeypatch.setattr(module, "capability", lambda: (9, 0))
 

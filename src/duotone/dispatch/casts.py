@@ -14,16 +14,24 @@ from duotone.formats import Format, Parts, hadamard
 
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
-_FOUND: dict[tuple[int, int, torch.dtype], tuple[Format | None, Format | None, Any]] = {}
+_TWO_LEVEL = "two-level"
+_CASTS: dict[tuple[int, int, torch.dtype], tuple[Format | None, Format | None, Any]] = {}
+_DECODERS: dict[tuple[int, torch.dtype], tuple[Format, Any]] = {}
+"""By the ids of formats, whose hashes are slow; holding the formats keeps their ids."""
 
 
 def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
     """The `Cast` of `duotone.kernels` that makes these planes of a matrix like `x`, or None where there is no such."""
-    key = (id(row), id(col), x.dtype)
-    found = _FOUND.get(key)
+    made = _cast(row, col, x.dtype)
+    return None if made is None or not _is_real(x) else made
+
+
+def _cast(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
+    key = (id(row), id(col), dtype)
+    found = _CASTS.get(key)
     if found is None:
-        found = _FOUND[key] = (row, col, _find(row, col, x.dtype))  # holding the formats keeps their ids
-    return None if found[2] is None or not _is_real(x) else found[2]
+        found = _CASTS[key] = (row, col, _find(row, col, dtype))
+    return found[2]
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) -> bool:
@@ -31,22 +39,16 @@ def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) ->
     either of them, and nothing else."""
     if _TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
         return False
-    return all(_find(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
+    return all(_cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
 
 
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes alone, or None where stages have to decode it."""
-    key = (id(fmt), 0, dtype)
-    found = _FOUND.get(key)
+    key = (id(fmt), dtype)
+    found = _DECODERS.get(key)
     if found is None:
-        known = has_triton() and capability() >= (8, 9) and dtype in DTYPES
-        made: Any
-        if fmt.scale_codec == _TWO_LEVEL:
-            made = fmt.scale_limits(dtype)[0] if known and _is_two_level(fmt) else None
-        else:
-            made = _spec(fmt, dtype) if known and _is_simple(fmt) else None
-        found = _FOUND[key] = (fmt, None, made)
-    spec, codes = found[2], parts["codes"]
+        found = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
+    spec, codes = found[1], parts["codes"]
     if spec is None or not _is_real(codes):
         return None
     if fmt.scale_codec == _TWO_LEVEL:
@@ -67,6 +69,15 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     return decode(spec, turned, scale if scale is None or scale.dim() == 1 else scale.t(), dtype).t()
 
 
+def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
+    """What a kernel that decodes the format has to know of it, or None where there is none."""
+    if not has_triton() or capability() < (8, 9) or dtype not in DTYPES:
+        return None
+    if fmt.scale_codec == _TWO_LEVEL:
+        return fmt.scale_limits(dtype)[0] if _is_two_level(fmt) else None
+    return _spec(fmt, dtype) if _is_simple(fmt) else None
+
+
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
     return x.is_cuda and x.dtype in DTYPES and has_triton() and capability() >= (8, 9) and _is_real(x)
@@ -77,7 +88,6 @@ def _is_real(x: Tensor) -> bool:
     return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
-_TWO_LEVEL = "two-level"
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Tensors with an address: fake ones go through the stages, whose kernels are own ops."""
 

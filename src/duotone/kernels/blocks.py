@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from duotone.kernels.scaling import CODECS, encode_scale, exponent, power_of_two, stored_scale
+
 ROWS, COLS = 64, 128
 """Tile of the elementwise kernels; block amaxes take tiles that hold whole blocks."""
 WHOLE = 1 << 30
@@ -133,34 +135,23 @@ def values_kernel(
 
 
 @triton.jit
-def fp32_scale_kernel(amax, scale, stored, N, largest, overflow, epsilon, POWER: tl.constexpr, T: tl.constexpr):
-    """Encode scales largest / amax and their reciprocals, each one IEEE quotient."""
+def fp32_scale_kernel(amax, scale, stored, N, largest, overflow, epsilon, CODEC: tl.constexpr, T: tl.constexpr):
+    """Encode scales largest / amax and their reciprocals."""
     i = tl.program_id(0) * T + tl.arange(0, T)
     value = tl.load(amax + i, mask=i < N, other=1.0)
-    value = tl.where(value < epsilon, epsilon, value)
-    made = tl.div_rn(tl.full([T], 0.0, tl.float32) + largest, value)
-    made = tl.where(made == float("inf"), overflow, made)
-    made = tl.where((value > 0.0) & (value < float("inf")), made, 1.0)
-    if POWER:
-        made = (made.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    zero = tl.zeros([T], tl.float32)  # numbers are no tensors in Triton's interpreter
+    made = encode_scale(value, zero + largest, zero + overflow, epsilon, CODEC)
     tl.store(scale + i, made, mask=i < N)
-    tl.store(stored + i, tl.div_rn(tl.full([T], 1.0, tl.float32), made), mask=i < N)
+    tl.store(stored + i, stored_scale(value, made, largest, CODEC), mask=i < N)
 
 
 @triton.jit
 def exponent_scale_kernel(amax, code, multiplier, N, reciprocal, T: tl.constexpr):
     """E8M0 bytes of amax * reciprocal rounded up to a power of two, and 2^(127 - byte)."""
     i = tl.program_id(0) * T + tl.arange(0, T)
-    ratio = (tl.load(amax + i, mask=i < N, other=1.0) * reciprocal).to(tl.int32, bitcast=True)
-    exponent, mantissa = ratio >> 23, ratio & 0x007FFFFF
-    made = tl.minimum(exponent + (mantissa > 0).to(tl.int32), 254)
-    made = tl.where(exponent == 0, (mantissa > 0x400000).to(tl.int32), made)
-    made = tl.where((exponent == 255) & (mantissa > 0), 255, made)
-    inverse = 254 - made
-    bits = tl.where(inverse == 0, 0x00400000, inverse << 23)
-    bits = tl.where((inverse == 255) | (inverse < 0), 0x7FC00000, bits)
+    made = exponent(tl.load(amax + i, mask=i < N, other=1.0), reciprocal)
     tl.store(code + i, made.to(tl.uint8), mask=i < N)
-    tl.store(multiplier + i, bits.to(tl.float32, bitcast=True), mask=i < N)
+    tl.store(multiplier + i, power_of_two(254 - made), mask=i < N)
 
 
 @triton.jit
@@ -207,7 +198,8 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
     """The twin of `duotone.formats.stages.fp32_scale`; amax contiguous."""
     scale, stored, count = torch.empty_like(amax), torch.empty_like(amax), amax.numel()
     given = (amax, scale, stored, count, largest, overflow, epsilon)
-    fp32_scale_kernel[(triton.cdiv(count, 1024),)](*given, POWER=to_power, T=1024)
+    codec = CODECS["power of two" if to_power else "fp32"]
+    fp32_scale_kernel[(triton.cdiv(count, 1024),)](*given, CODEC=codec, T=1024)
     return scale, stored
 
 

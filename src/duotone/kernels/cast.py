@@ -100,7 +100,7 @@ def _inside(i, rows, j, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _codes(value, ELEMENT: tl.constexpr):
+def codes_of(value, ELEMENT: tl.constexpr):
     """The conversion saturates, and gives NaN without a sign."""
     return value.to(ELEMENT).to(tl.uint8, bitcast=True)
 
@@ -144,23 +144,24 @@ def _column(
 
 
 @triton.jit
-def _record(live, below):
+def record(live, below):
     """Enlarge `live` to the amax of a tile; most tiles find a larger one there and leave the address alone."""
     largest = known(tl.max(tl.max(below, axis=1), axis=0)).to(tl.int32, bitcast=True)
     tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
 @triton.jit
-def _store_turned(
-    values, scale, codes, pm, pk, M, K, ELEMENT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr
-):
-    """The codes of a tile, transposed: four rows of a thread become one word of a row of the transpose."""
+def store_turned(
+    values, scale, codes, stride, pm, pk, M, K,
+    ELEMENT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """The codes of a tile, transposed, into (K, M): four rows of a thread become one word of a row of the transpose."""
     v0, v1, v2, v3 = values
     fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
-    made = _codes(tl.reshape(fours, [H, TK, 4]), ELEMENT)
+    made = codes_of(tl.reshape(fours, [H, TK, 4]), ELEMENT)
     made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
     im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
-    out = codes + (pk * TK).to(tl.int64) * M + pm * 4 * H + (ik * M + im)
+    out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
     tl.store(out, made, mask=_inside(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
 
 
@@ -193,7 +194,7 @@ def cast_kernel(
     below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
 
     if RECORD:
-        _record(live, below)
+        record(live, below)
 
     row_scale = 1.0
     if ROW == GIVEN or ROW == TENSOR:
@@ -212,7 +213,7 @@ def cast_kernel(
                     values[j], row_from, row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
                     ROW, ROW_C, ROW_CODEC, H, TK,
                 )  # fmt: skip
-            codes = _codes(values[j] * row_scale, ROW_ELEMENT)
+            codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
             tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=_inside(m + j, M, k, K, EVEN))
 
     if COL != ABSENT:
@@ -222,7 +223,7 @@ def cast_kernel(
                 below, col_from, col_scales, k, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip
-        _store_turned(values, scale, col_codes, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+        store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
 
 
 class PlaneSpec(NamedTuple):

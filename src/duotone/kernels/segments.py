@@ -12,7 +12,7 @@ import triton.language as tl
 
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import known
-from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, _codes, _record
+from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, codes_of, record, store_turned
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 
@@ -130,20 +130,6 @@ def _line(source, scales, read, write, exists, stores, largest, overflow, epsilo
 
 
 @triton.jit
-def _store_turned(
-    values, scale, codes, stride, tile, pk, length, K, ELEMENT: tl.constexpr, H: tl.constexpr, TK: tl.constexpr
-):
-    """The codes of a tile, transposed, and zeros up to `length`: four rows of a thread become one word."""
-    v0, v1, v2, v3 = values
-    fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
-    made = _codes(tl.reshape(fours, [H, TK, 4]), ELEMENT)
-    made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
-    im, ik = tile * 4 * H + tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
-    out = codes + (pk * TK).to(tl.int64) * stride + (ik * stride + im)
-    tl.store(out, made, mask=(pk * TK + ik < K) & (im < length))
-
-
-@triton.jit
 def _column(
     scale, stored, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
     FROM: tl.constexpr, CODEC: tl.constexpr, SPREAD: tl.constexpr,
@@ -191,7 +177,7 @@ def segment_cast_kernel(
     values = (v0, v1, v2, v3)
     if RECORD:
         below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
-        _record(live + e * SLOT, below)
+        record(live + e * SLOT, below)
 
     scale = 1.0
     stored = 1.0
@@ -207,7 +193,7 @@ def segment_cast_kernel(
                     row_from, row_scales, first + m + j, place + m + j, m + j < rows, pk == 0,
                     row_largest, row_overflow, row_epsilon, ROW_CODEC,
                 )  # fmt: skip
-            made = _codes(values[j] * scale, ROW_ELEMENT)
+            made = codes_of(values[j] * scale, ROW_ELEMENT)
             tl.store(codes + j * K + at, made, mask=(m + j < rows) & (k < K))
 
     if COL != ABSENT:
@@ -217,7 +203,8 @@ def segment_cast_kernel(
         )  # fmt: skip
         column, length = column // STEP * STEP, tl.cdiv(rows, STEP) * STEP  # multiples that the compiler sees
         out = col_codes + (column.to(tl.int64) if WHOLE else column.to(tl.int64) * K)
-        _store_turned(values, scale, out, WIDTH if WHOLE else length, tile, pk, length, K, COL_ELEMENT, H, TK)
+        stride = WIDTH if WHOLE else length
+        store_turned(values, scale, out, stride, tile, pk, length, K, COL_ELEMENT, False, H, TK)
 
 
 @triton.jit
