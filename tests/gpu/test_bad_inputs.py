@@ -66,19 +66,20 @@ def test_an_input_on_another_device_is_one_clear_error(name) -> None:
 def test_out_of_memory_in_a_backward_leaves_the_module_usable(name) -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     module, twin = linear(name, 4096, 4096), linear(name, 4096, 4096)
-    given = x.detach().requires_grad_()
-    y = module(given)
+    twin(x)  # as the module's forward whose backward fails
+    want = step(twin, x)
+    y = module(x.detach().requires_grad_())
+    dy = torch.ones_like(y)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
     try:
         with pytest.raises(torch.OutOfMemoryError):
-            y.backward(torch.ones_like(x))
+            y.backward(dy)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    twin(x)  # the forward that was
-    for a, b in zip(step(module, x), step(twin, x), strict=True):
+    for a, b in zip(step(module, x), want, strict=True):
         assert torch.equal(a, b)
 
 

@@ -133,7 +133,7 @@ def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any, spread: bool
     """What was stored for a segment, and what its plane has."""
     want, lines = plane.parts["scale"].reshape(-1), fmt.outer_block.rows == 1
     if not (lines or spread):
-        return stored[e : e + 1], want
+        return stored[e], want
     found = stored[slice(*rows)] if rows is not None else stored[e]
     return found, want if lines else want.expand(len(found))
 

@@ -121,7 +121,7 @@ class BlockScaledProduct:
         if 0 in (a.shape[0], cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         kinds = self.kinds[_scaling(a.format)], self.kinds[_scaling(b.format)]
-        more = -a.shape[0] % STEP if kinds[0] == kinds[1] else 0
+        more = -a.shape[0] % STEP if a.format.outer_block.rows == 1 else 0
         left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
         direct = bias is None and out_dtype is torch.bfloat16

@@ -12,6 +12,7 @@ from duotone.kernels.cast import ABSENT, ELEMENTS, GIVEN, LINE, SHARED, TENSOR, 
 from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS
 from duotone.kernels.segments import (
+    APART,
     STEP,
     ends_kernel,
     segment_amax_kernel,
@@ -52,7 +53,10 @@ class Table(NamedTuple):
 
 
 class Coded(NamedTuple):
-    """uint8 codes (M, K) and their scales, columnwise codes and theirs; None where a plane is absent."""
+    """uint8 codes (M, K) and their scales, columnwise codes and theirs; None where a plane is absent.
+
+    One scale of each segment is fp32 (E, 1), `APART` floats apart; others lie next to each other.
+    """
 
     row: Tensor | None
     row_scale: Tensor | None
@@ -134,15 +138,16 @@ class SegmentCast:
         row = row_scale = col = col_scale = None
         if self.row is not None:
             row = torch.empty((rows, k), dtype=torch.uint8, device=device)
-            many = rows if self.spread else width if self.sources[0] == LINE.value else count
-            row_scale = torch.empty(many, dtype=torch.float32, device=device)
+            row_scale = self._scales(0, count, (rows if self.spread else width,), device)
         if self.col is not None:
             col = torch.empty((k, width) if self.whole else k * width, dtype=torch.uint8, device=device)
-            col_scale = row_scale
-            if not self.shares_scale:
-                lines = self.spread or self.sources[1] == LINE.value
-                col_scale = torch.empty((count, k) if lines else count, dtype=torch.float32, device=device)
+            col_scale = row_scale if self.shares_scale else self._scales(1, count, (count, k), device)
         return Coded(row, row_scale, col, col_scale)
+
+    def _scales(self, side: int, count: int, lines: tuple[int, ...], device: torch.device) -> Tensor:
+        if self.spread or self.sources[side] == LINE.value:
+            return torch.empty(lines, dtype=torch.float32, device=device)
+        return torch.empty((count, APART.value), dtype=torch.float32, device=device)[:, :1]
 
     def _launch(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
         key = (which, block, record, table, aligned)

@@ -18,6 +18,8 @@ from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 
 STEP = tl.constexpr(16)
 """What a segment's columns are a multiple of."""
+APART = tl.constexpr(4)
+"""Floats from the one scale of a segment to the next: cuBLAS takes a scale at multiples of 16 bytes alone."""
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def _column(
     if FROM != LINE and SPREAD:
         tl.store(scales + lines, tl.zeros_like(lines).to(tl.float32) + stored, mask=(k < K) & (tile == 0))
     elif FROM != LINE and FROM != SHARED:
-        tl.store(scales + e, stored, mask=(tile == 0) & (pk == 0))
+        tl.store(scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     return scale
 
 
@@ -214,4 +216,4 @@ def _keep_row(scales, stored, e, tile, first, rows, pk, SPREAD: tl.constexpr, TM
         m = tile * TM + tl.arange(0, TM)
         tl.store(scales + first + m, tl.zeros([TM], tl.float32) + stored, mask=(m < rows) & (pk == 0))
     else:
-        tl.store(scales + e, stored, mask=(tile == 0) & (pk == 0))
+        tl.store(scales + e * APART, stored, mask=(tile == 0) & (pk == 0))

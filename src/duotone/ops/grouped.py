@@ -28,7 +28,7 @@ class PlannedGroup(Planned):
     module_type = "grouped_linear"
     extra_inputs = 1
     num_gemms: int
-    return_bias = segmented = False
+    return_bias = False
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -89,7 +89,7 @@ class PlannedGroup(Planned):
         return splits, seed, *weights, *biases
 
     def make_stage(self, linears: list[LinearStage]) -> Stage:
-        return grouped_stage(linears, self.weights[0].shape) if self.segmented else GroupedStage(tuple(linears))
+        return grouped_stage(linears, self.weights[0].shape)
 
     def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
@@ -119,8 +119,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
-    `segmented` casts all experts in one launch and keeps row counts on the device where plans allow (see forward); it
-    gives the loop's bits in Triton's interpreter and has not run on a GPU yet. Other arguments are Linear's.
+    Other arguments are Linear's.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -136,7 +135,6 @@ class GroupedLinear(PlannedGroup, nn.Module):
         init_method: Callable[[Tensor], Any] | None = None,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
-        segmented: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
@@ -152,7 +150,6 @@ class GroupedLinear(PlannedGroup, nn.Module):
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
-        self.segmented = segmented
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
         given = {"dtype": params_dtype, "device": device}
@@ -173,9 +170,9 @@ class GroupedLinear(PlannedGroup, nn.Module):
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except with `segmented` on Hopper where x is bf16, all formats are E4M3 with scales per
-        tensor or per row, gradients go to autograd and no bias is added: then nothing looks at the sum, and results of
-        rows beyond it are undefined. With `return_bias` the biases follow, not added.
+        on a GPU is waited for, except on Hopper where x is bf16, all formats are E4M3 with scales per tensor or per
+        row, gradients go to autograd and no bias is added: then nothing looks at the sum, and results of rows beyond
+        it are undefined. With `return_bias` the biases follow, not added.
         """
         y = run((self,), x, (m_splits,), is_first_microbatch, self.__dict__)
         return (y, list(self.biases)) if self.return_bias else y

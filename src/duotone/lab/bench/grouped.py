@@ -59,9 +59,9 @@ class GroupedMM(nn.Module):
         return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=self.offsets)  # pyright: ignore
 
 
-def ours(count: int, width: int, out: int, device: str, recipe: Recipe, segmented: bool = False) -> nn.Module:
+def ours(count: int, width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
     given = {"bias": False, "device": device, "params_dtype": layer.DTYPE, "recipe": recipe}
-    return GroupedLinear(count, width, out, segmented=segmented, **given)
+    return GroupedLinear(count, width, out, **given)
 
 
 def candidates(
@@ -73,21 +73,16 @@ def candidates(
     rows, width, out = shape
     given = layer.inputs(settings.device, rows, width, out, finish)
 
-    def make(recipe: Recipe, segmented: bool = False) -> nn.Module:
-        return ours(len(splits), width, out, settings.device, recipe, segmented)
-
-    def in_segments(recipe: Recipe) -> nn.Module:
-        return make(recipe, True)
+    def make(recipe: Recipe) -> nn.Module:
+        return ours(len(splits), width, out, settings.device, recipe)
 
     made = layer.of_torch(lambda: Experts(splits, width, out, settings.device), given)
     if settings.device == "cuda":
         made += of_grouped_mm(lambda: GroupedMM(splits, width, out, settings.device), given)
     made += layer.of_recipes(make, given, settings, splits)
-    if settings.device == "cuda":
-        made += layer.of_recipes(in_segments, given, settings, splits, suffix=", segmented")
     if settings.device_splits:
         on_device = torch.tensor(splits, device=settings.device)
-        made += layer.of_recipes(in_segments, given, settings, on_device, suffix=", device splits")
+        made += layer.of_recipes(make, given, settings, on_device, suffix=", device splits")
     return made
 
 
