@@ -72,8 +72,11 @@ class LinearStage(Stage):
         row = layout.gather_input(x_planes.rowwise, 0)
         y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))
         y = layout.reduce_output(y, bias)
-        kept_x = plan.input_source.keep(flat, x_planes) if plan.weight_grad else None
-        kept_w = plan.source.keep(weight, w_planes) if plan.input_grad else None
+        kept_x = kept_w = None
+        if plan.weight_grad:
+            kept_x = plan.input_source.keep(flat, x_planes, plan.input, plan.input_context)
+        if plan.input_grad:
+            kept_w = plan.source.keep(weight, w_planes, plan.weight, context)
         # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
         return with_lead(y, like), (kept_x, kept_w, (seed,))
 
@@ -107,7 +110,7 @@ class LinearStage(Stage):
         dx = dw = db = None
         if kept_w is not None and row is not None:
             row = layout.gather_grad(row, 0)
-            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w, like.dtype, plan.weight), like.dtype)
+            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w.there(), like.dtype, plan.weight), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
         if kept_x is not None and col is not None and needs[1]:
@@ -143,7 +146,8 @@ class WeightGradient:
         source, (kept_x, _, (seed,)) = plan.input_source, self.kept
         col = layout.gather_grad(self.dy, 1)
         context = plan.input_context.with_seed(plan.streams(seed)[0])
-        operand = source.restore(layout.gather_input(kept_x, source.token_dim), operand_dtype, plan.input, context)
+        plane = layout.gather_input(kept_x.there(), source.token_dim)
+        operand = source.restore(plane, operand_dtype, plan.input, context)
         return plan.wgrad.rule.run(col, operand, dtype)
 
 

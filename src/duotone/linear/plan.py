@@ -17,8 +17,8 @@ from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.operand import DEQUANTIZED, HELD, Operand, encoding
-from duotone.linear.source import REQUANTIZED, SOURCES, Source
+from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
+from duotone.linear.source import REMADE, REQUANTIZED, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -127,6 +127,12 @@ class LinearPlan:
     rolls_forward_alone: bool = False
     """Whether forward operands are delayed and the gradient is not, so that no op of backward rolls their states."""
 
+    def keeping(self) -> "LinearPlan":
+        """The plan whose forward makes the columnwise plane of the weight, because a cache keeps it."""
+        if self.source is not REMADE:
+            return self
+        return replace(self, source=SOURCES[None], weight_usage=Usage(True, self.input_grad))
+
     @property
     def gemms(self) -> Iterator[GemmPlan]:
         return iter((self.fprop, self.dgrad, self.wgrad))
@@ -191,6 +197,7 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         input_from, weight_from = _hold(setting, made)
         gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
     input_source = _input_source(setting, source, made["input"])
+    source = _weight_source(setting, source, weight_from)
     backward = setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
     return LinearPlan(
@@ -237,6 +244,12 @@ def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Sou
             "give its input a format with a scale of its own, or leave the option off"
         )
     return REQUANTIZED
+
+
+def _weight_source(setting: Setting, source: Source, weight_from: Operand) -> Source:
+    """With `recompute_columnwise`, backward encodes a plain weight again. Experts encode all their weights at once."""
+    remakes = setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
+    return REMADE if remakes and weight_from is ENCODED and source.needs_columnwise else source
 
 
 def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:

@@ -3,7 +3,8 @@
 The three answers are the values of `backward_override`; execution only calls `keep` and `restore`.
 """
 
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from duotone.linear.operand import original
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.saving import Later
 
 
 class Source(Protocol):
@@ -33,8 +35,8 @@ class Source(Protocol):
         """The format that the backward GEMM meets."""
         ...
 
-    def keep(self, x: Tensor, planes: Planes) -> Plane:
-        """The plane to save, from the original (M, K) and forward's planes."""
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        """The plane to save, or what makes it `Later`, from the original (M, K) and how forward encoded it."""
         ...
 
     def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
@@ -53,12 +55,22 @@ class ColumnwisePlane:
     def format(self, quantizer: Quantizer) -> Format:
         return quantizer.columnwise or IDENTITY
 
-    def keep(self, x: Tensor, planes: Planes) -> Plane:
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         assert planes.columnwise is not None
         return planes.columnwise
 
     def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
         return plane
+
+
+class Remade(ColumnwisePlane):
+    """The columnwise plane, which backward makes of the original as forward would have (`recompute_columnwise`)."""
+
+    name = "remade"
+    needs_columnwise = False
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
 
 
 class Original:
@@ -72,7 +84,7 @@ class Original:
     def format(self, quantizer: Quantizer) -> Format:
         return IDENTITY
 
-    def keep(self, x: Tensor, planes: Planes) -> Plane:
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         return original(x, planes)
 
     def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
@@ -89,7 +101,7 @@ class DequantizedRow:
     def format(self, quantizer: Quantizer) -> Format:
         return IDENTITY
 
-    def keep(self, x: Tensor, planes: Planes) -> Plane:
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         assert planes.rowwise is not None
         return planes.rowwise
 
@@ -108,13 +120,21 @@ class Requantized:
     def format(self, quantizer: Quantizer) -> Format:
         return quantizer.columnwise or IDENTITY
 
-    def keep(self, x: Tensor, planes: Planes) -> Plane:
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         return original(x, planes)
 
     def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
-        made = quantizer.encode(plane.dequantize(dtype), Usage(False, True), ctx).columnwise
-        assert made is not None
-        return made
+        return columnwise(quantizer, ctx, plane.dequantize(dtype))
+
+
+def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+    """The columnwise plane alone of a matrix."""
+    made = quantizer.encode(x, COLUMNWISE, ctx).columnwise
+    assert made is not None
+    return made
+
+
+COLUMNWISE = Usage(False, True)
 
 
 SOURCES: dict[str | None, Source] = {
@@ -123,4 +143,4 @@ SOURCES: dict[str | None, Source] = {
     "dequantized": DequantizedRow(),
 }
 
-REQUANTIZED = Requantized()
+REQUANTIZED, REMADE = Requantized(), Remade()

@@ -38,11 +38,11 @@ def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
 
 def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None, overwrites: bool) -> LinearStage:
     """The stage of the module's `member`-th linear; with `overwrites` the next gradient replaces `main_grad`."""
-    weight_from = stage.weight_from
+    plan, weight_from = stage.plan, stage.weight_from
     if first is not None and weight_from is ENCODED:
         cache = _cache(module, member)
-        weight_from = cache.refreshed if first else cache.reused
-    return replace(stage, weight_from=weight_from, sink=_sink(module, member, overwrites))
+        plan, weight_from = plan.keeping(), cache.refreshed if first else cache.reused
+    return replace(stage, plan=plan, weight_from=weight_from, sink=_sink(module, member, overwrites))
 
 
 def clear_caches(module: Any) -> None:

@@ -25,7 +25,9 @@ class Recipe:
     of the roles of module type "dpa". `evaluation` is the recipe of modules whose `training` is False, None this one.
     `fprop_fast_accum` and its like allow an FP8 product that has a faster accumulator of fewer bits to use it.
     `min_gemm_work` leaves linears in high precision whose weight, K x N, has fewer elements, where native products
-    would run: a number, or "measured" for what was measured on such a device; 0 is off.
+    would run: a number, or "measured" for what was measured on such a device; 0 is off. `recompute_columnwise` lets
+    backward make the columnwise planes of weights, and of what norms and activations give linears, of tensors that are
+    kept anyway: less memory, the same bits, a cast more each.
     """
 
     strict: bool = False
@@ -38,6 +40,7 @@ class Recipe:
     dgrad_fast_accum: bool = False
     wgrad_fast_accum: bool = False
     min_gemm_work: int | str = 0
+    recompute_columnwise: bool = False
 
     kind: ClassVar[str] = ""
     key: ClassVar[str]

@@ -25,15 +25,24 @@ from duotone.state import history
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 _STATES: "weakref.WeakValueDictionary[str, DelayedState]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
+
+
+class Scales:
+    """The scales (n,) of a state between two rolls: `past` once they have moved on, None while the state has them."""
+
+    def __init__(self) -> None:
+        self.past: Tensor | None = None
 
 
 class Step:
     """What a state remembers between a forward and its recompute. No attributes of a module: those are slow to set."""
 
     def __init__(self) -> None:
-        self.before: Tensor | None = None
+        self.now = Scales()
+        self.before: Scales | None = None
         """The scales before the newest roll, while a recompute may ask for them."""
         self.deferred = False
         """Whether the newest forward left the recording to its recompute."""
@@ -100,16 +109,20 @@ class DelayedState(nn.Module):
         if record:
             live = self.amax_history[0, slot : slot + 1]
             live.copy_(torch.maximum(live, amax_of(x)))
-        before = self.step.before
-        scale = before if recompute and before is not None else self.scale
-        return scale[slot : slot + 1].clone()
+        return self.scales_of(self.used(recompute))[slot : slot + 1].clone()
+
+    def used(self, recompute: bool) -> Scales:
+        """The scales that a forward uses now, or a recompute."""
+        step = self.step
+        return step.before if recompute and step.before is not None else step.now
+
+    def scales_of(self, scales: Scales) -> Tensor:
+        return self._buffers["scale"] if scales.past is None else scales.past  # type: ignore[return-value]
 
     def views(self, slot: int, before: bool) -> tuple[Tensor, Tensor]:
         """The encode scale of the slot, fp32 (1,), for a recompute that of its forward; the bits of its live amax."""
-        scale, amaxes = self._buffers["scale"], self._buffers["amax_history"]  # past nn.Module's slow look-up
-        if before and self.step.before is not None:
-            scale = self.step.before
-        assert scale is not None and amaxes is not None
+        scale, amaxes = self.scales_of(self.used(before)), self._buffers["amax_history"]  # past nn.Module's look-up
+        assert amaxes is not None
         found = self._views.get(slot)
         if found is None or found[0] is not scale or found[1] is not amaxes:
             live = amaxes[0, slot : slot + 1].view(torch.int32)
@@ -123,8 +136,9 @@ class DelayedState(nn.Module):
 
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
-        before = history.roll(self.amax_history, self.scale, self.largest, self.history)
-        self.step.before, self.step.deferred = before, False
+        step = self.step
+        step.now.past = history.roll(self.amax_history, self.scale, self.largest, self.history)
+        step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint without this state leaves it as it is; another length keeps the newest entries."""
@@ -179,6 +193,13 @@ class DelayedSlot(Slot):
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
         return scale, live if record else None
 
+    def fixed(self) -> Slot:
+        """Itself where a compiler traces or tensors are fake: the op recomputes as a checkpoint's does."""
+        if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None:
+            return self
+        state = state_of(self.state)
+        return FixedSlot(state, state.used(self.mode == RECOMPUTE or (not self.backward and in_backward())), self.index)
+
     def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
         where = (self.state, self.index, self.group, self.mode, self.backward)
         return torch.ops.duotone.delayed_planes(x, *where, row, col)
@@ -191,6 +212,18 @@ class DelayedSlot(Slot):
         record = found.records(mode)
         PENDING.add(self, record)
         return found, mode, record
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSlot(Slot):
+    """The scale that a slot had at one time, whatever its state has done since."""
+
+    state: DelayedState
+    scales: Scales
+    index: int
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return self.state.scales_of(self.scales)[self.index : self.index + 1]
 
 
 class Pending:

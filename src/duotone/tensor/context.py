@@ -11,6 +11,10 @@ from duotone.comm import ShardContext
 class Slot:
     """One place of delayed scaling: its scale, and where the amax goes."""
 
+    def fixed(self) -> "Slot":
+        """The slot with the scale that it has now, for a second encoding of what was just encoded; records nothing."""
+        return self
+
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,); records the amax of `x`."""
         raise NotImplementedError
@@ -39,6 +43,13 @@ class QuantizeContext:
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
         return self if seed is None else QuantizeContext(self.shard, self.slots, seed, self.traces_kernel)
+
+    def fixed(self) -> "QuantizeContext":
+        """The context that encodes later as this one does now."""
+        row, col = self.slots
+        if row is col is None:
+            return self
+        return QuantizeContext(self.shard, (row and row.fixed(), col and col.fixed()), self.seed, self.traces_kernel)
 
 
 LOCAL = QuantizeContext()

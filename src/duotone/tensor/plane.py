@@ -72,6 +72,10 @@ class Plane:
             parts["scale"].fill_(1)
         return Plane(fmt, parts, shape)
 
+    def there(self) -> "Plane":
+        """This plane: what is kept for backward may be a `Later` instead, which makes one."""
+        return self
+
     def transposed(self) -> "Plane | None":
         """The plane of the transpose without loss, or None where it has to be encoded."""
         parts = self.format.derive(self.parts, self.shape[1])

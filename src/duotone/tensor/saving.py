@@ -1,6 +1,7 @@
 """Keeping planes for backward: as flat lists of tensors that autograd can hold, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -10,15 +11,27 @@ from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import QuantizedTensor
 
 Shell = Any
-"""What a kept thing is besides its buffers: a plane is (format, shape, part names), a tensor TENSOR."""
+"""What a kept thing is besides its buffers: a plane is (format, shape, part names), a tensor TENSOR, a plane that is
+made later (LATER, make, number of tensors)."""
 
-TENSOR = "tensor"
+TENSOR, LATER = "tensor", "later"
+
+
+@dataclass(eq=False, slots=True)
+class Later:
+    """A plane that backward makes, of tensors that are kept anyway: `make(*tensors)`."""
+
+    make: Callable[..., Plane]
+    tensors: tuple[Tensor | None, ...]
+
+    def there(self) -> Plane:
+        return self.make(*self.tensors)
 
 
 def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
     """Planes and tensors as shells and a flat list of buffers; None and tuples of one thing stay as they are."""
     shells: list[Shell] = []
-    tensors: list[Tensor] = []
+    tensors: list[Any] = []
     for one in kept:
         if isinstance(one, Plane):
             shells.append((one.format, one.shape, tuple(one.parts)))
@@ -26,6 +39,9 @@ def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
         elif isinstance(one, Tensor):
             shells.append(TENSOR)
             tensors.append(one)
+        elif isinstance(one, Later):
+            shells.append((LATER, one.make, len(one.tensors)))
+            tensors.extend(one.tensors)
         else:
             shells.append(one)
     return shells, tensors
@@ -41,6 +57,10 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Any]:
         elif shell is TENSOR:
             kept.append(tensors[at])
             at += 1
+        elif shell[0] is LATER:
+            _, make, count = shell
+            kept.append(Later(make, tuple(tensors[at : at + count])))
+            at += count
         else:
             fmt, shape, names = shell
             kept.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))

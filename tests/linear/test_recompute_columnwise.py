@@ -1,0 +1,136 @@
+"""`recompute_columnwise`: backward encodes again what forward would have kept, with the same bits and less memory."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import observe, recipes
+
+NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"]
+
+
+def pair(name: str, make=None) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """A module, and the same one that makes its columnwise planes again."""
+    make = make or (lambda recipe: duotone.Linear(96, 64, name="m", recipe=recipe, params_dtype=torch.bfloat16))
+    made = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        made.append(make(replace(recipes.load(name), recompute_columnwise=again)))
+    return made[0], made[1]
+
+
+def saved(call) -> int:
+    """Bytes that a call keeps, parameters aside, each storage once."""
+    seen: dict[int, int] = {}
+
+    def look(t: Tensor) -> Tensor:
+        if not isinstance(t, torch.nn.Parameter) and t.grad_fn is None:
+            seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(look, lambda t: t):
+        y = call()
+    del y
+    return sum(seen.values())
+
+
+def gradients(m: torch.nn.Module, x: Tensor, **call) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    m.zero_grad()
+    y = m(leaf, **call)
+    y.backward(torch.linspace(-1, 2, y.numel()).view_as(y).bfloat16())
+    return [y.detach(), leaf.grad, *(p.grad for p in m.parameters())]  # type: ignore[list-item]
+
+
+def same(ours: list[Tensor], others: list[Tensor]) -> None:
+    for a, b in zip(ours, others, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_same_bits_over_steps(name) -> None:
+    plain, lean = pair(name)
+    for i in range(3):
+        x = torch.randn(40, 96).bfloat16() * 3**i
+        same(gradients(plain, x), gradients(lean, x))
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8"])
+def test_the_weight_is_kept_instead_of_its_columnwise_plane(name) -> None:
+    plain, lean = pair(name)
+    x = torch.randn(40, 96).bfloat16().requires_grad_()
+    assert saved(lambda: plain(x)) - saved(lambda: lean(x)) >= 96 * 64
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+def test_the_ledger_predicts_the_peak(name) -> None:
+    _, lean = pair(name)
+    x = torch.randn(40, 96).bfloat16().requires_grad_()
+    made = observe.ledger(lean, lambda: lean(x))
+    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
+
+
+def test_forwards_whose_scales_have_moved_are_differentiated_with_their_own() -> None:
+    """A region for each forward moves the scales, more than once before the first backward."""
+    plain, lean = pair("fp8-delayed")
+    found = []
+    for m in (plain, lean):
+        inputs = [torch.randn(40, 96, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(4)]
+        leaves = [x.mul_(9**i).requires_grad_() for i, x in enumerate(inputs)]
+        outputs, scales = [], []
+        for leaf in leaves:
+            with duotone.autocast(recipe=m.recipe):
+                outputs.append(m(leaf))
+            scales.append(m.duotone_forward.scale.tolist())
+        assert len({tuple(scale) for scale in scales}) > 2
+        for y in outputs[::-1]:
+            y.backward(torch.ones_like(y))
+        found.append([leaf.grad for leaf in leaves])
+    same(*found)
+
+
+def test_a_recompute_of_a_checkpoint_keeps_what_its_forward_used() -> None:
+    plain, lean = pair("fp8-delayed")
+    for i in range(3):
+        x = torch.randn(40, 96).bfloat16() * 3**i
+        found = []
+        for m in (plain, lean):
+            leaf = x.clone().requires_grad_()
+            m.zero_grad()
+            with duotone.autocast(recipe=m.recipe):
+                y = checkpoint(m, leaf, use_reentrant=False)
+            y.backward(torch.ones_like(y))
+            found.append([y.detach(), leaf.grad, m.weight.grad])
+        same(*found)
+
+
+def test_planes_that_are_cached_between_microbatches_are_not_made_again() -> None:
+    _, lean = pair("mxfp8")
+    x = torch.randn(40, 96).bfloat16()
+    want = gradients(lean, x)
+    same(gradients(lean, x, is_first_microbatch=True), want)
+    assert lean._caches[0].planes.columnwise is not None
+    same(gradients(lean, x, is_first_microbatch=False), want)
+
+
+def test_a_weight_that_moved_before_its_backward_is_an_error() -> None:
+    _, lean = pair("mxfp8")
+    y = lean(torch.randn(40, 96).bfloat16().requires_grad_())
+    with torch.no_grad():
+        lean.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8"])
+def test_compiled_gives_the_bits_of_eager(name) -> None:
+    _, lean = pair(name)
+    _, twin = pair(name)
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for i in range(2):
+        x = torch.randn(40, 96).bfloat16() * 3**i
+        same(gradients(compiled, x), gradients(lean, x))
