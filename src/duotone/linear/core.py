@@ -48,14 +48,15 @@ class LinearStage(Stage):
     def encode_input(self, x: Tensor, seed: Tensor | None) -> Planes:
         """The planes of x (M, K) that forward multiplies and backward keeps."""
         plan = self.plan
-        return plan.input_from.planes(
-            x, plan.input, plan.input_usage, plan.input_context.with_seed(plan.streams(seed)[0])
-        )
+        return plan.input_from.planes(x, plan.input, plan.input_usage, self._input_context(seed))
 
     def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
         """As `encode_input` of a matrix that kernels make on the way; None where it has to be there first."""
         plan = self.plan
-        return plan.input.encode_produced(made, plan.input_usage, plan.input_context.with_seed(plan.streams(seed)[0]))
+        return plan.input.encode_produced(made, plan.input_usage, self._input_context(seed))
+
+    def _input_context(self, seed: Tensor | None) -> QuantizeContext:
+        return self.plan.input_context.with_seed(self.plan.streams(seed)[0])
 
     def multiply(
         self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
@@ -74,7 +75,7 @@ class LinearStage(Stage):
         y = layout.reduce_output(y, bias)
         kept_x = kept_w = None
         if plan.weight_grad:
-            kept_x = plan.input_source.keep(flat, x_planes, plan.input, plan.input_context)
+            kept_x = plan.input_source.keep(flat, x_planes, plan.input, self._input_context(seed))
         if plan.input_grad:
             kept_w = plan.source.keep(weight, w_planes, plan.weight, context)
         # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
@@ -110,7 +111,7 @@ class LinearStage(Stage):
         dx = dw = db = None
         if kept_w is not None and row is not None:
             row = layout.gather_grad(row, 0)
-            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w.there(), like.dtype, plan.weight), like.dtype)
+            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w.there(), like.dtype), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
         if kept_x is not None and col is not None and needs[1]:
@@ -143,11 +144,9 @@ class WeightGradient:
 
     def compute(self, dtype: Any, operand_dtype: Any) -> Tensor:
         plan, layout = self.stage.plan, self.stage.plan.layout
-        source, (kept_x, _, (seed,)) = plan.input_source, self.kept
+        source, kept_x = plan.input_source, self.kept[0]
         col = layout.gather_grad(self.dy, 1)
-        context = plan.input_context.with_seed(plan.streams(seed)[0])
-        plane = layout.gather_input(kept_x.there(), source.token_dim)
-        operand = source.restore(plane, operand_dtype, plan.input, context)
+        operand = source.restore(layout.gather_input(kept_x.there(), source.token_dim), operand_dtype)
         return plan.wgrad.rule.run(col, operand, dtype)
 
 

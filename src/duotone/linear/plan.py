@@ -18,7 +18,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
-from duotone.linear.source import REMADE, REQUANTIZED, SOURCES, Source
+from duotone.linear.source import REMADE, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -196,7 +196,7 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         made = dict.fromkeys(made, Quantizer())
         input_from, weight_from = _hold(setting, made)
         gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
-    input_source = _input_source(setting, source, made["input"])
+    input_source = _input_source(setting, source)
     source = _weight_source(setting, source, weight_from)
     backward = setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
@@ -234,16 +234,10 @@ def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer)
     return QuantizeContext(shard, traces_kernel=kernel)
 
 
-def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:
-    """With `save_original_input`, backward encodes the input again, where that gives the bits that forward would."""
-    if not (setting.save_original_input and source.needs_columnwise) or setting.input_held is not None:
-        return source
-    if any(quantizer.delayed):
-        raise RecipeError(
-            f"save_original_input of {setting.name or 'a linear'}: a delayed scale moves between forward and backward; "
-            "give its input a format with a scale of its own, or leave the option off"
-        )
-    return REQUANTIZED
+def _input_source(setting: Setting, source: Source) -> Source:
+    """With `save_original_input`, backward encodes the input again."""
+    remakes = setting.save_original_input and source.needs_columnwise and setting.input_held is None
+    return REMADE if remakes else source
 
 
 def _weight_source(setting: Setting, source: Source, weight_from: Operand) -> Source:

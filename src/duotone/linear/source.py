@@ -11,7 +11,7 @@ from torch import Tensor
 
 from duotone.formats import IDENTITY, Format
 from duotone.linear.operand import original
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 from duotone.tensor.saving import Later
@@ -39,7 +39,7 @@ class Source(Protocol):
         """The plane to save, or what makes it `Later`, from the original (M, K) and how forward encoded it."""
         ...
 
-    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         """The operand of the backward GEMM, contraction last."""
         ...
 
@@ -59,15 +59,16 @@ class ColumnwisePlane:
         assert planes.columnwise is not None
         return planes.columnwise
 
-    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         return plane
 
 
 class Remade(ColumnwisePlane):
-    """The columnwise plane, which backward makes of the original as forward would have (`recompute_columnwise`)."""
+    """The columnwise plane, which backward makes of the original with the bits that forward would have made."""
 
     name = "remade"
     needs_columnwise = False
+    keeps_original = True
 
     def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
@@ -87,7 +88,7 @@ class Original:
     def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         return original(x, planes)
 
-    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         return Plane.of(plane.dequantize(dtype).t())
 
 
@@ -105,26 +106,8 @@ class DequantizedRow:
         assert planes.rowwise is not None
         return planes.rowwise
 
-    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         return Plane.of(plane.dequantize(dtype).t())
-
-
-class Requantized:
-    """The original input, of which backward encodes the columnwise plane (`save_original_input`)."""
-
-    name = "requantized"
-    quantizes_gradient = keeps_original = True
-    needs_columnwise = False
-    token_dim = 0
-
-    def format(self, quantizer: Quantizer) -> Format:
-        return quantizer.columnwise or IDENTITY
-
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        return original(x, planes)
-
-    def restore(self, plane: Plane, dtype: torch.dtype, quantizer: Quantizer, ctx: QuantizeContext = LOCAL) -> Plane:
-        return columnwise(quantizer, ctx, plane.dequantize(dtype))
 
 
 def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
@@ -143,4 +126,4 @@ SOURCES: dict[str | None, Source] = {
     "dequantized": DequantizedRow(),
 }
 
-REQUANTIZED, REMADE = Requantized(), Remade()
+REMADE = Remade()
