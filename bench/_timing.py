@@ -1,8 +1,7 @@
-"""Side-by-side timing: candidates take turns in one process, and their ratio is taken turn by turn."""
+"""Side-by-side timing: candidates take turns in one process."""
 
 import json
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -23,11 +22,6 @@ def turns(candidates: dict[str, Callable[[], object]], rounds: int = 15, repeats
                 run()
             seconds[name].append((time.perf_counter() - start) / repeats)
     return seconds
-
-
-def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
-    """Median over rounds of the ratio of two candidates."""
-    return statistics.median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
 
 
 def record(question: str, **values: object) -> None:

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 
 import pytest
 
@@ -127,3 +129,40 @@ def test_the_help_names_subjects_and_shapes(duotone):
 
 def test_seconds_that_are_no_number_are_refused(refused, unmeasured):
     assert "--seconds is nan" in refused("bench", "linear", "--shape", "16x16x16", "--seconds", "nan")
+
+
+TWO_SHAPES = ("bench", "linear", "--shape", "16x32x32", "--shape", "32x16x16", "--recipe", "bf16", *FAST)
+
+
+def at_the_second_shape(monkeypatch, happens):
+    """Let `happens()` come before the second shape is measured."""
+    measure = records.measure
+
+    def measured(case, *more):
+        if case.shape == "32x16x16":
+            happens()
+        return measure(case, *more)
+
+    monkeypatch.setattr(records, "measure", measured)
+
+
+def control_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_keeps_what_is_complete_and_ends_with_130(duotone, monkeypatch, tmp_path):
+    path = tmp_path / "lines.jsonl"
+    before = signal.getsignal(signal.SIGINT)
+    at_the_second_shape(monkeypatch, control_c)
+    code, out, err = duotone(*TWO_SHAPES, "--out", path)
+    assert code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert "16x32x32, on " in out and "32x16x16, on " not in out
+    assert {json.loads(line)["shape"] for line in path.read_text().splitlines()} == {"16x32x32"}
+    assert err.splitlines()[-1] == f"stopped: 1 of 2 tables are complete, in {path}"
+
+
+def test_a_second_ctrl_c_stops_at_once(duotone, monkeypatch):
+    at_the_second_shape(monkeypatch, lambda: (control_c(), control_c(), pytest.fail("went on")))
+    code, out, err = duotone(*TWO_SHAPES)
+    assert code == 130 and "16x32x32, on " in out
+    assert err.splitlines()[-1] == "stopped: 1 of 2 tables are complete"

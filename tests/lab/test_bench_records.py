@@ -120,6 +120,26 @@ def test_memory_is_measured_after_the_turns_and_its_failure_keeps_the_times():
     assert order[-2:] == ["peak", "peak"] and "peak" not in order[:-2]
 
 
+def test_an_interrupt_that_was_wrapped_while_making_a_candidate_stops_the_case():
+    def interrupted():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise RuntimeError("compiling") from error
+
+    with pytest.raises(KeyboardInterrupt):
+        records.measure(case_of(lambda _: [Candidate("base", interrupted)], Clock()), PACE)
+
+
+def test_what_the_listener_raises_ends_the_case():
+    def stop(text):
+        assert text == "base: making it"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        records.measure(case_of(two, Clock()), PACE, stop)
+
+
 def test_inputs_that_do_not_fit_are_a_users_error():
     def candidates(clock):
         raise torch.OutOfMemoryError("CUDA out of memory")

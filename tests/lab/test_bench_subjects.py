@@ -8,6 +8,7 @@ from duotone.errors import UserError
 from duotone.lab.bench import cast, grouped, host, layer, linear, mlp, train
 from duotone.lab.bench.case import DEFAULT_RECIPES, Settings, require_multiple
 from duotone.lab.bench.catalog import SUBJECTS
+from duotone.lab.model import GPT
 
 HIGH = recipes.load("bf16")
 CPU = Settings("cpu", (HIGH,), sequence=16, vocabulary=64)
@@ -151,6 +152,17 @@ def test_candidates_that_train_share_parameters_and_agree():
     losses = [model(bench.tokens, bench.targets).item() for model in (plain, converted, modules)]
     assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-3)
     assert type(plain.layers[0].attention.qkv) is torch.nn.Linear
+
+
+def test_the_loss_of_a_model_that_trains_is_that_of_its_logits(monkeypatch):
+    monkeypatch.setattr(train.head, "CHUNK", 12)
+    bench = train.Bench.of(CPU, (32, 32, 64, 1))
+    model = bench.model.float()
+    found, expected = model(bench.tokens, bench.targets), GPT.forward(model, bench.tokens, bench.targets)
+    torch.testing.assert_close(found, expected)
+    leaves = list(model.parameters())
+    for pair in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        torch.testing.assert_close(*pair)
 
 
 def test_a_training_step_moves_the_shared_parameters_and_counts_tokens():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from duotone.cli.interrupt import EXIT_CODE, Interrupt
 from duotone.cli.options import ListOption
 from duotone.errors import UserError
 from duotone.lab.bench.case import DEFAULT_RECIPES, Subject, written
@@ -14,6 +15,7 @@ from duotone.lab.bench.catalog import SUBJECTS
 
 if TYPE_CHECKING:
     from duotone.lab.bench.case import Case, Settings
+    from duotone.lab.bench.duel import Pace
     from duotone.lab.bench.records import Record
 
 TENSORS = ("input", "weight", "grad_output")
@@ -25,6 +27,8 @@ def bench(context: click.Context) -> None:
     """Time recipes next to plain torch: candidates take turns on one device, and each has a row.
 
     A row has the median, fastest and slowest turn, the speed over compiled bf16 of the same run, and the host's time.
+    Ctrl-C ends the run after the present turn, and keeps the tables and lines of earlier shapes. The exit code is 2 for
+    bad input, 130 after Ctrl-C.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -35,8 +39,9 @@ def command(subject: Subject) -> click.Command:
 
     @click.command(subject.name, help=f"{subject.about}\n\n{_defaults(subject)}")
     @_options(subject)
-    def run(**given: Any) -> None:
-        _run(subject, **given)
+    @click.pass_context
+    def run(context: click.Context, **given: Any) -> None:
+        _run(context, subject, **given)
 
     return run
 
@@ -89,6 +94,7 @@ for _subject in SUBJECTS.values():
 
 
 def _run(
+    context: click.Context,
     subject: Subject,
     *,
     shapes: tuple[str, ...],
@@ -97,7 +103,6 @@ def _run(
     out: str | None,
     **given: Any,
 ) -> None:
-    from duotone.cli.status import display
     from duotone.lab.bench import records
     from duotone.lab.bench.duel import Pace
 
@@ -109,14 +114,36 @@ def _run(
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
     if out is not None:
         records.require_appendable(Path(out))
-    for case in cases:
-        with display(f"{case.what}, {case.shape}") as tell:
-            found = records.measure(case, pace, tell)
-        if out is not None:
-            records.append(Path(out), records.lines(found, settings.device))
-        print_records(case, found, records.describe(settings.device))
-        if all(record.error for record in found):
-            raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
+    done = 0
+    try:
+        with Interrupt() as interrupt:
+            for case in cases:
+                _measure(case, pace, interrupt, settings.device, out)
+                done += 1
+    except KeyboardInterrupt:
+        kept = "" if out is None else f", in {out}"
+        click.echo(f"stopped: {done} of {len(cases)} tables are complete{kept}", err=True)
+        context.exit(EXIT_CODE)
+
+
+def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out: str | None) -> None:
+    """Print and append the records of a case; KeyboardInterrupt at the next turn once a stop is asked for."""
+    from duotone.cli.status import display
+    from duotone.lab.bench import records
+
+    with display(f"{case.what}, {case.shape}") as show:
+
+        def tell(text: str) -> None:
+            if interrupt():
+                raise KeyboardInterrupt
+            show(text)
+
+        found = records.measure(case, pace, tell)
+    if out is not None:
+        records.append(Path(out), records.lines(found, device))
+    print_records(case, found, records.describe(device))
+    if all(record.error for record in found):
+        raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
 
 
 def _settings(names: tuple[str, ...], device: str | None, given: dict[str, Any]) -> "Settings":

@@ -46,6 +46,7 @@ class Attention(nn.Module):
         parts = qkv.view(batch, tokens, 3, self.heads, width // 3 // self.heads).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        value = value.clone()  # as a view, which backward keeps, it would keep all of qkv
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
 

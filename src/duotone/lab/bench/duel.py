@@ -156,7 +156,7 @@ def duel(
 ) -> dict[str, Timing | str]:
     """The timing of each candidate by name, or the error that it raised, in one line.
 
-    Nothing is read from the device before the last turn. `tell` hears what comes next.
+    Nothing is read from the device before the last turn. `tell` hears what comes next; what it raises ends the duel.
     """
     pace = pace or Pace()
     failed: dict[str, str] = {}
@@ -166,26 +166,26 @@ def duel(
         try:
             running[name] = _warm(call, clock, pace)
         except Exception as error:
-            failed[name] = one_line(not_interrupted(error))
+            failed[name] = failure(error)
     for turn in range(pace.turns):
         for name, own in list(running.items()):
             tell(f"{name}: turn {turn + 1} of {pace.turns}")
             try:
                 own.take(clock)
             except Exception as error:
-                failed[name] = one_line(not_interrupted(error))
+                failed[name] = failure(error)
                 del running[name]
     return {name: failed[name] if name in failed else _read(running[name], clock) for name in calls}
 
 
-def not_interrupted(error: Exception) -> Exception:
-    """`error`; KeyboardInterrupt where that lies behind it, as compilers wrap what stops them."""
+def failure(error: Exception) -> str:
+    """`one_line`; KeyboardInterrupt where that lies behind the error, as compilers wrap what stops them."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         behind = behind.__cause__ or behind.__context__
-    return error
+    return one_line(error)
 
 
 def _warm(call: Callable[[], object], clock: Clock, pace: Pace) -> _Turns:
@@ -213,7 +213,7 @@ def _read(turns: _Turns, clock: Clock) -> Timing | str:
     try:
         return turns.timing(clock)
     except Exception as error:
-        return one_line(error)
+        return failure(error)
 
 
 def one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ import torch
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.bench.case import Candidate, Case, Work
-from duotone.lab.bench.duel import Pace, Timing, duel, one_line
+from duotone.lab.bench.duel import Pace, Timing, duel, failure
 
 DIGITS = 5
 RECOMPILES = 256
@@ -46,7 +46,7 @@ class Record:
 
 
 def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = lambda _: None) -> list[Record]:
-    """Run the duel of a case. UserError where its inputs do not fit the device."""
+    """Run the duel of a case; what `tell` raises ends it. UserError where the inputs do not fit the device."""
     import torch._dynamo
 
     gc.collect()
@@ -74,7 +74,7 @@ def _make(candidate: Candidate) -> Work | str:
     try:
         return candidate.make()
     except Exception as error:
-        return one_line(error)
+        return failure(error)
 
 
 def _record(case: Case, name: str, work: Work | None, timing: Timing | str, tell: Callable[[str], None]) -> Record:
@@ -87,7 +87,7 @@ def _record(case: Case, name: str, work: Work | None, timing: Timing | str, tell
         try:
             peak = work.peak_mib()
         except Exception as raised:
-            error = one_line(raised)
+            error = failure(raised)
     per_step = [value / work.steps for value in (timing.median, min(timing.turns), max(timing.turns))]
     return replace(
         blank,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import duotone
-from duotone.lab.bench import layer
+from duotone.lab.bench import head, layer
 from duotone.lab.bench.case import Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
 from duotone.lab.bench.duel import clock_for
 from duotone.lab.model import GPT
@@ -23,12 +23,22 @@ HEAD = "lm_head"
 
 
 class Decoder(GPT):
-    """The laboratory's GPT (RMSNorm, rotary attention, SwiGLU) with a vocabulary of any size."""
+    """The laboratory's GPT (RMSNorm, rotary attention, SwiGLU) with a vocabulary of any size.
+
+    Its loss adds up `chunk_loss`, so that the logits of all tokens never exist.
+    """
 
     def __init__(self, config: ModelConfig, vocabulary: int) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(vocabulary, config.dim)
         self.lm_head = nn.Linear(config.dim, vocabulary, bias=False)
+        self.chunk_loss = head.cross_entropy
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = block(x, self.cos, self.sin)
+        return head.mean_loss(self.norm(x).flatten(0, 1), self.lm_head.weight, targets.flatten(), self.chunk_loss)
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ def compile_blocks(model: Decoder) -> Decoder:
 
 
 def compile_loss(model: Decoder) -> Decoder:
-    model.loss = layer.compile_module(model.loss)  # type: ignore[method-assign]
+    model.chunk_loss = layer.compile_module(model.chunk_loss)
     return model
 
 
@@ -117,7 +127,7 @@ def _rebuild(block: Any, recipe: Recipe) -> None:
     width, hidden = norms[0].weight.shape[0], mlp.down.weight.shape[1]
     given = {"bias": False, "device": norms[0].weight.device, "params_dtype": layer.DTYPE, "recipe": recipe}
     qkv = duotone.LayerNormLinear(width, 3 * width, normalization="RMSNorm", eps=_eps(norms[0]), **given)
-    proj = duotone.Linear(width, width, **given)
+    proj = duotone.Linear(width, width, save_original_input=recipe.recompute_columnwise, **given)  # attention keeps it
     whole = duotone.LayerNormMLP(
         width, hidden, normalization="RMSNorm", eps=_eps(norms[1]), activation="swiglu", **given
     )
