@@ -107,11 +107,11 @@ class BlockScaledProduct:
     name = "cuBLAS FP8 block product"
     native = True
     note = ""
-    kinds = {"1x128": 4, "128x128": 5}  # noqa: RUF012 (torch.nn.functional.ScalingType)
+    scalings = frozenset({"1x128", "128x128"})
 
     def reject(self, problem: Any) -> str:
         scalings = {_scaling(problem.a), _scaling(problem.b)}
-        if not scalings <= set(self.kinds) or scalings == {"128x128"}:
+        if not scalings <= self.scalings or scalings == {"128x128"}:
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
         refusal = _refusal(problem)
         return refusal or ("" if capability()[0] == 9 else "cuBLAS has it for compute capability 9.0 alone")
@@ -120,7 +120,7 @@ class BlockScaledProduct:
         cols = b.shape[0]
         if 0 in (a.shape[0], cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
-        kinds = self.kinds[_scaling(a.format)], self.kinds[_scaling(b.format)]
+        kinds = _block_kind(a.format), _block_kind(b.format)
         more = -a.shape[0] % STEP if a.format.outer_block.rows == 1 else 0
         left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
@@ -158,10 +158,17 @@ def _codes(plane: Any, more_rows: int, step: int) -> Tensor:
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:
     """fp32 (rows, 1) decode scales; those of rows that were added are 1."""
+    if scale.shape == (rows, 1):
+        return scale.contiguous()
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(rows, 1).contiguous()
     scale = scale.reshape(-1, 1)
     return F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0) if rows > scale.shape[0] else scale.contiguous()
+
+
+def _block_kind(fmt: Format) -> int:
+    """torch.nn.functional.ScalingType of 1x128 and of 128x128 blocks."""
+    return 4 if fmt.outer_block.rows == 1 else 5
 
 
 def _block_scales(plane: Any, rows: int) -> Tensor:

@@ -52,12 +52,13 @@ class Launch:
         if not DIRECT:
             self.function.run(*tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options)
             return None
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        addresses, joint = [], 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            joint |= address or 0
         # What Triton specializes on: integers that are 1, divisible by 16, or wider than 31 bits.
         hints = [n if n == 1 else (n & 15 == 0) + 2 * (n >> 31 == 0) + 4 for n in integers]
-        joint = 0
-        for address in addresses:
-            joint |= address or 0
         aligned = joint & 15 == 0 or tuple([address is None or address & 15 == 0 for address in addresses])
         key = (first.dtype, aligned, index, *hints)
         launch = self._made.get(key)

@@ -83,7 +83,7 @@ def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, 
     operands: list[Any] = []
     for op, stage, before in linked:
         operands += op.operands(stage, before, next(given) if op.extra_inputs else ())
-    y = _apply(forward, backward, x, operands)
+    y = _apply(forward, backward, signal.device, x, operands)
     if rolls:
         _roll_with(y)
     return y
@@ -99,12 +99,12 @@ def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) 
     return iter(accepted)
 
 
-def _apply(forward: Any, backward: Any, x: Tensor, operands: list[Any]) -> Any:
+def _apply(forward: Any, backward: Any, device: str, x: Tensor, operands: list[Any]) -> Any:
     """Operands are cast already: torch.autocast must not cast what is inside of products and epilogues."""
     apply = PipelineFunction.apply if torch.compiler.is_compiling() else RUNNER.apply
-    if not is_autocast(x.device.type):
+    if not is_autocast(device):
         return apply(forward, backward, x, *operands)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
         return apply(forward, backward, x, *operands)
 
 

@@ -40,13 +40,13 @@ class PipelineFunction(torch.autograd.Function):
         return (y, *outputs) if outputs else y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
+        run = _backward_once if torch.is_grad_enabled() else _backward
         device = gradients[0].device.type
         if device == "meta" or not torch.is_autocast_enabled(device):
-            return _backward(ctx, *gradients)
+            return run(ctx, *gradients)
         with torch.autocast(device, enabled=False):
-            return _backward(ctx, *gradients)
+            return run(ctx, *gradients)
 
 
 def _backward(ctx: Any, *gradients: Any) -> Any:
@@ -73,6 +73,10 @@ def _backward(ctx: Any, *gradients: Any) -> Any:
             break  # what is before saved nothing
     missing = at - FIXED
     return None, None, handed[0] if needs[2] else None, *[None] * missing, *found
+
+
+_backward_once = once_differentiable(_backward)
+"""For `create_graph=True`: what it gives cannot be differentiated again."""
 
 
 class Runner:

@@ -137,7 +137,9 @@ class DelayedState(nn.Module):
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
         step = self.step
-        step.now.past = history.roll(self.amax_history, self.scale, self.largest, self.history)
+        amaxes, scale = self._buffers["amax_history"], self._buffers["scale"]
+        assert amaxes is not None and scale is not None
+        step.now.past = history.roll(amaxes, scale, self.largest, self.history)
         step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -186,11 +188,9 @@ class DelayedSlot(Slot):
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         state, mode, record = self.open()
-        if state.scale.device != x.device:
-            raise UserError(
-                f"a delayed scale is on {state.scale.device} and what it scales on {x.device}; move one of them"
-            )
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
+        if scale.device != x.device:
+            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {x.device}; move one of them")
         return scale, live if record else None
 
     def fixed(self) -> Slot:
@@ -206,11 +206,11 @@ class DelayedSlot(Slot):
 
     def open(self) -> "tuple[DelayedState, int, bool]":
         """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
-        found, mode = state_of(self.state), self.mode
-        if mode == RECORD and not self.backward and in_backward():
+        found, mode, running = state_of(self.state), self.mode, in_backward()
+        if running and mode == RECORD and not self.backward:
             mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
         record = found.records(mode)
-        PENDING.add(self, record)
+        PENDING.add(self, record, running)
         return found, mode, record
 
 
@@ -235,12 +235,13 @@ class Pending:
         self.depth = 0
         self.end: weakref.ref[EndOfBackward] | None = None
 
-    def add(self, slot: DelayedSlot, recorded: bool) -> None:
+    def add(self, slot: DelayedSlot, recorded: bool, running: bool) -> None:
+        """A slot was opened, while a backward is `running` or not."""
         self.forget_failed()
-        if in_backward():
+        if running:
             self.schedule()
         if recorded:
-            inside = self.depth > 0 and not in_backward() and not slot.backward
+            inside = self.depth > 0 and not running and not slot.backward
             states = self.forward if inside else self.backward
             states.setdefault(slot.state, set()).add(slot.group)
 
@@ -303,9 +304,10 @@ def roll(states: dict[str, set[str]]) -> None:
 
 def state_of(number: str) -> DelayedState:
     """The state of a slot. Raises UserError where its module is gone."""
-    if number not in _STATES:
+    found = _STATES.get(number)
+    if found is None:
         raise UserError("a delayed-scaling slot outlived its module; build the plan anew by calling the module")
-    return _STATES[number]
+    return found
 
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")

@@ -1,6 +1,7 @@
 """The arithmetic of delayed scaling on plain tensors: history (L, n) with the filling row first and the newest last."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,10 +20,8 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
     """Roll the history (L, n) and the scales (n,) in place; gives the scales before."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
     if simple and scale.is_cuda and has_triton() and scale.numel() and history.shape[0] <= LONGEST:
-        from duotone.kernels.roll import roll as in_one_kernel
-
-        limit = _limit(tuple(largest), parameters.margin, scale.device)
-        return in_one_kernel(history, scale, limit, parameters.amax_compute_algo != "max")
+        in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
+        return in_one_kernel(history, scale, recent=parameters.amax_compute_algo != "max")
     with torch.no_grad():
         before = scale.clone()
         scale.copy_(rolled(history, scale, largest, parameters))
@@ -30,10 +29,13 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
 
 
 @functools.lru_cache(maxsize=1024)
-def _limit(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
-    """fl(MAX 2^-margin) of each slot, fp32 (n,): kept, because making it copies from the host."""
+def _kernel(largest: tuple[float, ...], margin: int, device: torch.device) -> Callable[..., Tensor]:
+    """The kernel with fl(MAX 2^-margin) of each slot, fp32 (n,): kept, because making that copies from the host."""
+    from duotone.kernels.roll import roll as in_one_kernel
+
     with torch.inference_mode(False):
-        return torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
+        limit = torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
+    return functools.partial(in_one_kernel, largest=limit)
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
