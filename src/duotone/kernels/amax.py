@@ -70,11 +70,11 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def line_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits, int32 (M,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`."""
+    """The bits, int32 (M or more,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`."""
     m, k = x.shape
     second = -(-m // ALIGNED) * ALIGNED
     bits = torch.zeros(second + k, dtype=torch.int32, device=x.device)
-    rows, cols = bits[:m], bits[second:]
+    rows, cols = bits, bits[second:]
     across = -(-k // ACROSS)
     span = SPANS[0] if m // SPANS[0] * across >= PARTIALS else SPANS[1]
     _LINES[span](-(-m // span) * across, (x, rows, cols), (m, k))

@@ -4,7 +4,6 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -35,7 +34,7 @@ class Segments(NamedTuple):
     @property
     def block(self) -> int:
         """What covers all segments in a kernel."""
-        return max(2, triton.next_power_of_2(self.count))
+        return 1 << max(1, (self.count - 1).bit_length())
 
     def tiles(self, rows: int) -> int:
         """Tiles of so many rows at most."""
@@ -137,7 +136,7 @@ class SegmentCast:
         _, count, rows, width = segments
         row = row_scale = col = col_scale = None
         if self.row is not None:
-            row = torch.empty((rows, k), dtype=torch.uint8, device=device)
+            row = torch.empty(rows, k, dtype=torch.uint8, device=device)
             row_scale = self._scales(0, count, (rows if self.spread else width,), device)
         if self.col is not None:
             col = torch.empty((k, width) if self.whole else k * width, dtype=torch.uint8, device=device)
@@ -147,7 +146,7 @@ class SegmentCast:
     def _scales(self, side: int, count: int, lines: tuple[int, ...], device: torch.device) -> Tensor:
         if self.spread or self.sources[side] == LINE.value:
             return torch.empty(lines, dtype=torch.float32, device=device)
-        return torch.empty((count, APART.value), dtype=torch.float32, device=device)[:, :1]
+        return torch.empty_strided((count, 1), (APART.value, 1), dtype=torch.float32, device=device)
 
     def _launch(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
         key = (which, block, record, table, aligned)

@@ -39,7 +39,7 @@ class Apart:
         """Codes and scales (M, K), and those of each linear -> (M, N)."""
         (codes, scale), (weights, scales) = left, right
         out = torch.empty((codes.shape[0], weights[0].shape[1]), dtype=dtype, device=codes.device)
-        parts, outs = codes.view(gemm.a.code_dtype).split(self.counts), out.split(self.counts)
+        parts, outs = codes.view(gemm.a.code_dtype).split_with_sizes(self.counts), out.split_with_sizes(self.counts)
         fast = gemm.rule.fast  # type: ignore[attr-defined]
         of_parts = scale.unbind(0) if gemm.a.outer_block.rows != 1 else self._lines(scale)
         given = zip(self.counts, parts, weights, of_parts, scales, outs, biases, strict=True)
@@ -50,7 +50,7 @@ class Apart:
 
     def _lines(self, scale: Tensor) -> list[Tensor]:
         """(n, 1) scales of the rows of each segment, which lie as columns of codes do."""
-        wide = scale.unsqueeze(1).split([native.width(n) for n in self.counts])
+        wide = scale.unsqueeze(1).split_with_sizes([native.width(n) for n in self.counts])
         return [one if one.shape[0] == n else one[:n] for one, n in zip(wide, self.counts, strict=True)]
 
     def gradients(self, stage: "SegmentedStage", dy: Any, x: Any, like: Tensor, asked: Sequence[bool]) -> list[Any]:
