@@ -3,6 +3,7 @@
 from duotone import formats as formats
 from duotone import observe as observe
 from duotone import ops as ops
+from duotone import optim as optim
 from duotone import recipes as recipes
 from duotone.attention import DotProductAttention as DotProductAttention
 from duotone.attention import MultiheadAttention as MultiheadAttention

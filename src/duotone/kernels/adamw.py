@@ -1,0 +1,175 @@
+"""AdamW over fp32 masters in one pass: `duotone.optim.update` in kernels, bit for bit, and the weight with it.
+
+A step reads gradient, moments and master and writes moments and master, 26 bytes an element under a bf16 gradient; a
+bf16 weight takes 2 more, both planes of an FP8 weight whose scale is given 2 more. No product and sum become one
+operation, quotients and roots are IEEE's, so that every operation rounds as torch's does.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from duotone.kernels.activations import rounded, wide
+from duotone.kernels.cast import ELEMENTS, codes_of, record, store_turned
+from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.scaling import CODECS, given_scale, stored_scale
+
+State = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32): contiguous, of one size."""
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CHUNK, TILE = 1024, (64, 128, 8)
+"""Elements of a program; rows, columns and warps of one that writes planes."""
+UNFUSED = {"enable_fp_fusion": False}
+
+
+@triton.jit
+def updated(g, m, v, p, rates):
+    """Moments and master after a step; `rates` are those of `duotone.optim.rates`."""
+    sign, decay, first, beta2, second, step_size, correction, eps = rates
+    g = g * sign
+    m = m + (g - m) * first
+    v = v * beta2 + (g * second) * g
+    p = p * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * correction + eps)
+    return m, v, p
+
+
+@triton.jit
+def stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates):
+    """The new master at start + i, where everything is stored; `start` is 64-bit."""
+    m, v, p = updated(
+        wide(grad + start, i, inside),
+        wide(exp_avg + start, i, inside),
+        wide(exp_avg_sq + start, i, inside),
+        wide(master + start, i, inside),
+        rates,
+    )
+    tl.store(exp_avg + start + i, m, mask=inside)
+    tl.store(exp_avg_sq + start + i, v, mask=inside)
+    tl.store(master + start + i, p, mask=inside)
+    return p
+
+
+@triton.jit
+def _inside(m, M, k, K, EVEN: tl.constexpr):
+    """Which elements exist; None where all do."""
+    if EVEN:
+        made = None
+    else:
+        made = (m < M) & (k < K)
+    return made
+
+
+@kernel
+def adamw_kernel(
+    grad, exp_avg, exp_avg_sq, master, out, N,
+    sign, decay, first, beta2, second, step_size, correction, eps, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """CHUNK of N elements; `out`, unless None, gets the new master rounded to its dtype."""
+    start, i = tl.program_id(0).to(tl.int64) * CHUNK, tl.arange(0, CHUNK)
+    inside = start + i < N
+    rates = (sign, decay, first, beta2, second, step_size, correction, eps)
+    p = stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates)
+    if out is not None:
+        tl.store(out + start + i, p.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def adamw_cast_kernel(
+    grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, given, live, M, K,
+    sign, decay, first, beta2, second, step_size, correction, eps,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, CODEC: tl.constexpr, EVEN: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """One tile of (M, K): the step, then the codes of the new master, rounded to DTYPE, under the scale `given`.
+
+    A plane whose buffers are None is not written. The amax of the tile goes into `live` unless that is None. As in
+    `cast_kernel`, a thread holds four rows below each other.
+    """
+    H: tl.constexpr = TM // 4
+    across = tl.cdiv(K, TK)
+    pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
+    i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
+    m, row, at = pm * TM + i, (pm * TM).to(tl.int64), i * K + k
+    rates = (sign, decay, first, beta2, second, step_size, correction, eps)
+    encode = given_scale(tl.load(given), CODEC)
+    v0 = stepped(grad, exp_avg, exp_avg_sq, master, row * K, at, _inside(m, M, k, K, EVEN), rates)
+    v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, _inside(m + 1, M, k, K, EVEN), rates)
+    v2 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 2) * K, at, _inside(m + 2, M, k, K, EVEN), rates)
+    v3 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 3) * K, at, _inside(m + 3, M, k, K, EVEN), rates)
+    values = (rounded(v0, DTYPE), rounded(v1, DTYPE), rounded(v2, DTYPE), rounded(v3, DTYPE))
+    if live is not None:
+        highest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
+        record(live, tl.maximum(highest, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
+    if row_codes is not None:
+        for j in tl.static_range(4):
+            codes = codes_of(values[j] * encode, ELEMENT)
+            tl.store(row_codes + (row + j) * K + at, codes, mask=_inside(m + j, M, k, K, EVEN))
+    if col_codes is not None:
+        store_turned(values, encode, col_codes, M, pm, pk, M, K, ELEMENT, EVEN, H, TK)
+    stored = stored_scale(encode, encode, 1.0, CODEC)
+    if row_scale is not None:
+        tl.store(row_scale, stored, mask=(pm == 0) & (pk == 0))
+    if col_scale is not None:
+        tl.store(col_scale, stored, mask=(pm == 0) & (pk == 0))
+
+
+class Target(NamedTuple):
+    """Where a step writes planes: codes, contiguous uint8 (M, K) and (K, M), and scales fp32 (1,), None where absent.
+
+    `dtype` is what the master is rounded to before; `element` and `codec` are those of the format, `given` is the
+    encode scale, fp32 (1,), and `live` the bits of the amax to enlarge, int32 (1,).
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    element: torch.dtype
+    codec: str
+    row_codes: Tensor | None
+    row_scale: Tensor | None
+    col_codes: Tensor | None
+    col_scale: Tensor | None
+    given: Tensor
+    live: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.row_codes, self.row_scale, self.col_codes, self.col_scale, self.given, self.live
+
+
+def update(state: State, rates: tuple[float, ...], out: Tensor | None = None) -> None:
+    """One step; contiguous `out`, bf16 or fp16, becomes the new master rounded."""
+    count = state[0].numel()
+    _update(None if out is None else out.dtype)(-(-count // CHUNK), (*state, out), (count,), rates)
+
+
+def update_planes(state: State, rates: tuple[float, ...], target: Target) -> None:
+    """One step that also writes the planes of the new master."""
+    m, k = target.shape
+    tm, tk, _ = TILE
+    absent = tuple(t is None for t in target.tensors)
+    launch = _update_planes(target.dtype, target.element, target.codec, not (m % tm or k % tk), absent)
+    launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors), (m, k), rates)
+
+
+@functools.cache
+def _update(out: torch.dtype | None) -> Launch:
+    """A launch of its own for each dtype of the output, which it does not look at."""
+    del out
+    return adamw_kernel.bind({"CHUNK": CHUNK}, options=UNFUSED)
+
+
+@functools.cache
+def _update_planes(
+    dtype: torch.dtype, element: torch.dtype, codec: str, even: bool, absent: tuple[bool, ...]
+) -> Launch:
+    """A launch of its own for each set of absent tensors, which it does not look at."""
+    del absent
+    tm, tk, warps = TILE
+    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
+    constants |= {"EVEN": even, "TM": tm, "TK": tk}
+    return adamw_cast_kernel.bind(constants, warps if even else 2 * warps, options=UNFUSED)  # masks take registers

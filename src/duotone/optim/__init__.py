@@ -1,0 +1,3 @@
+"""Optimizers that write quantized parameters."""
+
+from duotone.optim.adamw import AdamW as AdamW

@@ -1,0 +1,162 @@
+"""AdamW whose quantized parameters have fp32 masters, from which it writes their codes and scales."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.optim.optimizer import Optimizer
+
+from duotone.errors import UserError
+from duotone.optim.checks import check_group, check_saved, check_step, refuse_capture, refuse_distributed
+from duotone.optim.master import initial_master, needs_master
+from duotone.optim.rates import Rates
+from duotone.optim.update import State
+from duotone.optim.write import write
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+FP32 = frozenset((*MOMENTS, "master"))
+"""What is kept in fp32 beside a parameter that has a master."""
+
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), as `torch.optim.AdamW`.
+
+    Plain parameters are updated by torch's own functions. Quantized ones, and with `master_weights` those in bf16 and
+    fp16, have moments and a master in fp32: the step updates the master, and the parameter becomes what
+    `parameter.copy_(master)` makes of it: the master rounded to the parameter's dtype and, where that is quantized,
+    encoded to every plane that is held, by the parameter's quantizer. Parameters and their buffers stay the same
+    objects.
+
+    `params` are tensors, named ones or groups, `lr`, `betas`, `eps` and `weight_decay` as torch's. The state of a
+    parameter is `step`, `exp_avg`, `exp_avg_sq` and, where it has one, `master`, all of the parameter's shape. Raises
+    UserError where a hyperparameter is out of range, or a parameter that needs a master is a DTensor.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults | {"master_weights": master_weights})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; UserError, and nothing is added, where the group cannot be updated."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            for parameter in group["params"]:
+                refuse_distributed(parameter, group)
+        except UserError:
+            self.param_groups.pop()
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; returns the loss of `closure`, if given.
+
+        All checks come before the first byte. Raises UserError where a gradient is sparse or a plane rounds
+        stochastically without a seed, UsageError where a quantized parameter cannot be written.
+        """
+        refuse_capture()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for parameter in chain.from_iterable(parameters for _, parameters in groups):
+            check_step(parameter)
+        for group, parameters in groups:
+            mastered = [p for p in parameters if "master" in self.state[p] or needs_master(p, group)]
+            plain = set(parameters).difference(mastered)
+            self._update_plain(group, [p for p in parameters if p in plain])
+            for parameter in mastered:
+                self._update_mastered(group, parameter)
+        return loss
+
+    def _update_plain(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        states = [self._state_of(p, p) for p in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            has_complex=any(p.is_complex() for p in parameters),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
+        )
+
+    def _update_mastered(self, group: dict[str, Any], parameter: Tensor) -> None:
+        held = self.state[parameter]
+        if "master" not in held:
+            held["master"] = initial_master(parameter)
+        held = self._state_of(parameter, held["master"])
+        for name in FP32:  # moments may be from before the parameter had a master, or from torch
+            held[name] = held[name].to(torch.float32).contiguous()
+        held["step"] += 1
+        assert parameter.grad is not None
+        rates = Rates.of(group, held["step"].item())
+        write(parameter, State(parameter.grad, held["exp_avg"], held["exp_avg_sq"], held["master"]), rates)
+
+    def _state_of(self, parameter: Tensor, like: Tensor) -> dict[str, Any]:
+        state = self.state[parameter]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, which makes the numbers of a step
+            state.update({name: torch.zeros_like(like, memory_format=torch.preserve_format) for name in MOMENTS})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but fp32 stays fp32 beside a master: a resumed run has the bits of one that went on.
+
+        A checkpoint of `torch.optim.AdamW` will do: masters that it lacks start from the parameters. Raises UserError,
+        before anything changes, where a shape is another parameter's or a hyperparameter is out of range.
+        """
+        given: dict[str, Any] = {}
+
+        def check(_: Optimizer, changed: dict[str, Any]) -> None:
+            for group in changed["param_groups"]:
+                check_group({**self.defaults, **group})
+            for _group, parameter, saved in self._saved(changed):
+                check_saved(parameter, saved)
+            given.update(changed)
+
+        hook = self.register_load_state_dict_pre_hook(check)  # runs after the user's, which may change everything
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        for group, parameter, saved in self._saved(given):
+            held = self.state[parameter]
+            has_master = "master" in saved or needs_master(parameter, group)
+            for name in FP32.intersection(saved):
+                dtype = torch.float32 if has_master else held[name].dtype
+                held[name] = saved[name].to(parameter.device, dtype, copy=True)
+            held["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+
+    def _saved(self, given: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
+        """Each group of its own, each parameter and what a state dict has of it."""
+        for group, saved in zip(self.param_groups, given["param_groups"], strict=False):
+            for parameter, number in zip(group["params"], saved["params"], strict=False):
+                if number in given["state"]:
+                    yield group, parameter, given["state"][number]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)

@@ -1,0 +1,66 @@
+"""What AdamW refuses, before anything changes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UsageError, UserError
+from duotone.optim.master import needs_master
+from duotone.tensor import QuantizedTensor
+
+AT_LEAST_ZERO = ("lr", "eps", "weight_decay")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """UserError where a hyperparameter is out of range or AMSGrad is asked for."""
+    for name in AT_LEAST_ZERO:
+        value = group[name]
+        if (isinstance(value, Tensor) and value.numel() != 1) or not value >= 0:
+            raise UserError(f"AdamW takes {name} as one number that is at least 0; got {value}")
+    betas = tuple(group["betas"])
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas}")
+    if group.get("amsgrad"):
+        raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
+
+
+def refuse_distributed(parameter: Tensor, group: dict[str, Any]) -> None:
+    """UserError where a parameter that needs a master is a DTensor."""
+    local: Any = parameter
+    if hasattr(local, "to_local") and needs_master(local.to_local(), group):  # needs no import of DTensor
+        raise UserError(
+            f"a DTensor of shape {tuple(parameter.shape)} would need a master, which AdamW keeps for whole tensors "
+            "alone; shard plain parameters, without master_weights"
+        )
+
+
+def refuse_capture() -> None:
+    """UsageError inside of a CUDA graph, which would replay the numbers of one step for ever."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UsageError("AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside")
+
+
+def check_step(parameter: Tensor) -> None:
+    """UserError or UsageError where a step could not write the parameter from its gradient."""
+    grad = parameter.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")
+    if not isinstance(parameter, QuantizedTensor):
+        return
+    parameter.require_writable()
+    parameter.update_quantizer(parameter.quantizer)  # refuses one that does not make what is held
+    if any(p is not None and p.format.is_stochastic for p in parameter.planes) and parameter.context.seed is None:
+        raise UserError(
+            f"{parameter!r} rounds stochastically and has no seed; give its context one: QuantizeContext(seed=)"
+        )
+
+
+def check_saved(parameter: Tensor, saved: dict[str, Any]) -> None:
+    """UserError where a state dict holds the state of a parameter of another shape."""
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        if name in saved and saved[name].shape != parameter.shape:
+            raise UserError(
+                f"a saved {name} of shape {tuple(saved[name].shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}; load it into the optimizer of the same model"
+            )

@@ -1,0 +1,201 @@
+"""On a CUDA device: steps of AdamW have the bits of those on the CPU, states and planes alike."""
+
+from unittest import mock
+
+import pytest
+import torch
+from comparing import awkward_matrix, bits, same
+from torch import Tensor, nn
+
+import duotone
+from duotone import formats, recipes
+from duotone.optim import AdamW
+from duotone.state.delayed import PENDING, DelayedSlot, DelayedState
+from duotone.tensor import Quantizer, Usage
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.history import History
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+RATES = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+FORMATS = [
+    "fp8_e4m3_delayed",
+    "fp8_e5m2_delayed",
+    "fp8_e4m3_tensor",
+    "fp8_e4m3_row",
+    "fp8_e4m3_128x128",
+    "fp8_e4m3_1x128",
+    "mxfp8_e4m3",
+    "nvfp4",
+    "nvfp4_16x16",
+    "identity",
+]
+SHAPES = [(192, 128), (130, 193), (1, 16), (17, 1), (3, 64, 96)]
+USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
+DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+DEVICES = ("cpu", "cuda")
+STEPS = 3
+
+
+def values(shape: tuple[int, ...], step: int) -> Tensor:
+    """Spread over many binades; the gradients of the second step hold infinities and NaN too."""
+    made = awkward_matrix(shape[0], torch.Size(shape[1:]).numel(), torch.float32).view(shape) * (step + 1)
+    return made if step == 1 else made.nan_to_num(0.5, 1.0, -1.0).clamp(-1e4, 1e4)
+
+
+def stepped(parameter: nn.Parameter, grads: list[Tensor], **options: object) -> dict[str, Tensor]:
+    """The state after a step for each gradient."""
+    optimizer = AdamW([parameter], **RATES, **options)
+    for grad in grads:
+        parameter.grad = grad.to(parameter.device)
+        optimizer.step()
+    return optimizer.state[parameter]
+
+
+def same_states(here: dict[str, Tensor], there: dict[str, Tensor]) -> None:
+    assert here.keys() == there.keys()
+    for name, value in here.items():
+        assert torch.equal(bits(there[name]), bits(value)), name
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_have_the_bits_of_the_cpu(dtype, shape, maximize) -> None:
+    grads = [values(shape, step).to(dtype) for step in range(STEPS)]
+    start = values(shape, 0).to(dtype)
+    made = {device: nn.Parameter(start.to(device)) for device in DEVICES}
+    states = [stepped(made[device], grads, maximize=maximize, master_weights=True) for device in DEVICES]
+    same_states(*states)
+    assert torch.equal(bits(made["cuda"]), bits(made["cpu"]))
+    assert torch.equal(bits(made["cuda"]), bits(states[1]["master"].to(dtype)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_planes_have_the_bits_of_the_cpu(name, dtype, shape) -> None:
+    quantizer = Quantizer(formats.get(name), formats.get(name))
+    start, grads = values(shape, 0).to(dtype), [values(shape, step).to(dtype) for step in range(STEPS)]
+    for usage in USAGES:
+        made = {device: nn.Parameter(quantizer.make(start.to(device), usage)) for device in DEVICES}
+        addresses = [part.data_ptr() for plane in made["cuda"].planes if plane for part in plane.parts.values()]
+        states = [stepped(made[device], grads) for device in DEVICES]
+        same_states(*states)
+        for here, there in zip(made["cpu"].planes, made["cuda"].planes, strict=True):
+            same(here, there)
+        twin = made["cuda"].detach().clone()
+        twin.copy_(states[1]["master"])
+        for here, there in zip(twin.planes, made["cuda"].planes, strict=True):
+            same(here, there)
+        kept = [part.data_ptr() for plane in made["cuda"].planes if plane for part in plane.parts.values()]
+        assert kept == addresses
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_delayed_weight_is_written_by_the_step_under_the_scale_of_its_slot(dtype, shape) -> None:
+    """And its amax is recorded, of what was encoded."""
+    from duotone.kernels import adamw
+
+    fmt = formats.get("fp8_e4m3_delayed")
+    grads = [values(shape, step).to(dtype) for step in range(2)]
+    made, states = {}, {}
+    for device in DEVICES:
+        states[device] = state = DelayedState(1, History(amax_history_len=4), device)
+        state.scale.fill_(24.0)
+        made[device] = nn.Parameter(Quantizer(fmt, fmt).make(values(shape, 0).to(device, dtype)))
+        made[device].context = QuantizeContext(slots=(DelayedSlot(state.number, 0), None))
+    with mock.patch.object(adamw, "update_planes", wraps=adamw.update_planes) as one_pass:
+        same_states(*(stepped(made[device], grads) for device in DEVICES))
+    assert one_pass.call_count == len(grads)
+    for here, there in zip(made["cpu"].planes, made["cuda"].planes, strict=True):
+        same(here, there)
+    assert torch.equal(bits(states["cuda"].amax_history), bits(states["cpu"].amax_history))
+    assert states["cuda"].amax_history[0].item() > 0
+    PENDING.forward.clear(), PENDING.backward.clear()
+
+
+def test_planes_that_share_memory_are_written_together() -> None:
+    """A parameter that was made on the CPU: its columnwise plane is a view."""
+    fmt = formats.get("fp8_e4m3_delayed")
+    here = nn.Parameter(Quantizer(fmt, fmt).make(torch.randn(48, 80)))
+    there = nn.Parameter(here.detach().to("cuda"))
+    grads = [torch.randn(48, 80)]
+    same_states(stepped(here, grads), stepped(there, grads))
+    for a, b in zip(here.planes, there.planes, strict=True):
+        same(a, b)
+
+
+STRIDES = {
+    "turned": lambda g: g.t().contiguous().t(),
+    "gaps": lambda g: g.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda g: g[:1].expand(g.shape),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "mxfp8_e4m3"])
+@pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES.keys())
+def test_gradients_of_any_strides(strided, name) -> None:
+    quantizer, grad = Quantizer(formats.get(name), formats.get(name)), torch.randn(64, 96).bfloat16()
+    made, states = (
+        [nn.Parameter(quantizer.make(torch.ones(64, 96, device=device).bfloat16())) for device in DEVICES],
+        [],
+    )
+    for parameter in made:
+        parameter.grad = strided(grad.to(parameter.device))
+        assert not parameter.grad.is_contiguous()
+        optimizer = AdamW([parameter], **RATES)
+        optimizer.step()
+        states.append(optimizer.state[parameter])
+    same_states(*states)
+    for here, there in zip(made[0].planes, made[1].planes, strict=True):
+        same(here, there)
+
+
+def test_a_parameter_of_any_strides_keeps_them() -> None:
+    start, grad = torch.randn(24, 40).bfloat16(), torch.randn(40, 24).bfloat16()
+    made = [nn.Parameter(start.to(device).t()) for device in DEVICES]
+    same_states(*(stepped(p, [grad], master_weights=True) for p in made))
+    assert torch.equal(bits(made[0]), bits(made[1])) and made[1].stride() == (1, 40)
+
+
+def test_versions_count_writes_by_kernels() -> None:
+    plain = nn.Parameter(torch.ones(8, 8, device="cuda").bfloat16())
+    fmt = formats.get("fp8_e4m3_delayed")
+    quantized = nn.Parameter(Quantizer(fmt, fmt).make(torch.ones(8, 8, device="cuda")))
+    for parameter in (plain, quantized):
+        before = parameter._version
+        stepped(parameter, [torch.ones(8, 8, dtype=parameter.dtype)], master_weights=True)
+        assert parameter._version > before
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_a_quantized_model_learns(name) -> None:
+    recipe = recipes.load(name)
+    with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        layers = [duotone.Linear(256, 256, params_dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    model = nn.Sequential(*layers)
+    optimizer = AdamW(model.parameters(), lr=2e-3, master_weights=True)
+    x, target = (torch.randn(128, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+    def step() -> float:
+        with duotone.autocast(recipe=recipe):
+            loss = (model(x) - target).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    losses = [step() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    for layer in layers:
+        state = optimizer.state[layer.weight]
+        assert state["step"].device.type == "cpu" and state["master"].dtype is torch.float32
+        if not any(layer.weight.quantizer.delayed):
+            twin = layer.weight.detach().clone()
+            twin.copy_(state["master"])
+            for a, b in zip(twin.planes, layer.weight.planes, strict=True):
+                same(a, b)

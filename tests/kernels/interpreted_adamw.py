@@ -1,0 +1,139 @@
+"""A script: steps of AdamW in Triton's interpreter on the CPU, against the same steps in plain torch.
+
+Prints each difference, then how many comparisons were made. Conversions are torch's, see `interpreted.py`.
+"""
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+
+import numpy as np
+import torch
+from interpreted import awkward, bits
+from interpreted_segments import launched, patched, saturating, scalar
+from torch import Tensor, nn
+from triton.runtime import interpreter
+
+from duotone import formats
+from duotone.kernels.launch import Launch
+from duotone.optim import write
+from duotone.optim.rates import Rates
+from duotone.optim.update import State, update
+from duotone.tensor import Planes, QuantizedTensor, Quantizer, Usage
+from duotone.tensor.context import QuantizeContext, Slot
+
+GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+SHAPES = [(64, 128), (70, 143), (1, 5), (5, 1)]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+DELAYED = ["fp8_e4m3_delayed", "fp8_e5m2_delayed"]
+OTHERS = ["fp8_e4m3_tensor", "fp8_e4m3_128x128", "mxfp8_e4m3", "nvfp4"]
+USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
+Check = Iterator[tuple[str, Tensor, Tensor]]
+"""What was compared, what kernels made, what plain torch did."""
+
+
+class Recording(Slot):
+    """A scale, and the bits of the amax that was met."""
+
+    def __init__(self) -> None:
+        self.scale, self.live = torch.tensor([24.0]), torch.tensor([1e-3]).view(torch.int32)
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.scale, self.live
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        met = x.float().abs().nan_to_num(0.0, torch.inf).max().reshape(1)
+        self.live = torch.maximum(met, self.live.view(torch.float32)).view(torch.int32)
+        return self.scale
+
+
+def state(shape: tuple[int, int], dtype: torch.dtype) -> State:
+    """Gradients of every kind, moments as after some steps."""
+    rows, cols = shape
+    grad = awkward()[:rows, :cols].to(dtype).contiguous()
+    second = torch.rand(shape) * torch.logspace(-42, 8, cols)
+    second[0] = 0.0
+    return State(grad, torch.randn(shape) * 0.1, second, torch.randn(shape))
+
+
+def copied(given: State) -> State:
+    return State(*(t.clone() for t in given))
+
+
+def held(fmt: str, usage: Usage, shape: tuple[int, int], dtype: torch.dtype) -> tuple[nn.Parameter, Recording]:
+    """A quantized parameter whose planes are memory of their own, as on CUDA, and its slot."""
+    quantizer, slot = Quantizer(formats.get(fmt), formats.get(fmt)), Recording()
+    made = quantizer.make(torch.randn(shape, dtype=dtype), usage, QuantizeContext(slots=(slot, None)))
+    row, col = made.planes
+    planes = Planes(row, col and col.map(lambda part: part.clone(memory_format=torch.contiguous_format)))
+    parameter = nn.Parameter(QuantizedTensor(planes, quantizer, made.shape, dtype), False)
+    parameter.context = QuantizeContext(slots=(slot, None))
+    slot.live = torch.tensor([1e-3]).view(torch.int32)
+    return parameter, slot
+
+
+def states(where: str, got: State, want: State) -> Check:
+    yield from ((f"{where} {name}", a, b) for name, a, b in zip(State._fields[1:], got[1:], want[1:], strict=True))
+
+
+def masters() -> Check:
+    """Parameters in high precision."""
+    for shape, dtype, maximize in itertools.product(SHAPES, DTYPES, (False, True)):
+        rates = Rates.of(GROUP | {"maximize": maximize}, 3)
+        got, parameter = state(shape, dtype), nn.Parameter(torch.zeros(shape, dtype=dtype), False)
+        want = copied(got)
+        write._by_kernels(parameter, got, rates)
+        update(want, rates)
+        where = f"{dtype} {shape} {maximize}"
+        yield from states(where, got, want)
+        yield f"{where} parameter", parameter.detach(), want.master.to(dtype)
+
+
+def planes() -> Check:
+    """Quantized parameters: those of delayed formats are written by the step."""
+    rates = Rates.of(GROUP, 1)
+    kinds = [*itertools.product(DELAYED, SHAPES, DTYPES[::2]), *itertools.product(OTHERS, SHAPES[:2], DTYPES[:1])]
+    for (fmt, shape, dtype), usage in itertools.product(kinds, USAGES):
+        torch.manual_seed(7)
+        parameter, slot = held(fmt, usage, shape, dtype)
+        torch.manual_seed(7)
+        twin, other = held(fmt, usage, shape, dtype)
+        got = state(shape, torch.bfloat16)
+        want = copied(got)
+        version, addresses = parameter._version, [p.parts["codes"].data_ptr() for p in parameter.planes if p]
+        write._by_kernels(parameter, got, rates)
+        update(want, rates)
+        twin.copy_(want.master)
+        where = f"{fmt} {usage} {dtype} {shape}"
+        yield from states(where, got, want)
+        for side, mine, theirs in zip(("row", "col"), parameter.planes, twin.planes, strict=True):
+            for part in mine.parts if mine is not None else ():
+                yield f"{where} {side} {part}", mine.parts[part], theirs.parts[part]
+        yield f"{where} amax", slot.live, other.live
+        assert parameter._version > version
+        assert addresses == [p.parts["codes"].data_ptr() for p in parameter.planes if p]
+
+
+def main() -> int:
+    torch.manual_seed(1234)
+    torch.set_num_threads(1)
+    np.seterr(all="ignore")
+    interpreter._convert_float = saturating
+    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
+    Launch.__call__ = launched  # type: ignore[method-assign]
+    write.can_read_once = lambda row, col, dtype: True
+    made = wrong = 0
+    for what, got, want in itertools.chain(masters(), planes()):
+        made += 1
+        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
+            wrong += 1
+            print(f"{what}: {int((bits(got) != bits(want)).sum()) if got.shape == want.shape else 'shape'} differ")
+    print(f"{made} comparisons, {wrong} differ")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

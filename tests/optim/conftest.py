@@ -1,0 +1,33 @@
+"""Keeps small tensors on one thread, uncompiled, and makes the helper of this folder importable from its tests."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from duotone.dispatch import stages
+from duotone.state.delayed import PENDING
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All backends give the same bits, and a compiler would take most of the time here."""
+    monkeypatch.setattr(stages, "COMPILE_FROM", 1 << 40)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_pending() -> Iterator[None]:
+    yield
+    PENDING.forward.clear(), PENDING.backward.clear()

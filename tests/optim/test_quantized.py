@@ -1,0 +1,220 @@
+"""Quantized parameters: masters follow torch.optim.AdamW, planes have the bits of quantizing them anew."""
+
+import pytest
+import torch
+from optim_cases import QUANTIZERS, RATES, held, pair, parts, same_bits
+from torch import nn
+
+import duotone
+from duotone import recipes
+from duotone.optim import AdamW
+from duotone.recipes import NVFP4BlockScaling
+from duotone.tensor import QuantizeContext, Usage
+from duotone.tensor.context import Slot
+
+every_quantizer = pytest.mark.parametrize("q", QUANTIZERS.values(), ids=QUANTIZERS.keys())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(48, 80), (33, 17), (2, 3, 64), (1, 1)], ids=str)
+@every_quantizer
+def test_planes_have_the_bits_of_quantizing_the_master_in_the_dtype(q, shape, dtype) -> None:
+    p = held(q, shape, dtype)
+    twin, theirs = p.detach().clone(), nn.Parameter(p.detach().dequantize(torch.float32).clone())
+    objects, addresses = id(p), {name: part.data_ptr() for name, part in parts(p).items()}
+    optimizer, oracle = AdamW([p], **RATES), torch.optim.AdamW([theirs], **RATES)
+    for _ in range(3):
+        p.grad = torch.randn(shape).to(dtype)
+        theirs.grad = p.grad.float()
+        version = p._version
+        optimizer.step(), oracle.step()
+        master = optimizer.state[p]["master"]
+        torch.testing.assert_close(master, theirs.detach(), rtol=2e-6, atol=1e-7)
+        q.quantize(master.to(dtype), out=twin)
+        for name, part in parts(twin).items():
+            assert same_bits(parts(p)[name], part), name
+        assert p._version > version
+    assert id(p) == objects and {name: part.data_ptr() for name, part in parts(p).items()} == addresses
+    assert master.dtype is torch.float32 and not any(same_memory(master, part) for part in parts(p).values())
+
+
+def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("usage", [Usage(True, False), Usage(False, True)], ids=["row", "col"])
+def test_only_what_is_held_is_written(usage) -> None:
+    p = nn.Parameter(QUANTIZERS["mxfp8"].make(torch.randn(32, 64), usage))
+    optimizer = AdamW([p], **RATES)
+    p.grad = torch.randn(32, 64)
+    optimizer.step()
+    assert p.get_usages() == {"rowwise": usage.rowwise, "columnwise": usage.columnwise}
+    want = p.quantizer.make(optimizer.state[p]["master"], usage)
+    assert all(same_bits(part, parts(p)[name]) for name, part in parts(want).items())
+
+
+def test_the_master_starts_from_the_preserved_value() -> None:
+    p = held(QUANTIZERS["nvfp4"], preserve=True)
+    preserved = p.get_high_precision_init_val().float()
+    p.grad = torch.zeros(p.shape, dtype=p.dtype)
+    optimizer = AdamW([p], lr=0.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["master"], preserved)
+    assert p.get_high_precision_init_val() is None
+
+
+def test_the_master_starts_from_the_values_where_something_was_written_since() -> None:
+    """A checkpoint that was loaded, say."""
+    p = held(QUANTIZERS["mxfp8"], preserve=True)
+    with torch.no_grad():
+        p.copy_(torch.randn(p.shape))
+    values = p.dequantize(torch.float32)
+    p.grad = torch.zeros(p.shape, dtype=p.dtype)
+    optimizer = AdamW([p], lr=0.0)
+    optimizer.step()
+    assert torch.equal(optimizer.state[p]["master"], values)
+
+
+def test_models_preserve_what_the_master_starts_from() -> None:
+    init = duotone.quantized_model_init(recipe=recipes.load("mxfp8"), preserve_high_precision_init_val=True)
+    with init:
+        built = duotone.Linear(32, 32, bias=False)
+    converted = nn.Sequential(duotone.Linear(32, 32, bias=False))
+    plain = converted[0].weight.detach().clone()
+    duotone.convert_parameters(converted, recipes.load("mxfp8"), preserve=True)
+    for weight, want in ((built.weight, built.weight.get_high_precision_init_val()), (converted[0].weight, plain)):
+        optimizer = AdamW([weight], lr=0.0)
+        weight.grad = torch.zeros(32, 32)
+        optimizer.step()
+        assert torch.equal(optimizer.state[weight]["master"], want)
+
+
+def test_a_model_that_is_converted_back_keeps_its_masters() -> None:
+    model = nn.Sequential(duotone.Linear(32, 32, bias=False, params_dtype=torch.bfloat16))
+    duotone.convert_parameters(model, recipes.load("mxfp8"))
+    weight = model[0].weight
+    optimizer = AdamW([weight], **RATES)
+    weight.grad = torch.randn(32, 32, dtype=torch.bfloat16)
+    optimizer.step()
+    duotone.convert_parameters(model, recipes.load("bf16"), masters={"0.weight": optimizer.state[weight]["master"]})
+    weight.grad = torch.randn(32, 32, dtype=torch.bfloat16)
+    optimizer.step()
+    assert type(weight) is nn.Parameter and optimizer.state[weight]["step"] == 2
+    assert same_bits(weight, optimizer.state[weight]["master"].bfloat16())
+
+
+def test_a_weight_that_is_quantized_later_gets_a_master_and_moments_in_fp32() -> None:
+    model = nn.Sequential(duotone.Linear(32, 32, bias=False, params_dtype=torch.bfloat16))
+    weight = model[0].weight
+    optimizer = AdamW([weight], **RATES)
+    for _ in range(2):
+        weight.grad = torch.randn(32, 32, dtype=torch.bfloat16)
+        optimizer.step()
+        duotone.convert_parameters(model, recipes.load("mxfp8"))
+    state = optimizer.state[weight]
+    assert state["step"] == 2
+    assert all(state[name].dtype is torch.float32 for name in ("master", "exp_avg", "exp_avg_sq"))
+
+
+class Recording(Slot):
+    """A slot that counts what it records."""
+
+    def __init__(self) -> None:
+        self.recorded: list[float] = []
+
+    def scale_for(self, x: torch.Tensor) -> torch.Tensor:
+        self.recorded.append(float(x.abs().max()))
+        return torch.tensor([16.0])
+
+
+def test_a_write_records_one_amax_and_uses_the_scale_of_its_slot() -> None:
+    q, slot = QUANTIZERS["delayed"], Recording()
+    p = held(q)
+    p.context = QuantizeContext(slots=(slot, None))
+    p.grad = torch.randn(p.shape, dtype=p.dtype)
+    optimizer = AdamW([p], **RATES)
+    optimizer.step()
+    master = optimizer.state[p]["master"].bfloat16()
+    assert slot.recorded == [float(master.abs().max())]
+    assert float(p.rowwise_scale) == 1 / 16
+    assert torch.equal(
+        p.dequantize(), ((master.float() * 16).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 16).bfloat16()
+    )
+
+
+def test_delayed_states_roll_once_for_a_write_and_the_forward_after_it() -> None:
+    recipe = recipes.load("fp8-delayed")
+    with duotone.quantized_model_init(recipe=recipe):
+        model = duotone.Linear(32, 32, bias=False)
+    state, x = model.duotone_forward, torch.randn(8, 32)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with duotone.autocast(recipe=recipe):
+            y = model(x)
+        y.sum().backward()
+        before = state.amax_history.clone(), state.scale.clone()
+        optimizer.step()
+        amax = optimizer.state[model.weight]["master"].abs().max()
+        assert torch.equal(state.amax_history[1:], before[0][1:]) and torch.equal(state.scale, before[1])
+        assert (state.amax_history[0] == amax).any()
+    with duotone.autocast(recipe=recipe):
+        model(x)
+    assert (state.amax_history[-1] == amax).any() and not state.amax_history[0].any()
+
+
+def test_a_cached_weight_notices_a_step() -> None:
+    recipe = recipes.load("mxfp8")
+    model = duotone.convert(nn.Sequential(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)), recipe, ())
+    layer, x = model[0], torch.randn(32, 64, dtype=torch.bfloat16)
+    optimizer = AdamW(model.parameters(), lr=0.5, master_weights=True)
+    first = layer(x, is_first_microbatch=True)
+    first.sum().backward()
+    assert torch.equal(layer(x, is_first_microbatch=False), first)
+    optimizer.step()
+    assert torch.equal(layer(x, is_first_microbatch=False), layer(x))
+    assert not torch.equal(layer(x), first)
+
+
+TRAINED = [
+    *map(recipes.load, ("fp8-current", "fp8-block", "mxfp8")),
+    NVFP4BlockScaling(disable_stochastic_rounding=True),
+]
+
+
+@pytest.mark.parametrize("recipe", TRAINED, ids=lambda recipe: type(recipe).__name__)
+def test_a_quantized_model_trains_with_the_bits_of_one_that_casts_its_weights(recipe) -> None:
+    """What the parameter's dtype and the master's rounding to it are for; and the loss falls."""
+    torch.manual_seed(3)
+    cast = nn.Sequential(*[duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=recipe) for _ in range(2)])
+    torch.manual_seed(3)
+    with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        holds = nn.Sequential(*[duotone.Linear(64, 64, params_dtype=torch.bfloat16) for _ in range(2)])
+    assert hasattr(holds[0].weight, "planes") and not hasattr(cast[0].weight, "planes")
+    x, target = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    losses: list[list[float]] = []
+    for model in (cast, holds):
+        optimizer, told = AdamW(model.parameters(), lr=3e-3, master_weights=True), []
+        for _ in range(12):
+            with duotone.autocast(recipe=recipe):
+                loss = (model(x) - target).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        losses.append(told)
+    assert losses[1][-1] < 0.9 * losses[1][0]
+    assert losses[0] == losses[1]
+
+
+def test_small_updates_add_up_in_the_master() -> None:
+    """Each is less than half a step of the codes, where in-place updates of the codes stall."""
+    q = pair("fp8_e4m3_128x128")
+    start = torch.full((16, 16), 0.5)
+    start[0, 0] = 1.0
+    lost, kept = (nn.Parameter(q.make(start.bfloat16())) for _ in range(2))
+    for p, optimizer in ((lost, torch.optim.SGD([lost], lr=5e-3)), (kept, AdamW([kept], lr=5e-3, weight_decay=0.0))):
+        for _ in range(20):
+            p.grad = torch.ones(16, 16, dtype=torch.bfloat16)
+            optimizer.step()
+    assert torch.equal(lost.dequantize(), start.bfloat16())
+    assert (kept.dequantize() < 0.45).sum() == 255

@@ -1,0 +1,129 @@
+"""What AdamW refuses, each in one line and before anything changes."""
+
+from unittest import mock
+
+import pytest
+import torch
+from optim_cases import RATES, all_same, everything, held, pair
+from torch import nn
+
+from duotone.errors import UsageError, UserError
+from duotone.optim import AdamW
+from duotone.tensor import QuantizeContext
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lr": -1.0},
+        {"lr": torch.ones(2)},
+        {"lr": float("nan")},
+        {"betas": (0.9, 1.0)},
+        {"betas": (-0.1, 0.9)},
+        {"betas": (0.9,)},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+    ],
+    ids=str,
+)
+def test_hyperparameters_out_of_range(wrong) -> None:
+    with pytest.raises(UserError) as raised:
+        AdamW([nn.Parameter(torch.ones(2))], **wrong)
+    assert "\n" not in str(raised.value) and "AdamW takes" in str(raised.value)
+
+
+def test_a_group_that_is_refused_is_not_added() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(2))])
+    with pytest.raises(UserError, match="weight_decay"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "weight_decay": -1})
+    with pytest.raises(TypeError, match="ordered"):
+        optimizer.add_param_group({"params": {nn.Parameter(torch.ones(2))}})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_params_may_be_named_and_come_from_a_generator() -> None:
+    model = nn.Linear(4, 4)
+    assert AdamW(model.named_parameters()).param_groups[0]["param_names"] == ["weight", "bias"]
+    assert len(AdamW(p for p in model.parameters()).param_groups[0]["params"]) == 2
+
+
+def sparse() -> nn.Parameter:
+    p = nn.Parameter(torch.ones(4, 3))
+    p.grad = torch.eye(4, 3).to_sparse()
+    return p
+
+
+def shell() -> nn.Parameter:
+    p = held(pair("mxfp8_e4m3"))
+    p.update_usage(rowwise=False, columnwise=False)
+    return p
+
+
+def piece() -> nn.Parameter:
+    return nn.Parameter(held(pair("fp8_e4m3_tensor"), (64, 64)).detach()[:32])
+
+
+def stochastic() -> nn.Parameter:
+    q = pair("nvfp4_sr")
+    made = q.make(torch.randn(32, 64), ctx=QuantizeContext(seed=torch.tensor([3])))
+    return nn.Parameter(made)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (sparse, UserError, "sparse"),
+        (shell, UsageError, "no plane"),
+        (piece, UsageError, "piece"),
+        (stochastic, UserError, "seed"),
+    ],
+)
+def test_a_parameter_that_cannot_be_written_leaves_all_others_as_they_were(make, error, words) -> None:
+    first = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    quantized, last = held(pair("mxfp8_e4m3")), make()
+    optimizer = AdamW([{"params": [first, quantized]}, {"params": [last]}], **RATES, master_weights=True)
+    for p in (first, quantized, last):
+        p.grad = torch.ones(p.shape, dtype=p.dtype) if p.grad is None else p.grad
+    before = everything(optimizer)
+    with pytest.raises(error, match=words) as raised:
+        optimizer.step()
+    assert "\n" not in str(raised.value)
+    assert all_same(everything(optimizer), before) and not any(optimizer.state.values())
+
+
+def test_stochastic_rounding_takes_the_seed_of_the_context() -> None:
+    p = stochastic()
+    p.context = QuantizeContext(seed=torch.tensor([11]))
+    p.grad = torch.randn(p.shape)
+    optimizer = AdamW([p], **RATES)
+    optimizer.step()
+    want = p.quantizer.make(optimizer.state[p]["master"], ctx=p.context)
+    assert torch.equal(p.dequantize(), want.dequantize())
+
+
+class Sharded(torch.Tensor):
+    """As a DTensor, where `AdamW` looks."""
+
+    def to_local(self) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_a_distributed_parameter_that_needs_a_master() -> None:
+    p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16).as_subclass(Sharded))
+    with pytest.raises(UserError, match="DTensor") as raised:
+        AdamW([p], master_weights=True)
+    assert "\n" not in str(raised.value)
+    AdamW([p])
+
+
+def test_a_step_inside_of_a_cuda_graph() -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.ones(4)
+    optimizer = AdamW([p])
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        pytest.raises(UsageError, match="CUDA graph"),
+    ):
+        optimizer.step()
+    assert torch.equal(p, torch.ones(4))

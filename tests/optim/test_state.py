@@ -1,0 +1,182 @@
+"""State dicts: a resumed run has the bits of one that went on; those of torch will do."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from optim_cases import RATES, all_same, everything, held, pair
+from torch import Tensor, nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.optim import AdamW
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(5)
+    return [
+        held(pair("fp8_e4m3_tensor")),
+        held(pair("nvfp4", "mxfp8_e4m3"), dtype=torch.float32),
+        nn.Parameter(torch.randn(9, 5, dtype=torch.bfloat16)),
+        nn.Parameter(torch.randn(7)),
+    ]
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def through_a_file(saved: object) -> object:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_resuming_has_the_bits_of_going_on() -> None:
+    went = AdamW(parameters(), **RATES, master_weights=True)
+    for seed in range(3):
+        step(went, seed)
+    saved = through_a_file(went.state_dict())
+    weights = copy.deepcopy(went.param_groups[0]["params"])
+    for seed in range(3, 6):
+        step(went, seed)
+    resumed = AdamW(weights, lr=1.0)
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == RATES["lr"] and resumed.param_groups[0]["master_weights"]
+    for seed in range(3, 6):
+        step(resumed, seed)
+    assert all_same(everything(went), everything(resumed))
+
+
+def test_what_was_loaded_is_a_copy() -> None:
+    optimizer = AdamW(parameters(), master_weights=True)
+    step(optimizer, 0)
+    saved = optimizer.state_dict()
+    other = AdamW(parameters(), master_weights=True)
+    other.load_state_dict(saved)
+    before = everything(optimizer)
+    step(other, 1)
+    assert all_same(everything(optimizer), before)
+
+
+def test_the_layout_is_that_of_torch_and_a_master() -> None:
+    mine, theirs = AdamW(parameters()[2:]), torch.optim.AdamW(parameters()[2:])
+    step(mine, 0), step(theirs, 0)
+    here, there = mine.state_dict(), theirs.state_dict()
+    assert here["state"].keys() == there["state"].keys()
+    assert all(here["state"][i].keys() == there["state"][i].keys() for i in here["state"])
+    assert {"lr", "betas", "eps", "weight_decay", "maximize", "params"} <= here["param_groups"][0].keys()
+    step(with_masters := AdamW(parameters(), master_weights=True), 0)
+    kept = with_masters.state_dict()["state"]
+    assert [set(kept[i]) - {"step", "exp_avg", "exp_avg_sq"} for i in kept] == [{"master"}] * 3 + [set()]
+
+
+def test_a_checkpoint_of_torch_will_do() -> None:
+    """Its moments are taken as they are; masters start from the parameters."""
+    theirs = torch.optim.AdamW([nn.Parameter(torch.randn(4, 6))], **RATES)
+    step(theirs, 0)
+    saved = theirs.state_dict()
+    p = nn.Parameter(theirs.param_groups[0]["params"][0].detach().bfloat16())
+    mine = AdamW([p], master_weights=True)
+    saved["param_groups"][0]["fused"] = True  # whose step would be on the device
+    mine.load_state_dict(saved)
+    mine.param_groups[0]["master_weights"] = True
+    assert torch.equal(mine.state[p]["exp_avg"], theirs.state_dict()["state"][0]["exp_avg"])
+    with torch.no_grad():
+        start = p.detach().float()
+    step(mine, 1)
+    oracle = nn.Parameter(start)
+    again = torch.optim.AdamW([oracle], **RATES)
+    again.load_state_dict(theirs.state_dict())
+    again.param_groups[0]["fused"] = None
+    oracle.grad = p.grad.float()
+    again.step()
+    torch.testing.assert_close(mine.state[p]["master"], oracle.detach(), rtol=2e-6, atol=1e-7)
+
+
+def test_hooks_see_and_change_what_is_loaded() -> None:
+    optimizer = AdamW(parameters(), master_weights=True)
+    step(optimizer, 0)
+    other = AdamW(parameters(), master_weights=True)
+
+    def doubled(_: torch.optim.Optimizer, given: dict) -> dict:
+        state = {i: {name: 2 * value for name, value in held.items()} for i, held in given["state"].items()}
+        return {**given, "state": state}
+
+    other.register_load_state_dict_pre_hook(doubled)
+    other.load_state_dict(optimizer.state_dict())
+    first, second = optimizer.param_groups[0]["params"][0], other.param_groups[0]["params"][0]
+    assert torch.equal(other.state[second]["master"], 2 * optimizer.state[first]["master"])
+    assert len(other._optimizer_load_state_dict_pre_hooks) == 1
+
+
+def wrong_shape(saved: dict) -> None:
+    saved["state"][0]["master"] = torch.zeros(3, 3)
+
+
+def amsgrad(saved: dict) -> None:
+    saved["param_groups"][0]["amsgrad"] = True
+
+
+def negative(saved: dict) -> None:
+    saved["param_groups"][0]["lr"] = -1.0
+
+
+@pytest.mark.parametrize("spoil", [wrong_shape, amsgrad, negative])
+def test_a_state_that_does_not_fit_changes_nothing(spoil) -> None:
+    optimizer = AdamW(parameters(), master_weights=True)
+    step(optimizer, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    spoil(saved)
+    before = everything(optimizer)
+    with pytest.raises(UserError) as raised:
+        optimizer.load_state_dict(saved)
+    assert "\n" not in str(raised.value)
+    assert all_same(everything(optimizer), before) and optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))], ids=["deep", "pickle"]
+)
+def test_copies_go_on_alike(copied) -> None:
+    optimizer = AdamW(parameters(), master_weights=True)
+    step(optimizer, 0)
+    other = copied(optimizer)
+    step(optimizer, 1), step(other, 1)
+    assert all_same(everything(optimizer), everything(other))
+
+
+def test_a_model_and_its_optimizer_resume() -> None:
+    recipe = recipes.load("mxfp8")
+
+    def built() -> tuple[nn.Module, AdamW]:
+        with duotone.quantized_model_init(recipe=recipe):
+            model = nn.Sequential(duotone.Linear(32, 32), duotone.Linear(32, 16))
+        return model, AdamW(model.parameters(), lr=1e-2)
+
+    def trained(model: nn.Module, optimizer: AdamW, x: Tensor) -> float:
+        optimizer.zero_grad()
+        with duotone.autocast(recipe=recipe):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    x = torch.randn(32, 32)
+    model, optimizer = built()
+    for _ in range(2):
+        trained(model, optimizer, x)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    went = [trained(model, optimizer, x) for _ in range(3)]
+    other, resumed = built()
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    assert [trained(other, resumed, x) for _ in range(3)] == went
