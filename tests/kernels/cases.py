@@ -5,7 +5,7 @@ divisible by 16, as Triton sees most arguments at a launch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch
 
 from duotone import formats
 from duotone.dispatch.casts import _find_two_level
-from duotone.kernels import activations, blocks, cast, decode, decode_nvfp4, epilogue, roll, segment_cast
+from duotone.kernels import activations, adamw, blocks, cast, decode, decode_nvfp4, epilogue, norms, roll, segment_cast
 from duotone.kernels.launch import Launch
 
 
@@ -320,4 +320,77 @@ CASES += [
     *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, False),
     *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, True),
     *launched("ends of segments", lambda: segment_cast.segments_of(torch.zeros(8, dtype=torch.int64), 256)),
+]
+
+
+def norm(kind: str, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> norms.Norm:
+    gamma, centred = torch.empty(k, dtype=dtype), kind == "layer norm"
+    return norms.Norm(matrix(m, k, dtype), gamma, gamma if centred else None, 1e-5, centred, (m,))
+
+
+def norm_kernels(kind: str, k: int, dtype: torch.dtype = torch.bfloat16, folds: bool = False) -> list[Case]:
+    """Of more rows than a backward has programs; `folds` includes the sum of the partial gradients."""
+    name, given = f"{kind} {k} {NAMES[dtype]}", norm(kind, 8192, k, dtype)
+    rows = torch.empty(8192)
+    saved = rows if given.centred else None, rows
+    needs = True, True, given.centred
+    return [
+        *launched(name, given.make),
+        *launched(f"{name}, statistics", given.measure),
+        *launched(f"{name}, statistics and amax", given.measure_amax),
+        *launched(f"{name}, gradient", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs))[
+            : 1 + folds
+        ],
+    ]
+
+
+def normalised(kind: str, fmt: str, m: int, k: int) -> Case:
+    """The cast of a norm that is made on the way, without what takes its statistics."""
+    made = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
+    live = torch.zeros(1, dtype=torch.int32) if formats.get(fmt).is_delayed else None
+    given, name = activations.normalised(norm(kind, m, k)), f"{kind} to {fmt}{'' if m % 128 == 0 else ', odd sizes'}"
+    found = launched(name, lambda: made.produced(given, (torch.ones(1), None), live))
+    return replace(found[-1], name=name)
+
+
+ON_THE_WAY = ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3"]
+CASES += [
+    *[case for kind in ("layer norm", "rms norm") for k in (4096, 8192) for case in norm_kernels(kind, k)],
+    *norm_kernels("layer norm", 8192, torch.float32, folds=True),
+    *norm_kernels("layer norm", 1000),
+    *[normalised("layer norm", fmt, 256, 512) for fmt in ON_THE_WAY],
+    *[normalised("layer norm", fmt, 130, 272) for fmt in ON_THE_WAY[::2]],
+    *[normalised("rms norm", fmt, 256, 512) for fmt in ON_THE_WAY[::2]],
+]
+
+
+def adamw_steps(grad: torch.dtype, out: torch.dtype | None) -> list[Case]:
+    """A step of a master, and of a weight in high precision with it."""
+    state = (matrix(256, 512, grad), *(matrix(256, 512, torch.float32) for _ in range(3)))
+    rounded = None if out is None else matrix(256, 512, out)
+    name = f"adamw of {NAMES[grad]} gradients{'' if out is None else f' to {NAMES[out]}'}"
+    return launched(name, lambda: adamw.update(state, RATES, rounded))
+
+
+def adamw_planes(name: str, m: int, k: int, live: bool) -> list[Case]:
+    """A step that writes both planes under a given scale."""
+    fmt = formats.get(name)
+    state = (matrix(m, k), *(matrix(m, k, torch.float32) for _ in range(3)))
+    codes, scale = matrix(m, k, torch.uint8), torch.ones(1)
+    target = adamw.Target(
+        *((m, k), torch.bfloat16, fmt.code_dtype, fmt.scale_codec, codes, scale, codes, scale, scale),
+        torch.zeros(1, dtype=torch.int32) if live else None,
+    )
+    label = f"adamw to {name}{', recorded' * live}{'' if m % 128 == 0 else ', odd sizes'}"
+    return launched(label, lambda: adamw.update_planes(state, RATES, target))
+
+
+RATES = (1.0, 0.9, 0.1, 0.99, 0.01, 1e-3, 1.5, 1e-8)
+CASES += [
+    *adamw_steps(torch.bfloat16, None),
+    *adamw_steps(torch.float32, None),
+    *adamw_steps(torch.bfloat16, torch.bfloat16),
+    *adamw_planes("fp8_e4m3_delayed", 256, 512, True),
+    *adamw_planes("fp8_e5m2_delayed", 256, 512, False),
+    *adamw_planes("fp8_e4m3_delayed", 130, 257, True),
 ]

@@ -134,3 +134,62 @@ def test_compiled_gives_the_bits_of_eager(name) -> None:
     for i in range(2):
         x = torch.randn(40, 96).bfloat16() * 3**i
         same(gradients(compiled, x), gradients(lean, x))
+
+
+# --- inputs that a producer hands over
+
+
+def mlp(recipe, **given) -> duotone.LayerNormMLP:
+    return duotone.LayerNormMLP(96, 128, name="m", recipe=recipe, params_dtype=torch.bfloat16, **given)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_what_norms_and_activations_hand_over_is_made_again_with_the_same_bits(name, activation) -> None:
+    for norm in ("LayerNorm", "RMSNorm"):
+        plain, lean = pair(name, lambda recipe: mlp(recipe, normalization=norm, activation=activation))  # noqa: B023
+        for i in range(2):
+            x = torch.randn(40, 96).bfloat16() * 3**i
+            same(gradients(plain, x), gradients(lean, x))
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8"])
+def test_neither_plane_of_an_mlp_is_kept(name) -> None:
+    """Of 40 tokens: the normalised input, 96 wide, and the activation, 128 wide; two weights, the first one gated."""
+    plain, lean = pair(name, lambda recipe: mlp(recipe, activation="swiglu"))
+    x = torch.randn(40, 96).bfloat16().requires_grad_()
+    weights = 96 * 256 + 128 * 96
+    assert saved(lambda: plain(x)) - saved(lambda: lean(x)) >= weights + 40 * (96 + 128)
+
+
+def test_a_producer_that_keeps_nothing_leaves_the_plane_to_the_linear() -> None:
+    """Nothing before the second linear needs a gradient, so only the plane of its input is there for backward."""
+    plain, lean = pair("mxfp8", lambda recipe: mlp(recipe, bias=False))
+    x = torch.randn(40, 96).bfloat16()
+    found = []
+    for m in (plain, lean):
+        for p in (m.layer_norm_weight, m.layer_norm_bias, m.fc1.weight):
+            p.requires_grad_(False)
+        y = m(x)
+        y.sum().backward()
+        found.append([y.detach(), m.fc2.weight.grad])
+    same(*found)
+
+
+@pytest.mark.parametrize("option", ["return_layernorm_output", "zero_centered_gamma"])
+def test_options_of_norms_change_nothing(option) -> None:
+    plain, lean = pair(
+        "fp8-current",
+        lambda recipe: duotone.LayerNormLinear(
+            96, 64, name="m", recipe=recipe, params_dtype=torch.bfloat16, **{option: True}
+        ),
+    )
+    x = torch.randn(40, 96).bfloat16()
+    found = []
+    for m in (plain, lean):
+        leaf = x.clone().requires_grad_()
+        made = m(leaf)
+        made = made if isinstance(made, tuple) else (made,)
+        sum(t.float().square().sum() for t in made).backward()
+        found.append([*(t.detach() for t in made), leaf.grad, *(p.grad for p in m.parameters())])
+    same(*found)

@@ -10,11 +10,13 @@ from torch import Tensor
 
 import duotone
 from duotone import QuantizerRole, UserError, ops, recipes
+from duotone.dispatch.norms import RowNorm
 from duotone.linear.stage import Stage
 from duotone.modules import LayerNormLinear, LayerNormMLP
 from duotone.ops import handover
 from duotone.ops.op import signal_of
 from duotone.ops.rules import RULES, rewrite
+from duotone.tensor import Quantizer
 
 DTYPE = torch.bfloat16
 MX = recipes.load("mxfp8")
@@ -68,19 +70,24 @@ def kinds(parts, x: Tensor | None = None) -> tuple[list[str], list[str]]:
 
 
 LINEAR, FUSED, BACK = "LinearStage", "CastForward", "CastBackward"
-NORM, ACT = "NormStage", "ActivationStage"
+NORM, ACT, OF_NORM = "NormStage", "ActivationStage", "NormBackward"
 
 
 def test_the_shipped_rules_are_these() -> None:
-    assert RULES.rules == {"both": [], "forward": [handover.cast_forward], "backward": [handover.cast_backward]}
+    assert RULES.rules == {
+        "both": [],
+        "forward": [handover.cast_forward],
+        "backward": [handover.cast_backward, handover.norm_backward],
+    }
 
 
 @pytest.mark.parametrize(
     ("make", "forward", "backward"),
     [
-        (lambda: [ops.LayerNorm(64, dtype=DTYPE), linear()], [FUSED], [NORM, LINEAR]),
-        (lambda: [ops.RMSNorm(64, dtype=DTYPE), linear()], [FUSED], [NORM, LINEAR]),
-        (lambda: [ops.L2Normalization(), linear()], [FUSED], [NORM, LINEAR]),
+        (lambda: [ops.LayerNorm(64, dtype=DTYPE), linear()], [FUSED], [OF_NORM]),
+        (lambda: [ops.RMSNorm(64, dtype=DTYPE), linear()], [FUSED], [OF_NORM]),
+        (lambda: [ops.L2Normalization(), linear()], [FUSED], [OF_NORM]),
+        (lambda: [ops.RMSNorm(64, dtype=DTYPE), linear(), ops.GELU(), linear()], [FUSED, FUSED], [OF_NORM, LINEAR]),
         (lambda: [ops.GELU(), linear()], [FUSED], [ACT, LINEAR]),
         (lambda: [linear(), ops.GELU()], [LINEAR, ACT], [BACK]),
         (lambda: [linear(128), ops.SwiGLU(), linear()], [LINEAR, FUSED], [BACK, LINEAR]),
@@ -225,6 +232,42 @@ def test_rules_change_no_bit_where_only_some_gradients_are_asked_for(recipe, fro
     expected = steps("LayerNormMLP", recipe, frozen, input_grad)
     with only():
         assert equal(steps("LayerNormMLP", recipe, frozen, input_grad), expected)
+
+
+class Unmade:
+    """A norm as kernels would make it on the way: its statistics are there once it is encoded."""
+
+    def __init__(self, kernel, x: Tensor, *given) -> None:
+        self.kernel, self.x, self.given = kernel, x, given
+
+    def make(self) -> Tensor:
+        y, *self.saved = self.kernel.forward(self.x, *self.given)
+        return y
+
+
+@pytest.mark.parametrize("encodes", [True, False])
+@pytest.mark.parametrize("kind", ["sequential", "LayerNormLinear", "LayerNormMLP"])
+def test_a_norm_that_is_made_on_the_way_changes_no_bit(kind, encodes, monkeypatch) -> None:
+    """Its statistics reach backward; and where it cannot be encoded, it is made first."""
+    expected, asked = steps(kind, MX), []
+
+    def encode(quantizer, made, usage, ctx):
+        asked.append(made)
+        return quantizer.encode(made.make().reshape(-1, made.x.shape[-1]), usage, ctx) if encodes else None
+
+    monkeypatch.setattr(RowNorm, "produced", lambda *given: Unmade(*given))
+    monkeypatch.setattr(Quantizer, "encode_produced", encode)
+    assert equal(steps(kind, MX), expected)
+    assert len(asked) == 4  # two steps and two evaluations, but not where gamma is zero-centred
+    assert all(hasattr(made, "saved") == encodes for made in asked)
+
+
+def test_a_normalised_input_that_is_given_out_is_not_made_on_the_way(monkeypatch) -> None:
+    monkeypatch.setattr(RowNorm, "produced", lambda *given: Unmade(*given))
+    monkeypatch.setattr(Quantizer, "encode_produced", None)
+    for module in (LayerNormLinear, LayerNormMLP):
+        y, normalised = module(64, 48, params_dtype=DTYPE, recipe=MX, return_layernorm_output=True)(rows())
+        assert normalised.shape == (32, 64) and y.isfinite().all()
 
 
 # --- rules of users

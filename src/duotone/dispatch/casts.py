@@ -80,7 +80,7 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
-    return x.is_cuda and x.dtype in DTYPES and has_triton() and capability() >= (8, 9) and _is_real(x)
+    return x.is_cuda and _is_real(x) and x.dtype in DTYPES and has_triton() and capability() >= (8, 9)
 
 
 def _is_real(x: Tensor) -> bool:

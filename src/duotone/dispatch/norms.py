@@ -1,7 +1,9 @@
-"""LayerNorm, RMSNorm and L2 normalisation over the last dimension, with torch's own arithmetic and rounding.
+"""LayerNorm, RMSNorm and L2 normalisation over the last dimension.
 
-`forward(x, gamma, beta, eps)` gives y and what backward needs; `backward(dy, x, gamma, beta, saved, needs)` the three
-gradients.
+`forward(x, gamma, beta, eps)` gives y and what backward needs, `backward(dy, x, gamma, beta, saved, needs)` the three
+gradients, both with torch's operations and bits. `produced` and `backward_of_produced` are the same by kernels, for a
+norm that is made on the way of a cast: outside of traced code on CUDA, for rows of at most WIDEST columns. They also
+compute in fp32 and round once, but sum in another order, so a result next to a tie may round to the other neighbour.
 """
 
 from typing import Any
@@ -9,11 +11,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
+
 aten = torch.ops.aten
+WIDEST = 8192
+"""Columns of a row that a program holds without spilling, in forward and backward."""
+WORDS = 16
+"""Elements, and bytes of an address, of which kernels see that they divide: then all of them sum rows in one order."""
 
 
-class LayerNormKernel:
+class RowNorm:
+    """A norm of rows; `centred` where the mean is subtracted."""
+
+    centred: bool
+
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
+        """y as a `kernels.activations.Produced` whose `saved` are there once it is encoded, or None.
+
+        With `saved`, what an encoding before left there, nothing is measured again.
+        """
+        if not _fits(x, gamma, beta) or x.shape[-1] % WORDS:
+            return None
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        if flat.data_ptr() % WORDS:
+            return None
+        from duotone.kernels import activations
+        from duotone.kernels.norms import Norm
+
+        return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
+
+    def backward_of_produced(
+        self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any
+    ) -> tuple[Any, ...]:
+        """As `backward`, which takes what kernels do not."""
+        if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
+            return self.backward(dy, x, gamma, beta, saved, needs)
+        from duotone.kernels import norms
+
+        of_dy, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
+        mean = saved[0] if self.centred else None
+        wanted = needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])
+        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], wanted)
+        return None if dx is None else dx.view(x.shape), dgamma, dbeta
+
+
+class LayerNormKernel(RowNorm):
     """y = (x - mean) / sqrt(var + eps) * gamma + beta."""
+
+    centred = True
 
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
@@ -23,8 +74,10 @@ class LayerNormKernel:
         return aten.native_layer_norm_backward(dy, x, [x.shape[-1]], *saved, gamma, beta, mask)
 
 
-class RMSNormKernel:
+class RMSNormKernel(RowNorm):
     """y = x / sqrt(mean(x^2) + eps) * gamma, in fp32."""
+
+    centred = False
 
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
@@ -47,6 +100,19 @@ class RMSNormKernel:
         return dx.to(x.dtype), dgamma, None
 
 
+def _fits(x: Tensor, gamma: Any, beta: Any) -> bool:
+    """Whether kernels take x and these parameters; they read a beta only behind a gamma."""
+    if not has_kernels(x) or x.shape[-1] > WIDEST or (gamma is None and beta is not None):
+        return False
+    return all(p is None or _is_like(p, x) for p in (gamma, beta))
+
+
+def _is_like(p: Tensor, x: Tensor) -> bool:
+    """Whether a kernel for x reads the parameter as it is."""
+    same = type(p) in PLAIN_TYPES and p.dtype is x.dtype and p.device == x.device
+    return same and p.shape == x.shape[-1:] and p.is_contiguous()
+
+
 def widened(x: Tensor) -> Tensor:
     """In fp32, or in float64 where it is that."""
     return x if x.dtype is torch.float64 else x.to(torch.float32)
@@ -60,11 +126,17 @@ class L2Kernel:
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype), scale
 
+    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
+        """None: no kernel makes this one."""
+        return None
+
     def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
         (scale,) = saved
         wide, grad = widened(x), widened(dy)
         along = (grad * wide).sum(-1, keepdim=True) * scale.square()
         return ((grad - wide * along) * scale).to(x.dtype), None, None
+
+    backward_of_produced = backward
 
 
 NORMS: dict[str, Any] = {"LayerNorm": LayerNormKernel(), "RMSNorm": RMSNormKernel(), "L2Normalization": L2Kernel()}

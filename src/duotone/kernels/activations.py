@@ -1,8 +1,9 @@
-"""Activations and their gradients: inside of the cast, or as a kernel of its own.
+"""What a cast makes on its way: activations and their gradients, which a kernel of its own makes too, and norms.
 
 `activated` and `slope` take fp32 values of a narrower dtype and round to it wherever eager torch would, with its
 arithmetic. GELU alone is faster than torch's and not its bits: its exponential is the hardware's, good to about 2^-21,
 so a result next to a tie may round to the other neighbour; far below 0, where both cancel in 1 + tanh, digits differ.
+The kernel that makes a norm alone (`kernels/norms.py`) has the same arithmetic, `affine`, and so the same bits.
 """
 
 import functools
@@ -19,8 +20,8 @@ from duotone.kernels.launch import Launch, kernel
 GELU, RELU, SRELU, SILU = (tl.constexpr(i) for i in range(4))
 ACTIVATIONS = {"gelu": GELU.value, "relu": RELU.value, "srelu": SRELU.value, "silu": SILU.value}
 
-NOTHING, VALUE, GATED, SLOPE, GATED_SLOPE = (tl.constexpr(i) for i in range(5))
-"""What is made of the inputs: x as it is; f(x); f(a) b of x = [a, b]; and the gradients of the two."""
+NOTHING, VALUE, GATED, SLOPE, GATED_SLOPE, NORMED = (tl.constexpr(i) for i in range(6))
+"""What is made of the inputs: x as it is; f(x); f(a) b of x = [a, b]; the gradients of the two; the norm of x."""
 
 BETA, KAPPA = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
 
@@ -68,20 +69,50 @@ def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def wide(x, at, inside):
-    if inside is None:
-        value = tl.load(x + at)
-    else:
-        value = tl.load(x + at, mask=inside, other=0.0)
-    return value.to(tl.float32)
+def affine(centred, rstd, gamma, beta):
+    """centred rstd gamma + beta, without what is None. The last two steps round once, in whatever kernel this is."""
+    made = centred * rstd
+    if beta is not None:
+        made = tl.fma(made, gamma, beta)
+    elif gamma is not None:
+        made = made * gamma
+    return made
 
 
 @triton.jit
-def produced(x, z, row, m, k, first, K, inside, WHAT: tl.constexpr, ACT: tl.constexpr):
+def wide(x, at, inside):
+    """fp32 values, 0 where not `inside`; None without x."""
+    if x is None:
+        value = None
+    elif inside is None:
+        value = tl.load(x + at).to(tl.float32)
+    else:
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
+    """Elements of the norm of x; `norm` holds mean and rstd (M,), gamma and beta (K,), None where there is none."""
+    mean, rstd, gamma, beta = norm
+    rows, cols = None, None
+    if inside is not None:
+        rows, cols = row + m < M, k < K
+    value = wide(x + row * K, m * K + k, inside)
+    if mean is not None:
+        value = value - wide(mean + row, m, rows)
+    made = affine(value, wide(rstd + row, m, rows), wide(gamma, k, cols), wide(beta, k, cols))
+    if inside is not None:
+        made = tl.where(inside, made, 0.0)
+    return rounded(made, DTYPE)
+
+
+@triton.jit
+def produced(x, z, norm, row, m, k, first, M, K, inside, WHAT: tl.constexpr, ACT: tl.constexpr):
     """Elements (row + m, k) of the matrix (M, K) that is made of x, and for gradients of dy = x and the input z.
 
     `first` says whether they lie in the first half of a gated gradient. `row` is 64-bit: a tile may start beyond 2^31
-    elements, and offsets inside of it stay below.
+    elements, and offsets inside of it stay below. `norm` is that of `normed`.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     if WHAT == NOTHING:
@@ -94,6 +125,8 @@ def produced(x, z, row, m, k, first, K, inside, WHAT: tl.constexpr, ACT: tl.cons
         made = rounded(activated(a, ACT, DTYPE) * b, DTYPE)
     elif WHAT == SLOPE:
         made = slope(wide(x + row * K, m * K + k, inside), wide(z + row * K, m * K + k, inside), ACT, DTYPE)
+    elif WHAT == NORMED:
+        made = normed(x, norm, row, m, k, M, K, inside, DTYPE)
     else:
         F = K // 2
         half = k if first else k - F
@@ -113,19 +146,37 @@ def produce_kernel(x, z, out, M, K, WHAT: tl.constexpr, ACT: tl.constexpr, TM: t
     row = (pm * TM).to(tl.int64)
     m, k = tl.arange(0, TM)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     inside = (pm * TM + m < M) & (k < K)
-    value = produced(x, z, row, m, k, pk * TK < K // 2, K, inside, WHAT, ACT)
+    value = produced(x, z, None, row, m, k, pk * TK < K // 2, M, K, inside, WHAT, ACT)
     tl.store(out + row * K + (m * K + k), value.to(out.dtype.element_ty), mask=inside)
 
 
 class Produced(NamedTuple):
-    """A matrix (M, K) that is not there yet: `what` of the activation `act` over x, and z."""
+    """A matrix (M, K) that is not there yet: `what` of the activation `act` over x, and z; or the norm of x.
+
+    For a norm, `act` says which of mean, gamma and beta there are.
+    """
 
     what: int
     act: int
     x: Tensor
     z: Tensor | None
     shape: tuple[int, int]
+    norm: Any = None
+    """`kernels.norms.Norm`."""
 
+    @property
+    def saved(self) -> tuple[Tensor, ...]:
+        """What backward needs besides the inputs: there once the matrix is made, or encoded on the way."""
+        return () if self.norm is None else self.norm.saved
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What kernels read: x, z, and mean, rstd, gamma and beta of a norm that is measured."""
+        of = self.norm
+        return (self.x, self.z, *(NO_NORM if of is None else (of.mean, of.rstd, of.gamma, of.beta)))
+
+
+NO_NORM = (None, None, None, None)
 
 TILE = (4, 1024, 4)
 """Rows, columns and warps. Columns of a gated gradient's halves are a multiple, see `fits`."""
@@ -143,6 +194,11 @@ def gradient(act: str, dy: Tensor, x: Tensor, gated: bool) -> Produced:
     return Produced(what, ACTIVATIONS[act], dy, x, (x.shape[0], x.shape[1]))
 
 
+def normalised(norm: Any) -> Produced:
+    """The norm."""
+    return Produced(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
+
+
 def fits(made: Produced, columns: int) -> bool:
     """Whether no tile of that many columns lies in both halves."""
     return made.what != GATED_SLOPE.value or not made.shape[1] // 2 % columns
@@ -150,6 +206,8 @@ def fits(made: Produced, columns: int) -> bool:
 
 def produce(made: Produced) -> Tensor:
     """The matrix, in the dtype of x."""
+    if made.norm is not None:
+        return made.norm.make()
     m, k = made.shape
     columns = TILE[1] if fits(made, TILE[1]) else next(n for n in (256, 64, 16, 4, 2, 1) if fits(made, n))
     out = torch.empty((m, k), dtype=made.x.dtype, device=made.x.device)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import NOTHING, Produced, fits, produce, produced
+from duotone.kernels.activations import NO_NORM, NOTHING, Produced, fits, produce, produced
 from duotone.kernels.amax import PARTIALS, known, line_amax, tensor_amax
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.scaling import CODECS, encode_scale, given_scale, stored_scale
@@ -167,14 +167,14 @@ def store_turned(
 
 @functools.partial(kernel, unspecialized=("P",))
 def cast_kernel(
-    x, z, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
+    x, z, mean, rstd, gamma, beta, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
     WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the matrix that is made of x and z: its amax where a scale needs it, codes and scales of the planes.
+    """One tile of the matrix that is made of x and z, or the norm: its amax where needed, codes and scales of planes.
 
     `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
     Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows below each other, so that
@@ -182,14 +182,16 @@ def cast_kernel(
     """
     H: tl.constexpr = TM // 4
     SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
-    across = tl.cdiv(K, TK)
-    pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
+    across, tile = tl.cdiv(K, TK), tl.program_id(0)
+    if ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE:
+        tile = tl.num_programs(0) - 1 - tile  # from the end, which the amaxes read last and L2 still holds
+    pm, pk = tile // across, tile % across
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
-    m, row, first = pm * TM + i, (pm * TM).to(tl.int64), pk * TK < K // 2
-    v0 = produced(x, z, row, i, k, first, K, _inside(m, M, k, K, EVEN), WHAT, ACT)
-    v1 = produced(x, z, row + 1, i, k, first, K, _inside(m + 1, M, k, K, EVEN), WHAT, ACT)
-    v2 = produced(x, z, row + 2, i, k, first, K, _inside(m + 2, M, k, K, EVEN), WHAT, ACT)
-    v3 = produced(x, z, row + 3, i, k, first, K, _inside(m + 3, M, k, K, EVEN), WHAT, ACT)
+    m, row, first, norm = pm * TM + i, (pm * TM).to(tl.int64), pk * TK < K // 2, (mean, rstd, gamma, beta)
+    v0 = produced(x, z, norm, row, i, k, first, M, K, _inside(m, M, k, K, EVEN), WHAT, ACT)
+    v1 = produced(x, z, norm, row + 1, i, k, first, M, K, _inside(m + 1, M, k, K, EVEN), WHAT, ACT)
+    v2 = produced(x, z, norm, row + 2, i, k, first, M, K, _inside(m + 2, M, k, K, EVEN), WHAT, ACT)
+    v3 = produced(x, z, norm, row + 3, i, k, first, M, K, _inside(m + 3, M, k, K, EVEN), WHAT, ACT)
     values = (v0, v1, v2, v3)
     below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
 
@@ -267,28 +269,39 @@ class Cast:
 
         `live`, the bits of an fp32 amax as int32 (1,), becomes that of x where this is larger.
         """
-        of_row, of_col = scales
         count = 0
         if self.needs_amax:
             partial = tensor_amax(x)
             count = partial.numel()
-            of_row = partial if self.sources[0] == TENSOR.value else of_row
-            of_col = partial if self.sources[1] == TENSOR.value else of_col
+            scales = self._given(scales, TENSOR.value, partial, partial)
         if self.needs_lines:
-            rows, cols = line_amax(x)
-            of_row = rows if self.sources[0] == LINE.value else of_row
-            of_col = cols if self.sources[1] == LINE.value else of_col
-        return self._enqueue((x, None), x.shape, (NOTHING.value, 0), (of_row, of_col, live), count)
+            scales = self._given(scales, LINE.value, *line_amax(x))
+        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
     def produced(self, made: Produced, scales: Given = (None, None), live: Tensor | None = None) -> tuple[Made, Made]:
-        """As a call, of a matrix that is made on the way, where no amax of it has to be known before."""
-        if self.needs_amax or self.needs_lines or not fits(made, self.tile[1]):
+        """As a call, of a matrix that is made on the way, where no amax of it has to be known before.
+
+        The amax of a norm is, from the kernel that takes its statistics; those of its lines are not.
+        """
+        if self.needs_lines or (self.needs_amax and made.norm is None) or not fits(made, self.tile[1]):
             return self(produce(made), scales, live)
-        return self._enqueue((made.x, made.z), made.shape, (made.what, made.act), (*scales, live), 0)
+        count = 0
+        if self.needs_amax:
+            amax = made.norm.measure_amax()
+            count = amax.numel()
+            scales = self._given(scales, TENSOR.value, amax, amax)
+        elif made.norm is not None:
+            made.norm.measure()
+        return self._enqueue(made.tensors, made.shape, (made.what, made.act), (*scales, live), count)
+
+    def _given(self, scales: Given, source: int, row: Tensor, col: Tensor) -> Given:
+        """`scales`, with the amaxes `row` and `col` for planes whose scale comes from `source`."""
+        of_row, of_col = scales
+        return row if self.sources[0] == source else of_row, col if self.sources[1] == source else of_col
 
     def _enqueue(
         self,
-        inputs: tuple[Tensor, Tensor | None],
+        inputs: tuple[Any, ...],
         shape: tuple[int, ...],
         what: tuple[int, int],
         sources: tuple[Tensor | None, ...],
@@ -358,13 +371,13 @@ def _limits(spec: PlaneSpec | None) -> tuple[float, float, float]:
 def _empty(spec: PlaneSpec, x: Tensor, m: int, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and, unless given, scales of a plane (M, K); those of a column of 1 x C blocks lie together."""
     device = x.device
-    codes = torch.empty((m, k), dtype=torch.uint8, device=device)
+    codes = torch.empty(m, k, dtype=torch.uint8, device=device)
     if scale is not None:
         return codes, scale
     dtype = torch.uint8 if spec.codec == "e8m0" else torch.float32
     if spec.rows == 0:
-        return codes, torch.empty((1,), dtype=dtype, device=device)
+        return codes, torch.empty(1, dtype=dtype, device=device)
     down, across = -(-m // spec.rows), -(-k // spec.cols) if spec.cols else 1
     if spec.rows == 1 and across > 1:
-        return codes, torch.empty((across, down), dtype=dtype, device=device).t()
-    return codes, torch.empty((down, across), dtype=dtype, device=device)
+        return codes, torch.empty(across, down, dtype=dtype, device=device).t()
+    return codes, torch.empty(down, across, dtype=dtype, device=device)

@@ -173,7 +173,8 @@ def nvfp4_kernel(
 ):  # fmt: skip
     """One tile of the planes that are not ABSENT. `row_top` and `col_top` are the largest element times block_max."""
     across = tl.cdiv(K, TK)
-    pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end, which the amaxes read last and L2 still holds
+    pm, pk = tile // across, tile % across
     value = tl.load(seed) if ROW_RANDOM or COL_RANDOM else 0
     byte, q = 0, 0.0
     if ROW != ABSENT:

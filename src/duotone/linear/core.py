@@ -48,14 +48,14 @@ class LinearStage(Stage):
     def encode_input(self, x: Tensor, seed: Tensor | None) -> Planes:
         """The planes of x (M, K) that forward multiplies and backward keeps."""
         plan = self.plan
-        return plan.input_from.planes(x, plan.input, plan.input_usage, self._input_context(seed))
+        return plan.input_from.planes(x, plan.input, plan.input_usage, self.input_context(seed))
 
     def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
         """As `encode_input` of a matrix that kernels make on the way; None where it has to be there first."""
         plan = self.plan
-        return plan.input.encode_produced(made, plan.input_usage, self._input_context(seed))
+        return plan.input.encode_produced(made, plan.input_usage, self.input_context(seed))
 
-    def _input_context(self, seed: Tensor | None) -> QuantizeContext:
+    def input_context(self, seed: Tensor | None) -> QuantizeContext:
         return self.plan.input_context.with_seed(self.plan.streams(seed)[0])
 
     def multiply(
@@ -75,7 +75,7 @@ class LinearStage(Stage):
         y = layout.reduce_output(y, bias)
         kept_x = kept_w = None
         if plan.weight_grad:
-            kept_x = plan.input_source.keep(flat, x_planes, plan.input, self._input_context(seed))
+            kept_x = plan.input_source.keep(flat, x_planes, plan.input, self.input_context(seed))
         if plan.input_grad:
             kept_w = plan.source.keep(weight, w_planes, plan.weight, context)
         # The seed is no saved tensor: a recomputed forward must not replace that of the first one.

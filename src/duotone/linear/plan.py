@@ -18,7 +18,7 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
-from duotone.linear.source import REMADE, SOURCES, Source
+from duotone.linear.source import RECOMPUTED, REMADE, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -236,14 +236,21 @@ def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer)
 
 def _input_source(setting: Setting, source: Source) -> Source:
     """With `save_original_input`, backward encodes the input again."""
-    remakes = setting.save_original_input and source.needs_columnwise and setting.input_held is None
-    return REMADE if remakes else source
+    if not source.needs_columnwise or setting.input_held is not None:
+        return source
+    if setting.save_original_input:
+        return REMADE
+    return RECOMPUTED if _recomputes(setting) else source
 
 
 def _weight_source(setting: Setting, source: Source, weight_from: Operand) -> Source:
-    """With `recompute_columnwise`, backward encodes a plain weight again. Experts encode all their weights at once."""
-    remakes = setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
-    return REMADE if remakes and weight_from is ENCODED and source.needs_columnwise else source
+    """With `recompute_columnwise`, backward encodes a plain weight again."""
+    return REMADE if _recomputes(setting) and weight_from is ENCODED and source.needs_columnwise else source
+
+
+def _recomputes(setting: Setting) -> bool:
+    """Not for experts, which encode an operand of all of them at once."""
+    return setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
 
 
 def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:

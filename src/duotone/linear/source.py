@@ -74,6 +74,21 @@ class Remade(ColumnwisePlane):
         return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
 
 
+class Recomputed(ColumnwisePlane):
+    """The columnwise plane; that of an input which a producer hands over, backward makes of what the producer keeps."""
+
+    name = "recomputed"
+
+
+class AsGiven(ColumnwisePlane):
+    """What is given in the place of the original."""
+
+    name = "as given"
+
+    def keep(self, x: Any, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        return x
+
+
 class Original:
     """The original tensor, in high precision."""
 
@@ -126,4 +141,4 @@ SOURCES: dict[str | None, Source] = {
     "dequantized": DequantizedRow(),
 }
 
-REMADE = Remade()
+REMADE, RECOMPUTED, AS_GIVEN = Remade(), Recomputed(), AsGiven()

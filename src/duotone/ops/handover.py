@@ -1,21 +1,28 @@
 """Hand-over: a norm or an activation gives the linear behind it planes, and takes its place in one fused stage.
 
 The values that are encoded are those that the producer would have written, rounded to its dtype, so results are the
-same bits; what is saved is the tensor in high precision between the two. GELU on CUDA is the exception: made on the way
-of a cast, it may round a value next to a tie the other way (`kernels/activations.py`).
+same bits; what is saved is the tensor in high precision between the two. GELU and the norms on CUDA are the exception:
+made on the way of a cast, they may round a value next to a tie the other way (`kernels/activations.py`, `norms.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from duotone.linear.core import LinearStage, as_matrix
 from duotone.linear.operand import ENCODED
+from duotone.linear.source import AS_GIVEN, COLUMNWISE, RECOMPUTED, columnwise
 from duotone.linear.stage import Kept, Stage
 from duotone.ops.activation import ActivationStage
+from duotone.ops.norm import NormStage
 from duotone.ops.rules import Stages, register_rule, replace_pairs
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Plane, Usage
+from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.saving import Later
 
 
 class Pair(Stage):
@@ -26,7 +33,7 @@ class Pair(Stage):
 
     @property
     def basics(self) -> tuple[Stage, ...]:
-        return self.first, self.second
+        return *self.first.basics, *self.second.basics
 
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -39,23 +46,61 @@ class Pair(Stage):
 
 @dataclass(frozen=True, eq=False)
 class CastForward(Pair):
-    """A producer whose output only exists as the planes that the linear multiplies and keeps."""
+    """A producer whose output only exists as the planes that the linear multiplies and keeps.
+
+    `first.produced(x, *operands)` is that output as something that casts make on the way, or None; once it is encoded,
+    `first.keep(x, *operands, *made.saved)` is what its backward needs.
+    """
 
     first: Any
     second: LinearStage
 
+    @property
+    def taker(self) -> LinearStage:
+        """The linear as it runs here."""
+        return self.second
+
+    def original(self, kept: Kept, seed: Tensor | None) -> Any:
+        """What the linear may keep in the place of its input."""
+        return None
+
     def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
-        made = self.first.produced(x)
-        planes = None if made is None else self.second.encode_produced(made, seed)
-        if planes is not None:
-            y, kept_here = self.second.multiply(None, planes, x, weight, bias, seed)
-            return y, (self.first.keep(x), kept_here), ()
-        values, kept = self.first.forward(x, *of_producer)
-        planes = self.second.encode_input(as_matrix(values), seed)
-        del values
-        y, kept_here = self.second.multiply(None, planes, x, weight, bias, seed)
+        taker, made = self.taker, self.first.produced(x, *of_producer)
+        if made is not None and (planes := taker.encode_produced(made, seed)) is not None:
+            kept = self.first.keep(x, *of_producer, *made.saved)
+        else:
+            values, kept = self.first.forward(x, *of_producer)
+            planes = taker.encode_input(as_matrix(values), seed)
+            del values
+        y, kept_here = taker.multiply(self.original(kept, seed), planes, x, weight, bias, seed)
         return y, (kept, kept_here), ()
+
+
+@dataclass(frozen=True, eq=False)
+class CastForwardAgain(CastForward):
+    """As CastForward under `recompute_columnwise`: backward makes the columnwise plane of what the producer keeps."""
+
+    lean: LinearStage
+
+    @property
+    def taker(self) -> LinearStage:
+        return self.lean
+
+    def original(self, kept: Kept, seed: Tensor | None) -> Any:
+        plan = self.second.plan
+        return Later(partial(_again, self.first, plan.input, self.second.input_context(seed).fixed()), kept)
+
+
+def _again(producer: Any, quantizer: Quantizer, ctx: QuantizeContext, *kept: Any) -> Plane:
+    """The columnwise plane of what a producer made of what it keeps: its input, operands, and the rest."""
+    made = producer.produced(*kept)
+    planes = None if made is None else quantizer.encode_produced(made, COLUMNWISE, ctx)
+    if planes is None:
+        values, _ = producer.forward(*kept[: 1 + sum(producer.arity)])
+        return columnwise(quantizer, ctx, as_matrix(values))
+    assert planes.columnwise is not None
+    return planes.columnwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +127,23 @@ class CastBackward(Pair):
         return dx, found
 
 
+@dataclass(frozen=True, eq=False)
+class NormBackward(Pair):
+    """The backward of a norm that was made on the way of a cast, and of what follows it."""
+
+    first: NormStage
+    second: Any
+
+    def run_backward(
+        self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
+    ) -> tuple[Any, Sequence[Tensor | None]]:
+        own = sum(self.first.arity)
+        dx, found = self.second.run_backward(dy, kept[1:], needs[own:], extra)
+        del dy
+        dx, *of_norm = self.first.backward_of_produced(dx, kept[0], (True, *needs[:own]))
+        return dx, [*of_norm, *found]
+
+
 def cast_forward(stages: Stages) -> Stages:
     """Producers before a linear that multiplies and keeps planes of its own."""
     return replace_pairs(stages, _hand_over)
@@ -92,15 +154,33 @@ def cast_backward(stages: Stages) -> Stages:
     return replace_pairs(stages, _hand_back)
 
 
-def _hand_over(first: Stage, second: Stage) -> Stage | None:
+def norm_backward(stages: Stages) -> Stages:
+    """Norms before a linear that takes them over."""
+    return replace_pairs(stages, _norm_back)
+
+
+def _takes_over(first: Stage, second: Stage) -> bool:
+    """Whether the linear encodes what the producer makes, and keeps nothing else of it."""
     if not getattr(first, "hands_over", False) or type(second) is not LinearStage:
+        return False
+    plan = second.plan
+    return plan.input_from is ENCODED and not (plan.weight_grad and plan.input_source.keeps_original)
+
+
+def _hand_over(first: Any, second: Any) -> Stage | None:
+    if not _takes_over(first, second):
         return None
     plan = second.plan
-    if plan.input_from is not ENCODED:
+    if plan.input_source is not RECOMPUTED or not (plan.weight_grad and first.keeps):
+        return CastForward(first, second)
+    lean = replace(plan, input_source=AS_GIVEN, input_usage=Usage(True, False))
+    return CastForwardAgain(first, second, replace(second, plan=lean))
+
+
+def _norm_back(first: Stage, second: Stage) -> Stage | None:
+    if not isinstance(first, NormStage) or not first.keeps or not _takes_over(first, second.basics[0]):
         return None
-    if plan.weight_grad and plan.input_source.keeps_original:
-        return None
-    return CastForward(first, second)
+    return NormBackward(first, second)
 
 
 def _hand_back(first: Stage, second: Stage) -> Stage | None:
@@ -112,3 +192,4 @@ def _hand_back(first: Stage, second: Stage) -> Stage | None:
 
 register_rule(cast_forward, "forward")
 register_rule(cast_backward, "backward")
+register_rule(norm_backward, "backward")

@@ -33,13 +33,17 @@ class NormStage(Stage):
         gamma, beta = operands
         if not self.zero_centered:
             y, *saved = self.kernel.forward(x, gamma, beta, self.eps)
-            return y, (x, gamma, beta, *saved) if self.keeps else ()
+            return y, self.keep(x, gamma, beta, *saved)
         y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
-        return y.to(x.dtype), (x, gamma, beta, *saved) if self.keeps else ()
+        return y.to(x.dtype), self.keep(x, gamma, beta, *saved)
 
-    def produced(self, x: Tensor) -> Any:
-        """None: a norm is not made on the way of a cast."""
-        return None
+    def keep(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor) -> Kept:
+        """`saved` is what the kernel's forward gave besides y."""
+        return (x, gamma, beta, *saved) if self.keeps else ()
+
+    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor) -> Any:
+        """The output as a matrix that the cast makes on the way, or None where it cannot; `saved` as of `keep`."""
+        return None if self.zero_centered else self.kernel.produced(x, gamma, beta, self.eps, *saved)
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
         x, gamma, beta, *saved = kept
@@ -52,6 +56,13 @@ class NormStage(Stage):
             None if dgamma is None or not needs[1] else dgamma.to(gamma.dtype),
             None if dbeta is None or not needs[2] else dbeta.to(beta.dtype),
         )
+
+    def backward_of_produced(self, dy: Any, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+        """As `backward`, by kernels where they take it."""
+        if self.zero_centered:
+            return self.backward(dy, kept, needs)
+        x, gamma, beta, *saved = kept
+        return self.kernel.backward_of_produced(dy, x, gamma, beta, saved, needs)
 
     def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Any, Any]:
         if not self.zero_centered or gamma is None:
