@@ -336,7 +336,7 @@ def norm_kernels(kind: str, k: int, dtype: torch.dtype = torch.bfloat16, folds: 
     needs = True, True, given.centred
     return [
         *launched(name, given.make),
-        *launched(f"{name}, statistics", given.measure),
+        *launched(f"{name}, statistics", norm(kind, 8192, k, dtype).measure),
         *launched(f"{name}, statistics and amax", given.measure_amax),
         *launched(f"{name}, gradient", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs))[
             : 1 + folds

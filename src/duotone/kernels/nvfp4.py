@@ -333,7 +333,7 @@ def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, lines: Tensor | No
     return {
         "codes": torch.empty((m, width), dtype=torch.uint8, device=device),
         "scale": torch.empty((m, groups), dtype=torch.uint8, device=device),
-        "amax": lines.view(torch.float32)
+        "amax": lines[:m].view(torch.float32)
         if spec.per_line and lines is not None
         else torch.empty((1,), dtype=torch.float32, device=device),
     }
