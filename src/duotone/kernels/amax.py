@@ -10,7 +10,7 @@ from duotone.kernels.launch import kernel
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
 CHUNK = 8192
-LINES, ACROSS = 32, 256
+LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
 SPANS = (512, 256)
@@ -57,7 +57,7 @@ def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SP
 
 
 _TENSOR = tensor_amax_kernel.bind({"CHUNK": CHUNK}, warps=8)
-_LINES = {span: line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span}) for span in SPANS}
+_LINES = {span: line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span}, WARPS) for span in SPANS}
 
 
 def tensor_amax(x: Tensor) -> Tensor:

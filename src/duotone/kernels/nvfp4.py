@@ -205,7 +205,7 @@ class PlaneSpec(NamedTuple):
     """The largest element times the E4M3 value that the scale of the largest block takes."""
 
 
-TILE = (64, 128, 8)
+TILE = (64, 64, 4)
 """Rows and columns of a tile, and warps."""
 AMAX_TILE = (64, 128, 8)
 

@@ -7,7 +7,8 @@ from duotone.errors import UserError
 from duotone.lab.bench.case import Candidate, Case, Settings, Shape, Subject, Work, written
 from duotone.lab.bench.duel import clock_for
 from duotone.recipes import QuantizerRole, Recipe
-from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
 COPY = "copy"
@@ -21,9 +22,13 @@ def copied(x: Tensor) -> Work:
 
 def cast(quantizer: Quantizer, x: Tensor) -> Work:
     """Its bytes are those of the input and of the codes, once each; scales do not count."""
-    ctx = QuantizeContext(seed=torch.ones(1, dtype=torch.int64, device=x.device))
+    state = DelayedState(2, History(), x.device)
+    slots = DelayedSlot(state.number, 0), DelayedSlot(state.number, 1)
+    ctx = QuantizeContext(slots=slots, seed=torch.ones(1, dtype=torch.int64, device=x.device))
 
-    def call() -> QuantizedTensor:
+    def call(alive: DelayedState = state) -> QuantizedTensor:
+        """Holds the state, which slots only name."""
+        del alive
         return quantizer.quantize(x, ctx=ctx)
 
     codes = code_bytes(call(), x)

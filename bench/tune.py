@@ -1,0 +1,129 @@
+"""Which tiles and warps a kernel is fastest with: each choice, its bits against those of the present one, its time.
+
+    PYTHONPATH=src python bench/tune.py [--shape 16384x8192] [--only line_amax] > results/tuning.jsonl
+
+The winners are constants beside the kernels: `LINES, ACROSS, WARPS` in kernels/amax.py, the tiles in kernels/cast.py
+and `TILE` in kernels/nvfp4.py. Needs a CUDA device that converts to FP8.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from duotone import formats
+from duotone.dispatch.casts import one_read
+from duotone.kernels import amax, nvfp4
+
+CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3")
+TILES = tuple(itertools.product((32, 64, 128), (32, 64, 128, 256), (1, 2, 4, 8)))
+NVFP4 = (("nvfp4", "nvfp4_rht"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16"))
+WALKS = tuple(itertools.product((8, 16, 32, 64), (128, 256, 512), (256, 512, 1024), (2, 4, 8)))
+
+Choice = tuple[str, tuple[int, ...], Callable[[], list[Tensor]]]
+"""What is tuned, the choice, and a call that gives what the kernel wrote."""
+
+
+def line_amaxes(x: Tensor) -> Iterator[Choice]:
+    """Rows and columns of a step, rows of a walk, and warps."""
+    m, k = x.shape
+
+    def call(rows: int, cols: int, span: int, warps: int) -> list[Tensor]:
+        launch = amax.line_amax_kernel.bind({"TM": rows, "TK": cols, "SPAN": span}, warps)
+        bits = torch.zeros(m + k, dtype=torch.int32, device=x.device)
+        launch(-(-m // span) * -(-k // cols), (x, bits, bits[m:]), (m, k))
+        return [bits]
+
+    present = amax.LINES, amax.ACROSS, amax.SPANS[0], amax.WARPS
+    for choice in (present, *WALKS):
+        yield "line_amax", choice, lambda choice=choice: call(*choice)
+
+
+def casts(x: Tensor) -> Iterator[Choice]:
+    """Rows and columns of a tile, and warps, of casts to both planes."""
+    for name in CASTS:
+        fmt = formats.get(name)
+        made = one_read(fmt, fmt, x)
+        for choice in (made.tile, *TILES):
+            cast = _like(made)
+            cast.tile = choice
+            yield name, choice, lambda cast=cast: _parts(cast(x))
+
+
+def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
+    seed = torch.ones(1, dtype=torch.int64, device=x.device)
+    for pair in NVFP4:
+        made = one_read(*map(formats.get, pair), x)
+
+        def call(cast: Any, tile: tuple[int, ...]) -> list[Tensor]:
+            with mock.patch.object(nvfp4, "TILE", tile):
+                return _parts(cast(x, seed=seed))
+
+        for choice in (nvfp4.TILE, *TILES):
+            yield "/".join(pair), choice, partial(call, _like(made), choice)
+
+
+def _like(made: Any) -> Any:
+    """The same cast, none of whose kernels is bound."""
+    cast = copy.copy(made)
+    cast._launches = {}
+    return cast
+
+
+def _parts(planes: Any) -> list[Tensor]:
+    return [part for plane in planes if plane is not None for part in plane.values()]
+
+
+SUBJECTS = {"line_amax": line_amaxes, "casts": casts, "nvfp4": nvfp4_casts}
+
+
+def milliseconds(call: Callable[[], object], calls: int = 30) -> float:
+    """The median of five turns on a device that does nothing else."""
+    turns = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        turns.append(start.elapsed_time(end) / calls)
+    return statistics.median(turns)
+
+
+def tune(choices: Iterator[Choice], clock: Callable[[Callable[[], object]], float]) -> Iterator[dict[str, Any]]:
+    """A record a choice, the present one first; choices that a kernel cannot take are left out."""
+    want: dict[str, list[Tensor]] = {}
+    for what, choice, call in choices:
+        try:
+            got = call()
+        except Exception as error:  # Triton's own, of shapes, shared memory and registers
+            yield {"what": what, "choice": choice, "error": str(error).splitlines()[0][:100]}
+            continue
+        same = all(torch.equal(a, b) for a, b in zip(want.setdefault(what, got), got, strict=True))
+        yield {"what": what, "choice": choice, "ms": round(clock(call), 4), "same_bits": same}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="16384x8192")
+    parser.add_argument("--only", choices=SUBJECTS)
+    given = parser.parse_args()
+    x = torch.randn(*map(int, given.shape.split("x")), device="cuda").bfloat16()
+    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": torch.cuda.get_device_name()}
+    for name in [given.only] if given.only else SUBJECTS:
+        for record in tune(SUBJECTS[name](x), milliseconds):
+            print(json.dumps({**about, "shape": given.shape, **record}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
