@@ -1,6 +1,7 @@
 """FSDP2 over quantized parameters: three SGD steps equal the single process bit for bit, for whatever format."""
 
 import copy
+import dataclasses
 import functools
 import operator
 from pathlib import Path
@@ -21,14 +22,15 @@ from duotone.recipes import Recipe, Rule, RuleRecipe
 HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
 
 
-def model(recipe: Recipe) -> nn.Sequential:
+def model(recipe: Recipe, *, held: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
     with torch.no_grad():
         for layer in (made[0], made[2]):
             layer.weight[:128] *= 4  # the shards' own amaxes differ
     duotone.convert(made, recipe)
-    duotone.convert_parameters(made, recipe)
+    if held:
+        duotone.convert_parameters(made, recipe)
     return made
 
 
@@ -100,6 +102,19 @@ def fp8_per_row(folder: Path) -> None:
 @check
 def fp8_block(folder: Path) -> None:
     compare(recipes.load("fp8-block"))
+
+
+@check
+def plain_weights_that_backward_encodes_again(folder: Path) -> None:
+    """FSDP frees a weight after forward and gathers it anew before backward, into the tensor that was kept."""
+    for name in ("mxfp8", "fp8-delayed"):
+        for again in (True, False):
+            recipe = dataclasses.replace(recipes.load(name), recompute_columnwise=again)
+            sharded = model(recipe, held=False)
+            single = copy.deepcopy(sharded)
+            shard(sharded)
+            for got, want in zip(*(train(m)[0] + train(m)[1] for m in (sharded, single)), strict=True):
+                same(got, want, f"losses and gradients, {name}, {again}")
 
 
 @check
