@@ -1,5 +1,7 @@
 """Column- and row-parallel linears with sequence parallelism against single-process references."""
 
+import dataclasses
+import itertools
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +115,21 @@ def column_parallel_with_sequence_parallelism(folder: Path) -> None:
         for w, d in zip(weight.chunk(dist.get_world_size()), dy.chunk(dist.get_world_size(), 1), strict=True)
     ]
     near(dx, piece(summed(shards)), [piece(s) for s in shards], "input gradient")
+
+
+@check
+def planes_that_backward_makes_again_are_those_of_forward(folder: Path) -> None:
+    """Each rank encodes its shard again, under the scale of all, and gathers the planes as it would have."""
+    x, weight, bias, dy = data()
+    for name, mode in itertools.product(("fp8-current", "mxfp8"), ("column", "row")):
+        inputs = (piece(x), piece(dy, 1)) if mode == "column" else (piece(x, 1), piece(dy))
+        plain, lean = recipes.load(name), dataclasses.replace(recipes.load(name), recompute_columnwise=True)
+        want = run(parallel(mode, weight, bias, recipe=plain), *inputs)
+        for original in (False, True):
+            m = parallel(mode, weight, bias, recipe=lean)
+            m.save_original_input = original
+            for got, right in zip(run(m, *inputs), want, strict=True):
+                same(got, right, f"{name}, {mode}, {original}")
 
 
 @check
