@@ -25,7 +25,7 @@ from duotone.kernels.launch import Launch
 from duotone.kernels.norms import Norm, backward
 
 EPS = 1e-5
-SHAPES = [(1, 1), (33, 72), (40, 1000), (9, 4112)]
+SHAPES = [(1, 1), (19, 72), (17, 1000), (3, 4112)]
 CASTS = ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIDES = [(True, True), (True, False), (False, True)]
@@ -92,10 +92,10 @@ def awkward_rows(k: int, dtype: torch.dtype) -> Tensor:
 
 
 def on_the_way() -> Check:
-    """Every format with each choice of parameters; planes and dtypes take turns."""
+    """Every format with each choice of parameters; shapes, planes and dtypes take turns."""
     turns = zip(itertools.cycle(SIDES), itertools.cycle(DTYPES[:2] + DTYPES), strict=False)
-    for name, (rows, k), i in itertools.product(CASTS, [(64, 128), (70, 144)], range(4)):
-        sides, dtype = next(turns)
+    for name, i in itertools.product(CASTS, range(4)):
+        (sides, dtype), (rows, k) = next(turns), [(64, 128), (70, 144)][i % 2]
         fmt, x, (centred, affine) = formats.get(name), awkward_rows(k, dtype)[:rows], parameters(k, dtype)[i]
         row, col = (_spec(fmt, dtype) if wanted else None for wanted in sides)
         cast = Cast(row, col, all(sides) and fmt.is_derivable)
@@ -118,7 +118,7 @@ def main() -> int:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     Launch.__call__ = launched  # type: ignore[method-assign]
-    norms.SUMS = 16384  # so that a program walks over rows
+    norms.SUMS = 8192  # so that a program walks over rows
     count = wrong = 0
     for what, same in itertools.chain(alone(), on_the_way()):
         count += 1

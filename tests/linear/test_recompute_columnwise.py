@@ -1,5 +1,6 @@
 """`recompute_columnwise`: backward encodes again what forward would have kept, with the same bits and less memory."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import observe, recipes
+from duotone.ops import handover
 
 NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"]
 
@@ -193,3 +195,62 @@ def test_options_of_norms_change_nothing(option) -> None:
         sum(t.float().square().sum() for t in made).backward()
         found.append([*(t.detach() for t in made), leaf.grad, *(p.grad for p in m.parameters())])
     same(*found)
+
+
+OWN_SLOT = recipes.RuleRecipe(
+    rules=(
+        recipes.Rule(tensor_type="grad_output", format="fp8_e5m2_delayed"),
+        recipes.Rule(rowwise="fp8_e4m3_delayed", columnwise="fp8_e5m2_delayed"),
+    ),
+    emulate_mixed=True,
+)
+
+
+def test_a_columnwise_plane_with_a_delayed_scale_of_its_own_is_made_in_forward() -> None:
+    """Nothing but the encoding of forward records its amax."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        m = duotone.LayerNormLinear(
+            96, 64, name="m", params_dtype=torch.bfloat16, recipe=replace(OWN_SLOT, recompute_columnwise=again)
+        )
+        steps = [
+            gradients(m, torch.randn(40, 96, generator=torch.Generator().manual_seed(i)).bfloat16()) for i in range(3)
+        ]
+        found.append([*(t for step in steps for t in step), m.duotone_forward.scale])
+    assert len(set(found[0][-1].tolist())) > 2
+    same(*found)
+    m = duotone.Linear(96, 64, name="m", params_dtype=torch.bfloat16, recipe=OWN_SLOT, save_original_input=True)
+    with pytest.raises(duotone.RecipeError, match="save_original_input of m: forward alone records"):
+        m(torch.zeros(8, 96).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8"])
+def test_a_copy_of_the_weight_is_not_kept_instead_of_its_plane(name) -> None:
+    plain, lean = pair(name, lambda recipe: duotone.Linear(96, 64, name="m", recipe=recipe))
+    x = torch.randn(40, 96).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert saved(lambda: lean(x)) <= saved(lambda: plain(x))
+        same([lean(x)], [plain(x)])
+
+
+def test_the_gradient_that_comes_in_goes_before_the_products(monkeypatch) -> None:
+    """Between two linears, with a norm before them too: a backward's frames hold what they were given."""
+    alive = []
+
+    def watched(self, dy, kept, needs, extra):
+        reference = weakref.ref(dy)
+        del dy
+        alive.append(reference() is not None)
+        raise InterruptedError
+
+    monkeypatch.setattr(handover.CastBackward, "run_backward", watched)
+    for parts in (
+        [duotone.ops.RMSNorm(96), duotone.ops.Linear(96, 64), duotone.ops.GELU(), duotone.ops.Linear(64, 64)],
+        [duotone.ops.Linear(96, 64), duotone.ops.GELU(), duotone.ops.Linear(64, 64)],
+    ):
+        with duotone.autocast(recipe=recipes.load("fp8-block")):
+            y = duotone.ops.Sequential(*parts)(torch.randn(40, 96).requires_grad_())
+        with pytest.raises(InterruptedError):
+            y.sum().backward()
+    assert alive == [False, False]

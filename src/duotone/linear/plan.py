@@ -38,7 +38,8 @@ class Setting:
 
     `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
     `grad_input_role` name the consumers at the module's boundaries, None where they are not known. `weight_shape` is
-    (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply.
+    (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply; `weight_dtype` that of
+    the parameter, None where it is `dtype`.
     """
 
     recipe: Recipe
@@ -57,6 +58,7 @@ class Setting:
     grad_input_role: QuantizerRole | None = None
     save_original_input: bool = False
     weight_shape: tuple[int, ...] | None = None
+    weight_dtype: torch.dtype | None = None
 
     def without_held(self) -> "Setting":
         """As if no operand were quantized yet."""
@@ -196,8 +198,8 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         made = dict.fromkeys(made, Quantizer())
         input_from, weight_from = _hold(setting, made)
         gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
-    input_source = _input_source(setting, source)
-    source = _weight_source(setting, source, weight_from)
+    input_source = _input_source(setting, source, made["input"])
+    source = _weight_source(setting, source, made["weight"], weight_from)
     backward = setting.input_grad or setting.weight_grad
     drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
     return LinearPlan(
@@ -234,23 +236,34 @@ def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer)
     return QuantizeContext(shard, traces_kernel=kernel)
 
 
-def _input_source(setting: Setting, source: Source) -> Source:
-    """With `save_original_input`, backward encodes the input again."""
+def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:
+    """With `save_original_input`, backward encodes the input again.
+
+    A columnwise plane with a delayed scale of its own is made in forward, which alone records its amax.
+    """
     if not source.needs_columnwise or setting.input_held is not None:
         return source
+    if setting.save_original_input and quantizer.delayed[1]:
+        raise RecipeError(
+            f"save_original_input of {setting.name or 'a linear'}: forward alone records the delayed scale of the "
+            "columnwise plane; give its input one delayed format in both directions, or leave the option off"
+        )
     if setting.save_original_input:
         return REMADE
-    return RECOMPUTED if _recomputes(setting) else source
+    return RECOMPUTED if _recomputes(setting, quantizer) else source
 
 
-def _weight_source(setting: Setting, source: Source, weight_from: Operand) -> Source:
-    """With `recompute_columnwise`, backward encodes a plain weight again."""
-    return REMADE if _recomputes(setting) and weight_from is ENCODED and source.needs_columnwise else source
+def _weight_source(setting: Setting, source: Source, quantizer: Quantizer, weight_from: Operand) -> Source:
+    """With `recompute_columnwise`, backward encodes a plain weight again: not a copy in the input's dtype, which would
+    be larger than a plane."""
+    lives = weight_from is ENCODED and setting.weight_dtype in (None, setting.dtype)
+    return REMADE if lives and source.needs_columnwise and _recomputes(setting, quantizer) else source
 
 
-def _recomputes(setting: Setting) -> bool:
+def _recomputes(setting: Setting, quantizer: Quantizer) -> bool:
     """Not for experts, which encode an operand of all of them at once."""
-    return setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
+    asked = setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
+    return asked and not quantizer.delayed[1]
 
 
 def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:

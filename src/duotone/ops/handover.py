@@ -137,9 +137,9 @@ class NormBackward(Pair):
     def run_backward(
         self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
     ) -> tuple[Any, Sequence[Tensor | None]]:
-        own = sum(self.first.arity)
-        dx, found = self.second.run_backward(dy, kept[1:], needs[own:], extra)
-        del dy
+        own, handed = sum(self.first.arity), [dy]
+        del dy  # popped, so that the second can let go of it before its products need memory
+        dx, found = self.second.run_backward(handed.pop(), kept[1:], needs[own:], extra)
         dx, *of_norm = self.first.backward_of_produced(dx, kept[0], (True, *needs[:own]))
         return dx, [*of_norm, *found]
 

@@ -33,10 +33,14 @@ def quantized_parameter(
 
 
 def replace(old: nn.Parameter, new: nn.Parameter) -> None:
-    """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay."""
+    """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay.
+
+    An initial value stays as long as nothing was written, because `new` starts with no writes.
+    """
     new.requires_grad_(old.requires_grad)
+    initial = isinstance(new, QuantizedTensor) and old._version == 0
     for name, value in vars(old).items():
-        if name not in INTERNAL and (name != INIT_VALUE or isinstance(new, QuantizedTensor)):
+        if name not in INTERNAL and (name != INIT_VALUE or initial):
             vars(new).setdefault(name, value)
     if old.grad is not None and new.grad is None:
         new.grad = old.grad.to(device=new.device, dtype=new.dtype)

@@ -142,6 +142,7 @@ class Planned(BoundaryRoles, Op):
         input_held: Quantizer | None = None,
     ) -> Setting:
         """What decides this module's plan under a recipe."""
+        weight = self.weights[0]
         return Setting(
             recipe,
             self.rules,
@@ -157,7 +158,8 @@ class Planned(BoundaryRoles, Op):
             output_role=self._roles[0],
             grad_input_role=self._roles[1],
             save_original_input=self.save_original_input,
-            weight_shape=self.weights[0].shape,
+            weight_shape=weight.shape,
+            weight_dtype=weight.dtype,
         )
 
     @property

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from duotone.errors import UserError
 from duotone.optim.checks import check_group, check_saved, check_step, refuse_capture, refuse_distributed
 from duotone.optim.master import initial_master, needs_master
 from duotone.optim.rates import Rates
@@ -57,7 +56,7 @@ class AdamW(Optimizer):
             check_group(group)
             for parameter in group["params"]:
                 refuse_distributed(parameter, group)
-        except UserError:
+        except Exception:
             self.param_groups.pop()
             raise
 

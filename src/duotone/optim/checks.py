@@ -1,5 +1,7 @@
 """What AdamW refuses, before anything changes."""
 
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -16,13 +18,20 @@ def check_group(group: dict[str, Any]) -> None:
     """UserError where a hyperparameter is out of range or AMSGrad is asked for."""
     for name in AT_LEAST_ZERO:
         value = group[name]
-        if (isinstance(value, Tensor) and value.numel() != 1) or not value >= 0:
-            raise UserError(f"AdamW takes {name} as one number that is at least 0; got {value}")
-    betas = tuple(group["betas"])
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas}")
+        if not _is_number(value) or not value >= 0:
+            raise UserError(f"AdamW takes {name} as one number that is at least 0; got {value!r}")
+    betas = group["betas"]
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_number, betas))
+    if not is_pair or not all(0 <= beta < 1 for beta in betas):
+        raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas!r}")
     if group.get("amsgrad"):
         raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def refuse_distributed(parameter: Tensor, group: dict[str, Any]) -> None:
@@ -57,10 +66,17 @@ def check_step(parameter: Tensor) -> None:
 
 
 def check_saved(parameter: Tensor, saved: dict[str, Any]) -> None:
-    """UserError where a state dict holds the state of a parameter of another shape."""
+    """UserError where a state dict does not hold the state of this parameter."""
+    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in saved]
+    if missing:
+        raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")
+    if not _is_number(saved["step"]) or not saved["step"] >= 0:
+        raise UserError(f"a saved step is {saved['step']!r}; it must be a number that is at least 0")
     for name in ("exp_avg", "exp_avg_sq", "master"):
-        if name in saved and saved[name].shape != parameter.shape:
+        value = saved.get(name, parameter)
+        if not isinstance(value, Tensor) or value.shape != parameter.shape:
+            got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
             raise UserError(
-                f"a saved {name} of shape {tuple(saved[name].shape)} for a parameter of shape "
-                f"{tuple(parameter.shape)}; load it into the optimizer of the same model"
+                f"a saved {name} {got} for a parameter of shape {tuple(parameter.shape)}; load it into the optimizer "
+                "of the same model"
             )

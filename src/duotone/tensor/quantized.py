@@ -182,7 +182,8 @@ class QuantizedTensor(ShardHooks, Writes):
             assert isinstance(made, QuantizedTensor)
         made.context = LOCAL
         memo[id(self)] = made
-        for name in vars(self).keys() - vars(made).keys():
+        stale = {INIT_VALUE} if self._version else set()  # of a tensor that was written; the copy starts with no writes
+        for name in vars(self).keys() - vars(made).keys() - stale:
             setattr(made, name, copy.deepcopy(vars(self)[name], memo))
         made.grad = copy.deepcopy(self.grad, memo)
         return made
