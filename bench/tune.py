@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python bench/tune.py [--shape 16384x8192] [--only line_amax] > results/tuning.jsonl
 
-The winners are constants beside the kernels: `LINES, ACROSS, WARPS` in kernels/amax.py, the tiles in kernels/cast.py
-and `TILE` in kernels/nvfp4.py. Needs a CUDA device that converts to FP8.
+The winners are constants beside the kernels: `LINES, ACROSS, SPANS, WARPS` in kernels/amax.py, the tiles in
+kernels/cast.py and `TILE` in kernels/nvfp4.py. Needs a CUDA device that converts to FP8.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def milliseconds(call: Callable[[], object], calls: int = 30) -> float:
 
 
 def tune(choices: Iterator[Choice], clock: Callable[[Callable[[], object]], float]) -> Iterator[dict[str, Any]]:
-    """A record a choice, the present one first; choices that a kernel cannot take are left out."""
+    """A record a choice, the present one first; the error where a kernel cannot take one."""
     want: dict[str, list[Tensor]] = {}
     for what, choice, call in choices:
         try:

@@ -127,3 +127,13 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
     ):
         optimizer.step()
     assert torch.equal(p, torch.ones(4))
+
+
+@pytest.mark.parametrize("given", [{"lr": "x"}, {"lr": True}, {"betas": 0.9}, {"betas": (0.9, "x")}, {"eps": None}])
+def test_a_hyperparameter_that_is_no_number_is_one_line_and_adds_nothing(given) -> None:
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(UserError, match=r"^AdamW takes"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **given})
+    assert len(optimizer.param_groups) == 1
+    with pytest.raises(UserError, match=r"^AdamW takes"):
+        AdamW([torch.nn.Parameter(torch.ones(2))], **given)

@@ -180,3 +180,45 @@ def test_a_model_and_its_optimizer_resume() -> None:
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["optimizer"])
     assert [trained(other, resumed, x) for _ in range(3)] == went
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda s: s.pop("step"), "a saved state without step"),
+        (lambda s: s.pop("exp_avg"), "a saved state without exp_avg"),
+        (lambda s: s.update(step="x"), "a saved step is 'x'"),
+        (lambda s: s.update(step=-1), "a saved step is -1"),
+        (lambda s: s.update(exp_avg=[1]), "a saved exp_avg that is a list"),
+    ],
+)
+def test_a_state_that_is_none_changes_nothing(change, told) -> None:
+    optimizer = AdamW(parameters())
+    step(optimizer, 0)
+    before, bad = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
+    change(bad["state"][2])
+    bad["param_groups"][0]["lr"] = 5.0
+    with pytest.raises(UserError, match=told):
+        optimizer.load_state_dict(bad)
+    assert optimizer.param_groups[0]["lr"] == before["param_groups"][0]["lr"]
+    for name, value in before["state"][2].items():
+        assert torch.equal(optimizer.state_dict()["state"][2][name], value)
+
+
+@pytest.mark.parametrize("move", [copy.deepcopy, lambda m: m.bfloat16()])
+def test_a_checkpoint_outlives_a_copy_and_a_conversion(move) -> None:
+    """The value from before the parameter was quantized is not what it stands for any more."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        with duotone.quantized_model_init(recipe=recipes.load("mxfp8"), preserve_high_precision_init_val=True):
+            made.append(duotone.Linear(64, 64, bias=False))
+    m, other = made
+    m.load_state_dict(other.state_dict())
+    want = m.weight.dequantize().float()
+    m = move(m)
+    m.weight.grad = torch.zeros(64, 64, dtype=m.weight.dtype)
+    AdamW(m.parameters(), lr=0.0, weight_decay=0.0).step()
+    assert torch.equal(m.weight.dequantize().float(), want)
+    fresh = move(made[1])
+    assert fresh.weight.get_high_precision_init_val() is not None

@@ -116,12 +116,12 @@ def _run(
         records.require_appendable(Path(out))
     done = 0
     try:
-        with Interrupt() as interrupt:
+        with Interrupt("turn") as interrupt:
             for case in cases:
                 _measure(case, pace, interrupt, settings.device, out)
                 done += 1
     except KeyboardInterrupt:
-        kept = "" if out is None else f", in {out}"
+        kept = f", in {out}" if out is not None and done else ""
         click.echo(f"stopped: {done} of {len(cases)} tables are complete{kept}", err=True)
         context.exit(EXIT_CODE)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C asks a run to stop after its step; a second one stops at once."""
+"""Ctrl-C asks a run to stop after what it is at; a second one stops at once."""
 
 import os
 import signal
@@ -10,10 +10,13 @@ STDERR = 2
 
 
 class Interrupt:
-    """While active, the first SIGINT only sets `requested`; the second raises KeyboardInterrupt."""
+    """While active, the first SIGINT only sets `requested`; the second raises KeyboardInterrupt.
 
-    def __init__(self) -> None:
-        self.requested = False
+    `unit` is what a run finishes before it stops.
+    """
+
+    def __init__(self, unit: str = "step") -> None:
+        self.requested, self.unit = False, unit
 
     def __enter__(self) -> "Interrupt":
         self._before = signal.signal(signal.SIGINT, self._handle)
@@ -31,4 +34,4 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(STDERR, b"stopping after this step; Ctrl-C again stops at once\n")
+        os.write(STDERR, f"stopping after this {self.unit}; Ctrl-C again stops at once\n".encode())
