@@ -162,6 +162,8 @@ def test_neither_plane_of_an_mlp_is_kept(name) -> None:
     x = torch.randn(40, 96).bfloat16().requires_grad_()
     weights = 96 * 256 + 128 * 96
     assert saved(lambda: plain(x)) - saved(lambda: lean(x)) >= weights + 40 * (96 + 128)
+    made = observe.ledger(lean, lambda: lean(x))
+    assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
 
 
 def test_a_producer_that_keeps_nothing_leaves_the_plane_to_the_linear() -> None:

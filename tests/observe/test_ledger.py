@@ -1,6 +1,7 @@
 """The ledger: bytes of every module, and a peak whose prediction and measurement agree."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import duotone
-from duotone import observe, recipes
+from duotone import observe, ops, recipes
 from duotone.state.delayed import DelayedState
 
 BF16 = torch.bfloat16
@@ -36,6 +37,22 @@ def test_the_peak_of_a_linear_is_predicted_within_five_percent(name: str) -> Non
     assert made.predicted_peak == pytest.approx(made.measured_peak, rel=0.05)
     # Weight, input and their gradients live at once in backward; nothing less would be believable.
     assert made.measured_peak >= 4 * size * size + 4 * size * size // 2
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["LayerNormMLP", "LayerNormLinear", "Sequential"])
+def test_the_peak_of_fused_modules_is_predicted_because_counting_leaves_them_fused(name: str, kind: str) -> None:
+    given = {"recipe": recipes.load(name), "params_dtype": BF16}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "LayerNormMLP": lambda: duotone.LayerNormMLP(256, 512, activation="swiglu", **given),
+        "LayerNormLinear": lambda: duotone.LayerNormLinear(256, 512, **given),
+        "Sequential": lambda: ops.Sequential(
+            ops.RMSNorm(256, dtype=BF16), ops.Linear(256, 512, **given), ops.GELU(), ops.Linear(512, 256, **given)
+        ),
+    }
+    m, x = made[kind](), batch(256, 256)
+    found = observe.ledger(m, lambda: m(x))
+    assert found.predicted_peak == pytest.approx(found.measured_peak, rel=0.01)
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

@@ -85,5 +85,8 @@ def is_plain(*modules: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(hooks)
+    """Whether a module has hooks that want to see its calls; those that say `watches` take a step as it is."""
+    if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
+        return False
+    every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return not all(getattr(hook, "watches", False) for hooks in every for hook in hooks.values())
