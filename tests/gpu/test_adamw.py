@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import duotone
 from duotone import formats, recipes
 from duotone.optim import AdamW
-from duotone.state.delayed import PENDING, DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.rolling import PENDING
 from duotone.tensor import Quantizer, Usage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from duotone.dispatch import stages
-from duotone.state.delayed import PENDING
+from duotone.state.rolling import PENDING
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,7 +14,8 @@ from duotone import recipes
 from duotone.errors import UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
-from duotone.state.delayed import PENDING, DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.rolling import PENDING
 from duotone.tensor import History, QuantizedTensor, Quantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)

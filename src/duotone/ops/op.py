@@ -11,7 +11,8 @@ from duotone.linear.stage import Stage
 from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
 from duotone.state.autocast import Region, active_region
-from duotone.state.delayed import USE, in_backward, roll_after
+from duotone.state.delayed import USE, in_backward
+from duotone.state.rolling import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from duotone.errors import UserError
 from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
 from duotone.recipes.recipe import Recipe
-from duotone.state.delayed import PENDING
+from duotone.state.rolling import PENDING
 
 DEFAULT_RECIPE = Float8CurrentScaling()
 HIGH_PRECISION = HighPrecision()

@@ -11,7 +11,6 @@ all recompute with the newest one's scale, and of reentrant ones the first recom
 """
 
 import itertools
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,11 @@ from duotone.dispatch import traced
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import history
+from duotone.state.rolling import PENDING, STATES
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
-_STATES: "weakref.WeakValueDictionary[str, DelayedState]" = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count(1)
 
 
@@ -71,7 +70,7 @@ class DelayedState(nn.Module):
     def _register(self) -> None:
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self.number = str(next(_NUMBERS))
-        _STATES[self.number] = self
+        STATES[self.number] = self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_views": {}}
@@ -226,85 +225,9 @@ class FixedSlot(Slot):
         return self.state.scales_of(self.scales)[self.index : self.index + 1]
 
 
-class Pending:
-    """States that recorded and have not rolled, each with the groups to reduce over."""
-
-    def __init__(self) -> None:
-        self.forward: dict[str, set[str]] = {}
-        self.backward: dict[str, set[str]] = {}
-        self.depth = 0
-        self.end: weakref.ref[EndOfBackward] | None = None
-
-    def add(self, slot: DelayedSlot, recorded: bool, running: bool) -> None:
-        """A slot was opened, while a backward is `running` or not."""
-        self.forget_failed()
-        if running:
-            self.schedule()
-        if recorded:
-            inside = self.depth > 0 and not running and not slot.backward
-            states = self.forward if inside else self.backward
-            states.setdefault(slot.state, set()).add(slot.group)
-
-    def forget_failed(self) -> None:
-        """After a backward that failed, its amaxes wait for the next one, and nobody reduces for it."""
-        if self.end is not None and self.end() is None:
-            self.end = None
-            self.backward.clear()
-
-    def schedule(self) -> None:
-        """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds it scheduled."""
-        if self.end is None:
-            end = EndOfBackward()
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
-            self.end = weakref.ref(end)
-
-    def end_of_backward(self) -> None:
-        self.end = None
-        finished, self.backward = self.backward, {}
-        roll(finished)
-
-    def end_of_region(self, *, failed: bool) -> None:
-        finished, self.forward = self.forward, {}
-        if failed:
-            for number in finished:
-                if number in _STATES:
-                    _STATES[number].forget_live()
-            return
-        for number in finished:
-            finished[number] |= self.backward.pop(number, set())  # an optimizer's write, say: one roll for both
-        roll(finished)
-
-
-class EndOfBackward:
-    """The callback of a running backward. The engine alone holds it, so that it dies with a backward that fails."""
-
-    def __call__(self) -> None:
-        PENDING.end_of_backward()
-
-
-PENDING = Pending()
-
-
-def roll_after(gradient: Tensor) -> None:
-    """A hook for the output of a module whose forward alone is delayed: no op in its backward asks for the end."""
-    PENDING.forget_failed()
-    PENDING.schedule()
-
-
-def roll(states: dict[str, set[str]]) -> None:
-    """Reduce the live amaxes, one collective per group and device, and roll every state once."""
-    found = {number: _STATES[number] for number in states if number in _STATES}
-    groups = sorted({group for number in found for group in states[number] if group})
-    for group in groups:
-        members = [s for n, s in found.items() if group in states[n] and s.history.reduce_amax]
-        history.reduce([state.amax_history for state in members], group)
-    for state in found.values():
-        state.roll()
-
-
 def state_of(number: str) -> DelayedState:
     """The state of a slot. Raises UserError where its module is gone."""
-    found = _STATES.get(number)
+    found = STATES.get(number)
     if found is None:
         raise UserError("a delayed-scaling slot outlived its module; build the plan anew by calling the module")
     return found
