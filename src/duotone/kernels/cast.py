@@ -70,23 +70,63 @@ def _one(
 
 
 @triton.jit
-def _line(
-    value, source, scales, m, M, K, pk, largest, overflow, epsilon,
-    FROM: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+def _lines(source, scales, start, count, stores, largest, overflow, epsilon, CODEC: tl.constexpr, T: tl.constexpr):
+    """The scales (T,) of T whole lines, of which `count` exist: each made once, not by every thread that needs it."""
+    line = start + tl.arange(0, T)
+    amax = tl.load(source + line, mask=line < count, other=1).to(tl.float32, bitcast=True)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    tl.store(scales + line, stored_scale(amax, scale, largest, CODEC), mask=(line < count) & stores)
+    return scale
+
+
+@triton.jit
+def _fours(scale, H: tl.constexpr):
+    """(4 H,) -> those of every fourth line from the first, the second, ..., each (H, 1)."""
+    even, odd = tl.split(tl.reshape(scale, [H, 2, 2]))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
+
+
+@triton.jit
+def _row_lines(
+    source, scales, start, M, stores, largest, overflow, epsilon,
+    FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the lines `m` of a tile, one for the whole line or one per C columns, that broadcast to (H, TK)."""
+    """The scales of a tile's rows as `_fours` gives them, ones where rows have no scale of their own."""
     if FROM == LINE:
-        amax = tl.load(source + m, mask=m < M, other=1).to(tl.float32, bitcast=True)
-        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-        tl.store(scales + m, stored_scale(amax, scale, largest, CODEC), mask=(m < M) & (pk == 0))
-        made = scale
+        made = _fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
     else:
-        amax = _largest(tl.abs(value), 1, C, H, TK)
-        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-        bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
-        _keep(scales, stored_scale(amax, scale, largest, CODEC), m, bk, M, tl.cdiv(K, C), True)
-        made = _spread(scale, 1, C, H, TK)
+        made = (1.0, 1.0, 1.0, 1.0)
     return made
+
+
+@triton.jit
+def _row_scale(
+    one, line, value, scales, m, M, K, pk, largest, overflow, epsilon,
+    FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
+    if FROM == LINE:
+        made = line
+    elif FROM == BLOCK and R == 1:
+        made = _line(value, scales, m, M, K, pk, largest, overflow, epsilon, C, CODEC, H, TK)
+    else:
+        made = one
+    return made
+
+
+@triton.jit
+def _line(
+    value, scales, m, M, K, pk, largest, overflow, epsilon,
+    C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Scales of the lines `m` of a tile, one per C columns, that broadcast to (H, TK)."""
+    amax = _largest(tl.abs(value), 1, C, H, TK)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
+    _keep(scales, stored_scale(amax, scale, largest, CODEC), m, bk, M, tl.cdiv(K, C), True)
+    return _spread(scale, 1, C, H, TK)
 
 
 @triton.jit
@@ -133,9 +173,7 @@ def _column(
     if FROM == GIVEN or FROM == TENSOR:
         made = _one(source, scales, P, pm, pk, largest, overflow, epsilon, FROM, CODEC, N)
     elif FROM == LINE:
-        amax = tl.load(source + k, mask=k < K, other=1).to(tl.float32, bitcast=True)
-        made = encode_scale(amax, largest, overflow, epsilon, CODEC)
-        tl.store(scales + k, stored_scale(amax, made, largest, CODEC), mask=(k < K) & (pm == 0))
+        made = _lines(source, scales, pk * TK, K, pm == 0, largest, overflow, epsilon, CODEC, TK)[None, :]
     else:
         made = _square(
             below, scales, scales, pm, pk, M, K, largest, overflow, epsilon, False, R, C, CODEC, C > 1, H, TK
@@ -209,12 +247,14 @@ def cast_kernel(
             COL == SHARED, ROW_R, ROW_C, ROW_CODEC, False, H, TK,
         )  # fmt: skip
     if ROW != ABSENT:
+        lines = _row_lines(
+            row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
+        )  # fmt: skip
         for j in tl.static_range(4):
-            if ROW == LINE or (ROW == BLOCK and ROW_R == 1):
-                row_scale = _line(
-                    values[j], row_from, row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
-                    ROW, ROW_C, ROW_CODEC, H, TK,
-                )  # fmt: skip
+            row_scale = _row_scale(
+                row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
+                ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
+            )  # fmt: skip
             codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
             tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=_inside(m + j, M, k, K, EVEN))
 
@@ -244,8 +284,8 @@ class PlaneSpec(NamedTuple):
 
 
 ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-LINEAR, LINES, NARROW, BLOCKED = (64, 128, 4), (64, 64, 4), (32, 128, 1), (128, 128, 4)
-"""Tiles and warps: one scale, one per line, blocks of at most 32 in both directions, wider ones."""
+LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
+"""Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
 
 
 Given = tuple[Tensor | None, Tensor | None]
@@ -351,7 +391,7 @@ def _constants(side: str, source: int, spec: PlaneSpec | None, turned: bool) -> 
 def _tile(sources: tuple[int, int], row: PlaneSpec | None, col: PlaneSpec | None) -> tuple[int, int, int]:
     """Rows and columns of a tile, which holds whole blocks, and warps."""
     if BLOCK.value not in sources:
-        return LINES if LINE.value in sources else LINEAR
+        return LINEAR
     widest = max(n for spec in (row, col) if spec is not None for n in (spec.rows, spec.cols))
     return NARROW if widest <= NARROW[0] else BLOCKED
 
