@@ -80,7 +80,7 @@ def _lines(source, scales, start, count, stores, largest, overflow, epsilon, COD
 
 
 @triton.jit
-def _fours(scale, H: tl.constexpr):
+def fours(scale, H: tl.constexpr):
     """(4 H,) -> those of every fourth line from the first, the second, ..., each (H, 1)."""
     even, odd = tl.split(tl.reshape(scale, [H, 2, 2]))
     s0, s2 = tl.split(even)
@@ -93,9 +93,9 @@ def _row_lines(
     source, scales, start, M, stores, largest, overflow, epsilon,
     FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a tile's rows as `_fours` gives them, ones where rows have no scale of their own."""
+    """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
     if FROM == LINE:
-        made = _fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
+        made = fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
     else:
         made = (1.0, 1.0, 1.0, 1.0)
     return made

@@ -65,7 +65,7 @@ class Coded(NamedTuple):
 
 AMAX_ROWS, AMAX_CHUNK = 16, 8192
 SPAN, LINES, ACROSS = 256, 32, 256
-LINEAR_TILE, LINE_TILE = (64, 128, 4), (64, 64, 4)
+TILE = (64, 128, 4)
 ALIGNED_WORDS = 4
 TAKEN = frozenset(n.value for n in (ABSENT, GIVEN, TENSOR, LINE, SHARED))
 
@@ -81,7 +81,6 @@ class SegmentCast:
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
         self.whole, self.spread = whole, spread
         self.shares_scale = cast.shared and not spread
-        self.tile = LINE_TILE if cast.needs_lines else LINEAR_TILE
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
         self._launches: dict[Any, Launch] = {}
 
@@ -101,7 +100,7 @@ class SegmentCast:
         scale, live, slot = given
         of_row, of_col = self._sources(x, k, segments, scale, table)
         row_codes, row_scales, col_codes, col_scales = made = self._empty(x.device, k, segments)
-        tm, tk, _ = self.tile
+        tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch("cast", segments.block, live is not None, table is not None, aligned)
         across = -(-k // tk)
@@ -161,7 +160,7 @@ class SegmentCast:
             return segment_amax_kernel.bind({**where, "ROWS": AMAX_ROWS, "CHUNK": AMAX_CHUNK}, warps=8)
         if which == "lines":
             return segment_lines_kernel.bind({**where, "SPAN": SPAN, "TM": LINES, "TK": ACROSS})
-        tm, tk, warps = self.tile
+        tm, tk, warps = TILE
         constants = {
             **_constants("ROW", self.sources[0], self.row),
             **_constants("COL", self.sources[1], self.col),

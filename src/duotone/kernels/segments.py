@@ -12,7 +12,7 @@ import triton.language as tl
 
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import known
-from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, codes_of, record, store_turned
+from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, codes_of, fours, record, store_turned
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 
@@ -124,7 +124,7 @@ def _one(source, e, SLOT, largest, overflow, epsilon, FROM: tl.constexpr, CODEC:
 
 @triton.jit
 def _line(source, scales, read, write, exists, stores, largest, overflow, epsilon, CODEC: tl.constexpr):
-    """Scales of lines that exist, read at one place and stored at another."""
+    """Scales (T,) of lines that exist, read at one place and stored at another."""
     amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
     scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
     tl.store(scales + write, stored_scale(amax, scale, largest, CODEC), mask=exists & stores)
@@ -136,10 +136,10 @@ def _column(
     scale, stored, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
     FROM: tl.constexpr, CODEC: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Scales of the columnwise codes of a tile; `scale` and `stored` are those of the rowwise ones."""
+    """Scales of columns k (TK,) of a tile's columnwise codes; `scale` and `stored` are those of the rowwise ones."""
     lines = e.to(tl.int64) * K + k
     if FROM == LINE:
-        scale = _line(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)
+        scale = _line(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)[None, :]
     elif FROM != SHARED:
         scale, stored = _one(source, e, SLOT, largest, overflow, epsilon, FROM, CODEC)
     if FROM != LINE and SPREAD:
@@ -188,19 +188,22 @@ def segment_cast_kernel(
         _keep_row(row_scales, stored, e, tile, first, rows, pk, SPREAD, TM)
     if ROW != ABSENT:
         codes = row_codes + (first + top) * K
+        scales = (scale, scale, scale, scale)
+        if ROW == LINE:
+            line = tile * TM + tl.arange(0, TM)
+            of_rows = _line(
+                row_from, row_scales, first + line, (first if SPREAD else column) + line, line < rows, pk == 0,
+                row_largest, row_overflow, row_epsilon, ROW_CODEC,
+            )  # fmt: skip
+            scales = fours(of_rows, H)
         for j in tl.static_range(4):
-            if ROW == LINE:
-                place = first if SPREAD else column
-                scale = _line(
-                    row_from, row_scales, first + m + j, place + m + j, m + j < rows, pk == 0,
-                    row_largest, row_overflow, row_epsilon, ROW_CODEC,
-                )  # fmt: skip
-            made = codes_of(values[j] * scale, ROW_ELEMENT)
+            made = codes_of(values[j] * scales[j], ROW_ELEMENT)
             tl.store(codes + j * K + at, made, mask=(m + j < rows) & (k < K))
 
     if COL != ABSENT:
+        columns = pk * TK + tl.arange(0, TK)
         scale = _column(
-            scale, stored, col_from, col_scales, e, SLOT, tile, pk, k, K, col_largest, col_overflow, col_epsilon,
+            scale, stored, col_from, col_scales, e, SLOT, tile, pk, columns, K, col_largest, col_overflow, col_epsilon,
             COL, COL_CODEC, SPREAD,
         )  # fmt: skip
         column, length = column // STEP * STEP, tl.cdiv(rows, STEP) * STEP  # multiples that the compiler sees
