@@ -15,118 +15,20 @@ from torch import Tensor
 from duotone.kernels.activations import NO_NORM, NOTHING, Produced, fits, produce, produced
 from duotone.kernels.amax import PARTIALS, known, line_amax, tensor_amax
 from duotone.kernels.launch import Launch, kernel
-from duotone.kernels.scaling import CODECS, encode_scale, given_scale, stored_scale
-
-ABSENT, GIVEN, TENSOR, LINE, BLOCK = (tl.constexpr(i) for i in range(5))
-"""Where a plane's scale comes from."""
-
-SHARED = tl.constexpr(5)
-"""The columnwise plane has the codes and scales of the rowwise one, transposed."""
-
-
-@triton.jit
-def _largest(magnitude, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
-    """max of every R x C block of (H, TK) magnitudes: (H / R, TK / C), NaN counting as 0."""
-    if R == 1 and C == TK:
-        made = tl.max(magnitude, axis=1)[:, None]
-    elif R == H and C == 1:
-        made = tl.max(magnitude, axis=0)[None, :]
-    else:
-        made = tl.max(tl.max(tl.reshape(magnitude, [H // R, R, TK // C, C]), axis=3), axis=1)
-    return known(made)
-
-
-@triton.jit
-def _spread(scale, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
-    """A scale per block -> one that broadcasts to (H, TK)."""
-    if (R == 1 and C == TK) or (R == H and C == 1):
-        made = scale
-    else:
-        made = tl.reshape(tl.broadcast_to(scale[:, None, :, None], [H // R, R, TK // C, C]), [H, TK])
-    return made
-
-
-@triton.jit
-def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
-    """Store the scales of blocks bm, bk of a gm x gk grid; those below each other lie next to each other where DOWN."""
-    at = bk * gm + bm if DOWN else bm * gk + bk
-    tl.store(out + at, stored, mask=(bm < gm) & (bk < gk))
-
-
-@triton.jit
-def _one(
-    source, scales, P, pm, pk, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr
-):
-    """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
-    if FROM == GIVEN:
-        amax = tl.load(source)
-        scale = given_scale(amax, CODEC)
-    else:
-        i = tl.arange(0, N)
-        amax = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
-        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales, stored_scale(amax, scale, largest, CODEC), mask=(pm == 0) & (pk == 0))
-    return scale
-
-
-@triton.jit
-def _lines(source, scales, start, count, stores, largest, overflow, epsilon, CODEC: tl.constexpr, T: tl.constexpr):
-    """The scales (T,) of T whole lines, of which `count` exist: each made once, not by every thread that needs it."""
-    line = start + tl.arange(0, T)
-    amax = tl.load(source + line, mask=line < count, other=1).to(tl.float32, bitcast=True)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales + line, stored_scale(amax, scale, largest, CODEC), mask=(line < count) & stores)
-    return scale
-
-
-@triton.jit
-def fours(scale, H: tl.constexpr):
-    """(4 H,) -> those of every fourth line from the first, the second, ..., each (H, 1)."""
-    even, odd = tl.split(tl.reshape(scale, [H, 2, 2]))
-    s0, s2 = tl.split(even)
-    s1, s3 = tl.split(odd)
-    return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
-
-
-@triton.jit
-def _row_lines(
-    source, scales, start, M, stores, largest, overflow, epsilon,
-    FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
-    if FROM == LINE:
-        made = fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
-    else:
-        made = (1.0, 1.0, 1.0, 1.0)
-    return made
-
-
-@triton.jit
-def _row_scale(
-    one, line, value, scales, m, M, K, pk, largest, overflow, epsilon,
-    FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
-):  # fmt: skip
-    """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
-    if FROM == LINE:
-        made = line
-    elif FROM == BLOCK and R == 1:
-        made = _line(value, scales, m, M, K, pk, largest, overflow, epsilon, C, CODEC, H, TK)
-    else:
-        made = one
-    return made
-
-
-@triton.jit
-def _line(
-    value, scales, m, M, K, pk, largest, overflow, epsilon,
-    C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
-):  # fmt: skip
-    """Scales of the lines `m` of a tile, one per C columns, that broadcast to (H, TK)."""
-    amax = _largest(tl.abs(value), 1, C, H, TK)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
-    _keep(scales, stored_scale(amax, scale, largest, CODEC), m, bk, M, tl.cdiv(K, C), True)
-    return _spread(scale, 1, C, H, TK)
+from duotone.kernels.scaling import CODECS
+from duotone.kernels.tile_scales import (
+    ABSENT,
+    BLOCK,
+    GIVEN,
+    LINE,
+    SHARED,
+    TENSOR,
+    column_scales,
+    one_scale,
+    row_lines,
+    scale_of_rows,
+    square_scales,
+)
 
 
 @triton.jit
@@ -143,42 +45,6 @@ def _inside(i, rows, j, cols, EVEN: tl.constexpr):
 def codes_of(value, ELEMENT: tl.constexpr):
     """The conversion saturates, and gives NaN without a sign."""
     return value.to(ELEMENT).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def _square(
-    below, scales, turned, pm, pk, M, K, largest, overflow, epsilon,
-    SHARED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, DOWN: tl.constexpr,
-    H: tl.constexpr, TK: tl.constexpr,
-):  # fmt: skip
-    """Scales of a tile's R x C blocks, R at least 4, that broadcast to (H, TK); stored transposed too where SHARED."""
-    amax = _largest(below, R // 4, C, H, TK)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    stored = stored_scale(amax, scale, largest, CODEC)
-    bm = (pm * (4 * H // R) + tl.arange(0, 4 * H // R))[:, None]
-    bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
-    _keep(scales, stored, bm, bk, tl.cdiv(M, R), tl.cdiv(K, C), DOWN)
-    if SHARED:
-        _keep(turned, stored, bm, bk, tl.cdiv(M, R), tl.cdiv(K, C), not DOWN)
-    return _spread(scale, R // 4, C, H, TK)
-
-
-@triton.jit
-def _column(
-    below, source, scales, k, P, pm, pk, M, K, largest, overflow, epsilon,
-    FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr,
-    H: tl.constexpr, TK: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Scales of the columnwise plane of a tile, that broadcast to (H, TK)."""
-    if FROM == GIVEN or FROM == TENSOR:
-        made = _one(source, scales, P, pm, pk, largest, overflow, epsilon, FROM, CODEC, N)
-    elif FROM == LINE:
-        made = _lines(source, scales, pk * TK, K, pm == 0, largest, overflow, epsilon, CODEC, TK)[None, :]
-    else:
-        made = _square(
-            below, scales, scales, pm, pk, M, K, largest, overflow, epsilon, False, R, C, CODEC, C > 1, H, TK
-        )  # fmt: skip
-    return made
 
 
 @triton.jit
@@ -203,6 +69,15 @@ def store_turned(
     tl.store(out, made, mask=_inside(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
 
 
+@triton.jit
+def _next_tile(across, BACKWARDS: tl.constexpr):
+    """Which tile is next; from the end behind amaxes, which read that last, so that L2 still holds it."""
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        tile = tl.num_programs(0) - 1 - tile
+    return tile // across, tile % across
+
+
 @functools.partial(kernel, unspecialized=("P",))
 def cast_kernel(
     x, z, mean, rstd, gamma, beta, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
@@ -220,10 +95,7 @@ def cast_kernel(
     """
     H: tl.constexpr = TM // 4
     SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
-    across, tile = tl.cdiv(K, TK), tl.program_id(0)
-    if ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE:
-        tile = tl.num_programs(0) - 1 - tile  # from the end, which the amaxes read last and L2 still holds
-    pm, pk = tile // across, tile % across
+    pm, pk = _next_tile(tl.cdiv(K, TK), ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE)
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, row, first, norm = pm * TM + i, (pm * TM).to(tl.int64), pk * TK < K // 2, (mean, rstd, gamma, beta)
     v0 = produced(x, z, norm, row, i, k, first, M, K, _inside(m, M, k, K, EVEN), WHAT, ACT)
@@ -238,20 +110,20 @@ def cast_kernel(
 
     row_scale = 1.0
     if ROW == GIVEN or ROW == TENSOR:
-        row_scale = _one(
+        row_scale = one_scale(
             row_from, row_scales, P, pm, pk, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, N
         )  # fmt: skip
     elif SQUARE:
-        row_scale = _square(
+        row_scale = square_scales(
             below, row_scales, col_scales, pm, pk, M, K, row_largest, row_overflow, row_epsilon,
             COL == SHARED, ROW_R, ROW_C, ROW_CODEC, False, H, TK,
         )  # fmt: skip
     if ROW != ABSENT:
-        lines = _row_lines(
+        lines = row_lines(
             row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
         )  # fmt: skip
         for j in tl.static_range(4):
-            row_scale = _row_scale(
+            row_scale = scale_of_rows(
                 row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
                 ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
             )  # fmt: skip
@@ -261,7 +133,7 @@ def cast_kernel(
     if COL != ABSENT:
         scale = row_scale
         if COL != SHARED:
-            scale = _column(
+            scale = column_scales(
                 below, col_from, col_scales, k, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.cast import ABSENT, ELEMENTS, GIVEN, LINE, SHARED, TENSOR, Cast, PlaneSpec
+from duotone.kernels.cast import ELEMENTS, Cast, PlaneSpec
 from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS
 from duotone.kernels.segments import (
@@ -18,6 +18,7 @@ from duotone.kernels.segments import (
     segment_cast_kernel,
     segment_lines_kernel,
 )
+from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR
 
 
 class Segments(NamedTuple):

@@ -12,9 +12,10 @@ import triton.language as tl
 
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import known
-from duotone.kernels.cast import ABSENT, GIVEN, LINE, SHARED, TENSOR, codes_of, fours, record, store_turned
+from duotone.kernels.cast import codes_of, record, store_turned
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
+from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours
 
 STEP = tl.constexpr(16)
 """What a segment's columns are a multiple of."""

@@ -1,0 +1,154 @@
+"""The scales of a tile of a cast: given, from amaxes taken before, or from the tile itself."""
+
+import triton
+import triton.language as tl
+
+from duotone.kernels.amax import known
+from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
+
+ABSENT, GIVEN, TENSOR, LINE, BLOCK = (tl.constexpr(i) for i in range(5))
+"""Where a plane's scale comes from."""
+
+SHARED = tl.constexpr(5)
+"""The columnwise plane has the codes and scales of the rowwise one, transposed."""
+
+
+@triton.jit
+def _largest(magnitude, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
+    """max of every R x C block of (H, TK) magnitudes: (H / R, TK / C), NaN counting as 0."""
+    if R == 1 and C == TK:
+        made = tl.max(magnitude, axis=1)[:, None]
+    elif R == H and C == 1:
+        made = tl.max(magnitude, axis=0)[None, :]
+    else:
+        made = tl.max(tl.max(tl.reshape(magnitude, [H // R, R, TK // C, C]), axis=3), axis=1)
+    return known(made)
+
+
+@triton.jit
+def _spread(scale, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
+    """A scale per block -> one that broadcasts to (H, TK)."""
+    if (R == 1 and C == TK) or (R == H and C == 1):
+        made = scale
+    else:
+        made = tl.reshape(tl.broadcast_to(scale[:, None, :, None], [H // R, R, TK // C, C]), [H, TK])
+    return made
+
+
+@triton.jit
+def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
+    """Store the scales of blocks bm, bk of a gm x gk grid; those below each other lie next to each other where DOWN."""
+    at = bk * gm + bm if DOWN else bm * gk + bk
+    tl.store(out + at, stored, mask=(bm < gm) & (bk < gk))
+
+
+@triton.jit
+def one_scale(
+    source, scales, P, pm, pk, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr
+):
+    """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
+    if FROM == GIVEN:
+        amax = tl.load(source)
+        scale = given_scale(amax, CODEC)
+    else:
+        i = tl.arange(0, N)
+        amax = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
+        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    tl.store(scales, stored_scale(amax, scale, largest, CODEC), mask=(pm == 0) & (pk == 0))
+    return scale
+
+
+@triton.jit
+def _lines(source, scales, start, count, stores, largest, overflow, epsilon, CODEC: tl.constexpr, T: tl.constexpr):
+    """The scales (T,) of T whole lines, of which `count` exist: each made once, not by every thread that needs it."""
+    line = start + tl.arange(0, T)
+    amax = tl.load(source + line, mask=line < count, other=1).to(tl.float32, bitcast=True)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    tl.store(scales + line, stored_scale(amax, scale, largest, CODEC), mask=(line < count) & stores)
+    return scale
+
+
+@triton.jit
+def fours(scale, H: tl.constexpr):
+    """(4 H,) -> those of every fourth line from the first, the second, ..., each (H, 1)."""
+    even, odd = tl.split(tl.reshape(scale, [H, 2, 2]))
+    s0, s2 = tl.split(even)
+    s1, s3 = tl.split(odd)
+    return s0[:, None], s1[:, None], s2[:, None], s3[:, None]
+
+
+@triton.jit
+def row_lines(
+    source, scales, start, M, stores, largest, overflow, epsilon,
+    FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
+):  # fmt: skip
+    """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
+    if FROM == LINE:
+        made = fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
+    else:
+        made = (1.0, 1.0, 1.0, 1.0)
+    return made
+
+
+@triton.jit
+def scale_of_rows(
+    one, line, value, scales, m, M, K, pk, largest, overflow, epsilon,
+    FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
+    if FROM == LINE:
+        made = line
+    elif FROM == BLOCK and R == 1:
+        made = _line(value, scales, m, M, K, pk, largest, overflow, epsilon, C, CODEC, H, TK)
+    else:
+        made = one
+    return made
+
+
+@triton.jit
+def _line(
+    value, scales, m, M, K, pk, largest, overflow, epsilon,
+    C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Scales of the lines `m` of a tile, one per C columns, that broadcast to (H, TK)."""
+    amax = _largest(tl.abs(value), 1, C, H, TK)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
+    _keep(scales, stored_scale(amax, scale, largest, CODEC), m, bk, M, tl.cdiv(K, C), True)
+    return _spread(scale, 1, C, H, TK)
+
+
+@triton.jit
+def square_scales(
+    below, scales, turned, pm, pk, M, K, largest, overflow, epsilon,
+    SHARED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, DOWN: tl.constexpr,
+    H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Scales of a tile's R x C blocks, R at least 4, that broadcast to (H, TK); stored transposed too where SHARED."""
+    amax = _largest(below, R // 4, C, H, TK)
+    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    stored = stored_scale(amax, scale, largest, CODEC)
+    bm = (pm * (4 * H // R) + tl.arange(0, 4 * H // R))[:, None]
+    bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
+    _keep(scales, stored, bm, bk, tl.cdiv(M, R), tl.cdiv(K, C), DOWN)
+    if SHARED:
+        _keep(turned, stored, bm, bk, tl.cdiv(M, R), tl.cdiv(K, C), not DOWN)
+    return _spread(scale, R // 4, C, H, TK)
+
+
+@triton.jit
+def column_scales(
+    below, source, scales, k, P, pm, pk, M, K, largest, overflow, epsilon,
+    FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr,
+    H: tl.constexpr, TK: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Scales of the columnwise plane of a tile, that broadcast to (H, TK)."""
+    if FROM == GIVEN or FROM == TENSOR:
+        made = one_scale(source, scales, P, pm, pk, largest, overflow, epsilon, FROM, CODEC, N)
+    elif FROM == LINE:
+        made = _lines(source, scales, pk * TK, K, pm == 0, largest, overflow, epsilon, CODEC, TK)[None, :]
+    else:
+        made = square_scales(
+            below, scales, scales, pm, pk, M, K, largest, overflow, epsilon, False, R, C, CODEC, C > 1, H, TK
+        )  # fmt: skip
+    return made
