@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.kernels.activations import rounded, wide
-from duotone.kernels.cast import ELEMENTS, codes_of, record, store_turned
+from duotone.kernels.cast import ELEMENTS, codes_of, existing, record, store_turned
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.scaling import CODECS, given_scale, stored_scale
 
@@ -54,16 +54,6 @@ def stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates):
     return p
 
 
-@triton.jit
-def _inside(m, M, k, K, EVEN: tl.constexpr):
-    """Which elements exist; None where all do."""
-    if EVEN:
-        made = None
-    else:
-        made = (m < M) & (k < K)
-    return made
-
-
 @kernel
 def adamw_kernel(
     grad, exp_avg, exp_avg_sq, master, out, N,
@@ -97,10 +87,10 @@ def adamw_cast_kernel(
     m, row, at = pm * TM + i, (pm * TM).to(tl.int64), i * K + k
     rates = (sign, decay, first, beta2, second, step_size, correction, eps)
     encode = given_scale(tl.load(given), CODEC)
-    v0 = stepped(grad, exp_avg, exp_avg_sq, master, row * K, at, _inside(m, M, k, K, EVEN), rates)
-    v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, _inside(m + 1, M, k, K, EVEN), rates)
-    v2 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 2) * K, at, _inside(m + 2, M, k, K, EVEN), rates)
-    v3 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 3) * K, at, _inside(m + 3, M, k, K, EVEN), rates)
+    v0 = stepped(grad, exp_avg, exp_avg_sq, master, row * K, at, existing(m, M, k, K, EVEN), rates)
+    v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, existing(m + 1, M, k, K, EVEN), rates)
+    v2 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 2) * K, at, existing(m + 2, M, k, K, EVEN), rates)
+    v3 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 3) * K, at, existing(m + 3, M, k, K, EVEN), rates)
     values = (rounded(v0, DTYPE), rounded(v1, DTYPE), rounded(v2, DTYPE), rounded(v3, DTYPE))
     if live is not None:
         highest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
@@ -108,7 +98,7 @@ def adamw_cast_kernel(
     if row_codes is not None:
         for j in tl.static_range(4):
             codes = codes_of(values[j] * encode, ELEMENT)
-            tl.store(row_codes + (row + j) * K + at, codes, mask=_inside(m + j, M, k, K, EVEN))
+            tl.store(row_codes + (row + j) * K + at, codes, mask=existing(m + j, M, k, K, EVEN))
     if col_codes is not None:
         store_turned(values, encode, col_codes, M, pm, pk, M, K, ELEMENT, EVEN, H, TK)
     stored = stored_scale(encode, encode, 1.0, CODEC)

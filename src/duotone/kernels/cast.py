@@ -32,7 +32,7 @@ from duotone.kernels.tile_scales import (
 
 
 @triton.jit
-def _inside(i, rows, j, cols, EVEN: tl.constexpr):
+def existing(i, rows, j, cols, EVEN: tl.constexpr):
     """Which elements exist; None where all do."""
     if EVEN:
         made = None
@@ -66,7 +66,7 @@ def store_turned(
     made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
     im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
     out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
-    tl.store(out, made, mask=_inside(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
+    tl.store(out, made, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
 
 
 @triton.jit
@@ -98,10 +98,10 @@ def cast_kernel(
     pm, pk = _next_tile(tl.cdiv(K, TK), ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE)
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, row, first, norm = pm * TM + i, (pm * TM).to(tl.int64), pk * TK < K // 2, (mean, rstd, gamma, beta)
-    v0 = produced(x, z, norm, row, i, k, first, M, K, _inside(m, M, k, K, EVEN), WHAT, ACT)
-    v1 = produced(x, z, norm, row + 1, i, k, first, M, K, _inside(m + 1, M, k, K, EVEN), WHAT, ACT)
-    v2 = produced(x, z, norm, row + 2, i, k, first, M, K, _inside(m + 2, M, k, K, EVEN), WHAT, ACT)
-    v3 = produced(x, z, norm, row + 3, i, k, first, M, K, _inside(m + 3, M, k, K, EVEN), WHAT, ACT)
+    v0 = produced(x, z, norm, row, i, k, first, M, K, existing(m, M, k, K, EVEN), WHAT, ACT)
+    v1 = produced(x, z, norm, row + 1, i, k, first, M, K, existing(m + 1, M, k, K, EVEN), WHAT, ACT)
+    v2 = produced(x, z, norm, row + 2, i, k, first, M, K, existing(m + 2, M, k, K, EVEN), WHAT, ACT)
+    v3 = produced(x, z, norm, row + 3, i, k, first, M, K, existing(m + 3, M, k, K, EVEN), WHAT, ACT)
     values = (v0, v1, v2, v3)
     below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
 
@@ -128,13 +128,13 @@ def cast_kernel(
                 ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
             )  # fmt: skip
             codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
-            tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=_inside(m + j, M, k, K, EVEN))
+            tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
 
     if COL != ABSENT:
         scale = row_scale
         if COL != SHARED:
             scale = column_scales(
-                below, col_from, col_scales, k, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
+                below, col_from, col_scales, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip
         store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)

@@ -15,7 +15,7 @@ from duotone.kernels.amax import known
 from duotone.kernels.cast import codes_of, record, store_turned
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
-from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours
+from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
 
 STEP = tl.constexpr(16)
 """What a segment's columns are a multiple of."""
@@ -124,15 +124,6 @@ def _one(source, e, SLOT, largest, overflow, epsilon, FROM: tl.constexpr, CODEC:
 
 
 @triton.jit
-def _line(source, scales, read, write, exists, stores, largest, overflow, epsilon, CODEC: tl.constexpr):
-    """Scales (T,) of lines that exist, read at one place and stored at another."""
-    amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales + write, stored_scale(amax, scale, largest, CODEC), mask=exists & stores)
-    return scale
-
-
-@triton.jit
 def _column(
     scale, stored, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
     FROM: tl.constexpr, CODEC: tl.constexpr, SPREAD: tl.constexpr,
@@ -140,7 +131,7 @@ def _column(
     """Scales of columns k (TK,) of a tile's columnwise codes; `scale` and `stored` are those of the rowwise ones."""
     lines = e.to(tl.int64) * K + k
     if FROM == LINE:
-        scale = _line(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)[None, :]
+        scale = line_scales(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)[None, :]
     elif FROM != SHARED:
         scale, stored = _one(source, e, SLOT, largest, overflow, epsilon, FROM, CODEC)
     if FROM != LINE and SPREAD:
@@ -192,7 +183,7 @@ def segment_cast_kernel(
         scales = (scale, scale, scale, scale)
         if ROW == LINE:
             line = tile * TM + tl.arange(0, TM)
-            of_rows = _line(
+            of_rows = line_scales(
                 row_from, row_scales, first + line, (first if SPREAD else column) + line, line < rows, pk == 0,
                 row_largest, row_overflow, row_epsilon, ROW_CODEC,
             )  # fmt: skip

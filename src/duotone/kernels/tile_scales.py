@@ -59,12 +59,11 @@ def one_scale(
 
 
 @triton.jit
-def _lines(source, scales, start, count, stores, largest, overflow, epsilon, CODEC: tl.constexpr, T: tl.constexpr):
-    """The scales (T,) of T whole lines, of which `count` exist: each made once, not by every thread that needs it."""
-    line = start + tl.arange(0, T)
-    amax = tl.load(source + line, mask=line < count, other=1).to(tl.float32, bitcast=True)
+def line_scales(source, scales, read, write, exists, stores, largest, overflow, epsilon, CODEC: tl.constexpr):
+    """The scales (T,) of whole lines, read at one place and stored at another: each made once, not by every thread."""
+    amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
     scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales + line, stored_scale(amax, scale, largest, CODEC), mask=(line < count) & stores)
+    tl.store(scales + write, stored_scale(amax, scale, largest, CODEC), mask=exists & stores)
     return scale
 
 
@@ -84,7 +83,8 @@ def row_lines(
 ):  # fmt: skip
     """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
     if FROM == LINE:
-        made = fours(_lines(source, scales, start, M, stores, largest, overflow, epsilon, CODEC, 4 * H), H)
+        m = start + tl.arange(0, 4 * H)
+        made = fours(line_scales(source, scales, m, m, m < M, stores, largest, overflow, epsilon, CODEC), H)
     else:
         made = (1.0, 1.0, 1.0, 1.0)
     return made
@@ -138,7 +138,7 @@ def square_scales(
 
 @triton.jit
 def column_scales(
-    below, source, scales, k, P, pm, pk, M, K, largest, overflow, epsilon,
+    below, source, scales, P, pm, pk, M, K, largest, overflow, epsilon,
     FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr,
     H: tl.constexpr, TK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,8 @@ def column_scales(
     if FROM == GIVEN or FROM == TENSOR:
         made = one_scale(source, scales, P, pm, pk, largest, overflow, epsilon, FROM, CODEC, N)
     elif FROM == LINE:
-        made = _lines(source, scales, pk * TK, K, pm == 0, largest, overflow, epsilon, CODEC, TK)[None, :]
+        k = pk * TK + tl.arange(0, TK)
+        made = line_scales(source, scales, k, k, k < K, pm == 0, largest, overflow, epsilon, CODEC)[None, :]
     else:
         made = square_scales(
             below, scales, scales, pm, pk, M, K, largest, overflow, epsilon, False, R, C, CODEC, C > 1, H, TK
