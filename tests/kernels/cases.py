@@ -10,10 +10,23 @@ from typing import Any
 from unittest import mock
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone import formats
 from duotone.dispatch.casts import _find_two_level
-from duotone.kernels import activations, adamw, blocks, cast, decode, decode_nvfp4, epilogue, norms, roll, segment_cast
+from duotone.kernels import (
+    activations,
+    adamw,
+    blocks,
+    cast,
+    decode,
+    decode_nvfp4,
+    epilogue,
+    grouped,
+    norms,
+    roll,
+    segment_cast,
+)
 from duotone.kernels.launch import Launch
 
 
@@ -132,6 +145,8 @@ NAMES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
 }
 
 
@@ -139,16 +154,21 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
     """What `call` launches on a GPU, as cases: its arguments are CPU tensors, and nothing runs."""
     found: list[Case] = []
 
-    def record(launch: Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
+    def record(
+        launch: Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
+    ) -> None:
         constants = dict(launch.options)
         rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
-        given = dict(zip((p.name for p in launch.function.params), (*tensors, *integers, *floats), strict=False))
+        arguments = *descriptors, *tensors, *integers, *floats
+        given = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
         types = {}
         for key, value in given.items():
             if value is None or (isinstance(value, int) and value == 1):
                 constants[key] = value
             elif isinstance(value, torch.Tensor):
                 types[key] = f"*{NAMES[value.dtype]}:16"
+            elif isinstance(value, TensorDescriptor):
+                types[key] = f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape}>"
             else:
                 types[key] = "fp32" if isinstance(value, float) else "i32" + ":16" * (value % 16 == 0)
         label = f"{name}: {launch.function.__name__}" if found else name
@@ -307,7 +327,7 @@ def in_segments(row: str, col: str, whole: bool, table: bool) -> list[Case]:
     where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
     kind = f"{', for grouped products' * whole}{', apart' * table}"
     name = f"segments {row}{'' if row == col else f' and {col}'}{kind}"
-    encode = segment_cast.SegmentCast(made, whole and not table, whole)
+    encode = segment_cast.SegmentCast(made, whole)
     return launched(name, lambda: encode(matrix(256, 512), segments, given, where))
 
 
@@ -315,11 +335,37 @@ CASES += [
     *in_segments("fp8_e4m3_delayed", "fp8_e4m3_delayed", False, False),
     *in_segments("fp8_e4m3_delayed", "fp8_e4m3_delayed", False, True),
     *in_segments("fp8_e5m2_tensor", "fp8_e5m2_tensor", False, False),
-    *in_segments("fp8_e4m3_tensor", "fp8_e4m3_tensor", True, True),
+    *in_segments("fp8_e4m3_tensor", "fp8_e4m3_tensor", True, False),
     *in_segments("fp8_e4m3_row", "fp8_e4m3_row", False, False),
     *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, False),
-    *in_segments("fp8_e4m3_row", "fp8_e4m3_row", True, True),
+    *in_segments("fp8_e4m3_row", "fp8_e4m3_row", False, True),
     *launched("ends of segments", lambda: segment_cast.segments_of(torch.zeros(8, dtype=torch.int64), 256)),
+]
+
+
+def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
+    """y and dw of eight segments, the first operand in E4M3 or E5M2."""
+    made = grouped.GroupedProduct(fast, lines)
+    segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)
+    left, right = formats.get(f"fp8_{first}_tensor").code_dtype, torch.float8_e4m3fn
+    assert left is not None
+    rows, cols = (torch.ones(8, n) if lines else torch.ones(8, 4)[:, :1] for n in (512, 256))
+    of_x = torch.ones(256) if lines else cols
+    x, w = matrix(256, 512, left), torch.empty(8, 512, 512, dtype=right)
+    dy, xt = matrix(512, 1280, left), matrix(256, 1280, right)
+    name = f"{first} per {'row' if lines else 'segment'}{', fast' * fast}"
+    bf16 = torch.bfloat16
+    return [
+        *launched(f"grouped rows, {name}", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16)),
+        *launched(f"grouped columns, {name}", lambda: made.of_columns(dy, xt, (rows, cols), segments, bf16)),
+    ]
+
+
+CASES += [
+    *grouped_products("e4m3", True, False),
+    *grouped_products("e5m2", False, False),
+    *grouped_products("e4m3", True, True),
+    *grouped_products("e4m3", False, True),
 ]
 
 

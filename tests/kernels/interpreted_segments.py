@@ -22,8 +22,9 @@ from duotone import formats
 from duotone.dispatch.casts import _spec
 from duotone.formats.elements import E4M3, E5M2
 from duotone.kernels.cast import Cast
+from duotone.kernels.grouped import GroupedProduct
 from duotone.kernels.launch import Launch
-from duotone.kernels.segment_cast import Coded, SegmentCast, Segments, Table, columns, segments_of
+from duotone.kernels.segment_cast import Coded, SegmentCast, Segments, Table, segments_of
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import Usage
@@ -40,7 +41,7 @@ PAIRS = [
     ("fp8_e4m3_delayed", "fp8_e4m3_delayed"),
     ("fp8_e5m2_delayed", "fp8_e4m3_row"),
 ]
-HOW = ["host", "device", "table"]
+HOW = ["host", "device", "table", "together"]
 USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
 ELEMENTS = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
 Check = Iterator[tuple[str, Tensor, Tensor]]
@@ -59,8 +60,27 @@ def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
     return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
 
 
-def launched(self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
-    self.function.run(*tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options)
+def launched(
+    self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
+) -> None:
+    given = (*descriptors, *tensors, *integers, *floats)
+    self.function.run(*given, grid=(programs,), warmup=False, **self.options)
+
+
+def columns(rows: int, multiple: int = 16) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def segments(splits: list[int], how: str) -> Segments:
+    """Of rows that the host knows, for products of their own ("host") or grouped ones, or that the device counts."""
+    multiple = 16 if how in ("host", "table") else 128
+    ends = np.cumsum([splits, [columns(n, multiple) for n in splits]], axis=1)
+    made = Segments(torch.from_numpy(ends.astype(np.int32)).reshape(-1), len(splits), sum(splits), int(ends[1, -1]))
+    if how != "device":
+        return made
+    found = segments_of(torch.tensor(splits), sum(splits))
+    assert torch.equal(found.ends, made.ends) and found.width >= made.width
+    return found
 
 
 def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -86,56 +106,79 @@ class Given(Slot):
 
 def made(cast: SegmentCast, x: Tensor, splits: list[int], scales: Tensor, how: str) -> tuple[Coded, Tensor]:
     """The codes of all segments: of one matrix, by counts on the device, or of matrices of their own."""
-    ends = np.cumsum([splits, [columns(n) for n in splits]], axis=1)
-    segments = Segments(torch.from_numpy(ends.astype(np.int32)).reshape(-1), len(splits), len(x), int(ends[1, -1]))
-    if how == "device":
-        segments = segments_of(torch.tensor(splits), len(x))
-        assert torch.equal(segments.ends, torch.from_numpy(ends.astype(np.int32)).reshape(-1))
     live = torch.zeros(len(splits) * 2, dtype=torch.int32)
     given = (scales.repeat_interleave(2), live, 2)
     if how != "table":
-        return cast(x, segments, given), live[::2]
+        return cast(x, segments(splits, how), given), live[::2]
     apart = [rows.clone() for rows in x.split(splits)]
     first = apart[0]
     offsets = [(one.data_ptr() - first.data_ptr()) // x.itemsize for one in apart]
-    return cast(first, segments, given, Table(torch.tensor(offsets), not any(n % 16 for n in offsets))), live[::2]
+    where = Table(torch.tensor(offsets), not any(n % 16 for n in offsets))
+    return cast(first, segments(splits, how), given, where), live[::2]
 
 
 def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: list[int], how: str) -> Check:
     row, col = (formats.get(name) if used else None for name, used in zip(pair, usage, strict=True))
     shared = row is not None and row == col and row.is_derivable
     x = awkward()[: sum(splits), :K].to(dtype).contiguous()
-    device = how == "device"
-    cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared), whole=device, spread=device)
+    whole = how in ("device", "together")
+    cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared), whole)
     scales = torch.rand(len(splits)) * 100
     coded, live = made(cast, x, splits, scales, how)
     start = at = 0
     for e, n in enumerate(splits):
         slot = Given(scales[e : e + 1])
         alone = Quantizer(row, col).encode(x[start : start + n], usage, QuantizeContext(slots=(slot, slot)))
-        p = columns(n)
+        p = columns(n, 128 if whole else 16)
         where = f"{pair} {usage} {dtype} {splits} {how} segment {e}"
         if alone.rowwise is not None:
             yield f"{where} row codes", coded.row[start : start + n], alone.rowwise.parts["codes"]
-            place = (start, start + n) if device else (at, at + n)
-            yield f"{where} row scales", *scales_of(coded.row_scale, alone.rowwise, row, e, place, device)
+            place = (start, start + n) if whole else (at, at + n)
+            yield f"{where} row scales", *scales_of(coded.row_scale, alone.rowwise, row, e, place)
         if alone.columnwise is not None:
-            codes = coded.col[:, at : at + p] if device else coded.col[K * at : K * (at + p)].view(K, p)
+            codes = coded.col[:, at : at + p] if whole else coded.col[K * at : K * (at + p)].view(K, p)
             yield f"{where} column codes", codes[:, :n], alone.columnwise.parts["codes"]
             yield f"{where} padding", codes[:, n:], torch.zeros(K, p - n, dtype=torch.uint8)
-            yield f"{where} column scales", *scales_of(coded.col_scale, alone.columnwise, col, e, None, device)
+            yield f"{where} column scales", *scales_of(coded.col_scale, alone.columnwise, col, e, None)
         if any(fmt is not None and fmt.is_delayed for fmt in (row, col)):
             yield f"{where} amax", live[e : e + 1].view(torch.float32), slot.live
         start, at = start + n, at + p
 
 
-def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any, spread: bool) -> tuple[Tensor, Tensor]:
+def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any) -> tuple[Tensor, Tensor]:
     """What was stored for a segment, and what its plane has."""
-    want, lines = plane.parts["scale"].reshape(-1), fmt.outer_block.rows == 1
-    if not (lines or spread):
+    want = plane.parts["scale"].reshape(-1)
+    if fmt.outer_block.rows != 1 or rows is None:
         return stored[e], want
-    found = stored[slice(*rows)] if rows is not None else stored[e]
-    return found, want if lines else want.expand(len(found))
+    return stored[slice(*rows)], want
+
+
+def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> Check:
+    """Sums of small integers are exact: what differs is wrong indexing."""
+    torch.manual_seed(sum(splits))
+    k, n, e = 144, 272, len(splits)
+    made, found = GroupedProduct(fast, lines), segments(splits, "device")
+    ints = [torch.randint(-2, 3, size).float() for size in ((sum(splits), k), (e, n, k))]
+    x, w = ints[0].to(first), ints[1].to(torch.float8_e4m3fn)
+    wide = torch.full((k + n, found.width), torch.nan).to(torch.float8_e4m3fn)
+    powers = [torch.exp2(torch.randint(-2, 3, size).float()) for size in ((sum(splits),), (e, n), (e, k))]
+    of_x, of_w, of_k = powers if lines else ([torch.exp2(torch.arange(4.0 * e)).view(e, 4)[:, :1] / 16] * 3)
+    y = made.of_rows(x, w, (of_x, of_w), found, torch.float32)
+    start = at = 0
+    for i, rows in enumerate(splits):
+        here, mine = slice(start, start + rows), slice(at, at + columns(rows, 128))
+        scale = of_x[here, None] * of_w[i][None] if lines else of_x[i] * of_w[i]
+        yield f"rows of {splits} {i}", y[here], (ints[0][here] @ ints[1][i].t()) * scale
+        wide[:, mine] = 0.0
+        wide[:, at : at + rows] = torch.randint(-2, 3, (k + n, rows)).to(wide.dtype)
+        start, at = start + rows, mine.stop
+    dw = made.of_columns(wide[:n].float().to(first), wide[n:], (of_w, of_k), found, torch.float32)
+    at = 0
+    for i, rows in enumerate(splits):
+        here = wide[:, at : at + rows].float()
+        scale = of_w[i][:, None] * of_k[i][None] if lines else of_w[i] * of_k[i]
+        yield f"columns of {splits} {i}", dw[i], (here[:n] @ here[n:].t()) * scale
+        at += columns(rows, 128)
 
 
 def checks() -> Check:
@@ -146,9 +189,16 @@ def checks() -> Check:
         yield from compared(pair, USAGES[0], torch.bfloat16, SPLITS[1], how)
     for pair in PAIRS:
         yield from compared(pair, USAGES[0], torch.float32, SPLITS[2], "host")
+    for fast, lines in itertools.product((True, False), repeat=2):
+        yield from products(fast, lines, SPLITS[1], torch.float8_e4m3fn)
+    yield from products(False, False, [130, 0, 3, 128, 261, 0], torch.float8_e5m2)
     beyond = torch.tensor([9, -4, 80, 3], dtype=torch.int32)
-    yield "ends stay inside", segments_of(beyond, 70).ends, torch.tensor([9, 9, 70, 70, 16, 16, 80, 80]).int()
-    yield "strided counts", segments_of(torch.tensor([9, 0, 61, 0])[::2], 70).ends, torch.tensor([9, 70, 16, 80]).int()
+    yield "ends stay inside", segments_of(beyond, 70).ends, torch.tensor([9, 9, 70, 70, 128, 128, 256, 256]).int()
+    yield (
+        "strided counts",
+        segments_of(torch.tensor([9, 0, 61, 0])[::2], 70).ends,
+        torch.tensor([9, 70, 128, 256]).int(),
+    )
 
 
 def _difference(got: Tensor, want: Tensor) -> str:

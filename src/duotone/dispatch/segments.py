@@ -1,7 +1,7 @@
 """Products and casts of a matrix whose row segments belong to different linears, where native kernels do both.
 
-Segments whose rows the host knows are multiplied by one cuBLAS product each; those that only the device knows, by
-torch's grouped product, which takes E4M3 with scales per row and gives bf16.
+Segments whose rows the host knows are multiplied by one cuBLAS product each; those that only the device knows, and
+those of small weights, by a kernel that takes all of them.
 """
 
 import itertools
@@ -16,14 +16,21 @@ from duotone.dispatch.casts import PLAIN_TYPES, has_kernels, one_read
 from duotone.dispatch.scaled import STEP, ScaledProduct
 from duotone.formats import Format
 
-E4M3 = torch.float8_e4m3fn
 GROUPED_ON = (9, 0)
-"""The compute capability on which torch's grouped FP8 product was checked; newer ones launch other kernels."""
+"""The compute capability on which the grouped product was checked and its tiles chosen."""
 
 MOST = 1024
-"""Segments at most: the grouped product looks at them in one block of threads."""
+"""Segments at most: kernels look at them at once."""
 
-_CASTS: dict[tuple[int, int, torch.dtype, bool, bool], Any] = {}
+SMALL = 1 << 24
+"""Elements of a weight below which products of rows that the host knows are grouped too: one launch, instead of one for
+each segment, is then worth more than cuBLAS's faster slow accumulation. Measured, see docs/hopper.md."""
+
+CHUNK = 128
+"""Columns of codes that a segment takes a multiple of in grouped products."""
+
+_CASTS: dict[tuple[int, int, torch.dtype, bool], Any] = {}
+_PRODUCTS: dict[tuple[bool, bool], Any] = {}
 _HELD: dict[Any, Tensor] = {}
 REMEMBERED = 4096
 
@@ -37,16 +44,14 @@ def takes_segments(gemms: Sequence[Any], shape: tuple[int, ...]) -> bool:
     )
 
 
-def takes_device_segments(gemms: Sequence[Any], count: int) -> bool:
-    """Whether torch's grouped product multiplies them."""
-    if capability() != GROUPED_ON or count > MOST or not hasattr(torch, "_scaled_grouped_mm"):
-        return False
-    return all(gemm.a.code_dtype is gemm.b.code_dtype is E4M3 for gemm in gemms)
+def takes_all_segments(count: int) -> bool:
+    """Whether the grouped product multiplies so many segments of GEMMs that `takes_segments`."""
+    return capability() == GROUPED_ON and count <= MOST
 
 
-def width(rows: int) -> int:
-    """Columns of codes that a segment of so many rows takes: a multiple of 16, the last ones zeros."""
-    return -(-rows // STEP) * STEP
+def width(rows: int, multiple: int = STEP) -> int:
+    """Columns of codes that a segment of so many rows takes, the last ones zeros."""
+    return -(-rows // multiple) * multiple
 
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
@@ -56,28 +61,28 @@ def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return all([type(w) in PLAIN_TYPES for w in weights])
 
 
-def segment_cast(row: Format | None, col: Format | None, x: Tensor, whole: bool, spread: bool) -> Any:
+def segment_cast(row: Format | None, col: Format | None, x: Tensor, whole: bool) -> Any:
     """The `duotone.kernels.segment_cast.SegmentCast` to these planes of a matrix like `x`."""
-    key = (id(row), id(col), x.dtype, whole, spread)
+    key = (id(row), id(col), x.dtype, whole)
     found = _CASTS.get(key)
     if found is None:
         from duotone.kernels.segment_cast import SegmentCast
 
-        found = _CASTS[key] = SegmentCast(one_read(row, col, x), whole, spread)  # `one_read` holds the formats
+        found = _CASTS[key] = SegmentCast(one_read(row, col, x), whole)  # `one_read` holds the formats
     return found
 
 
-def host_segments(counts: Sequence[int], like: Tensor) -> Any:
-    """Segments of so many rows each, known to the host."""
+def host_segments(counts: Sequence[int], like: Tensor, multiple: int = STEP) -> Any:
+    """Segments of so many rows each, known to the host, of which each takes a multiple of columns of codes."""
     from duotone.kernels.segment_cast import Segments
 
     ends = tuple(itertools.accumulate(counts))
-    wide = tuple(itertools.accumulate(map(width, counts)))
+    wide = tuple(itertools.accumulate([width(n, multiple) for n in counts]))
     return Segments(_on_device((*ends, *wide), torch.int32, like.device), len(counts), ends[-1], wide[-1])
 
 
 def device_segments(counts: Tensor, like: Tensor) -> Any:
-    """Segments of a matrix like `like` whose rows only the device knows."""
+    """Segments of a matrix like `like` whose rows only the device knows, for grouped products."""
     from duotone.kernels.segment_cast import segments_of
 
     return segments_of(counts.to(like.device, non_blocking=True), like.shape[0])
@@ -153,12 +158,11 @@ def product(
     )
 
 
-def grouped_product(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], ends: Tensor, fast: bool) -> Tensor:
-    """bf16 products of segments that end where `ends` says.
+def grouped_product(fast: bool, lines: bool) -> Any:
+    """The `duotone.kernels.grouped.GroupedProduct` with scales per row (`lines`) or per segment."""
+    found = _PRODUCTS.get((fast, lines))
+    if found is None:
+        from duotone.kernels.grouped import GroupedProduct
 
-    (M, K) by (E, K, N) -> (M, N), with scales (M,) and (E, N); or (N, M) by (M, K) -> (E, N, K), with (E N,) and
-    (E K,). The second operand has its contraction next to each other.
-    """
-    return torch._scaled_grouped_mm(  # type: ignore[reportPrivateImportUsage]
-        left, right, *scales, ends, out_dtype=torch.bfloat16, use_fast_accum=fast
-    )
+        found = _PRODUCTS[fast, lines] = GroupedProduct(fast, lines)
+    return found

@@ -15,7 +15,7 @@ DIRECT = triton.__version__.startswith("3.6.")
 
 
 class Kernel:
-    """A jitted function whose parameters are tensors, then integers, then floats, then constants, in this order."""
+    """A jitted function whose parameters are descriptors, tensors, integers, floats and constants, in this order."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -31,8 +31,8 @@ class Kernel:
 class Launch:
     """A kernel with its constants; call it with what changes.
 
-    The first tensor may have any dtype; those of the others follow from it and from the constants. A tensor that is
-    None is not read or written, and is so in every call.
+    The first tensor may have any dtype; those of the others, and of descriptors, follow from it and from the constants.
+    A tensor that is None is not read or written, and is so in every call.
     """
 
     def __init__(self, function: Any, options: dict[str, Any], constants: int) -> None:
@@ -41,16 +41,22 @@ class Launch:
         self._nothing = (None,) * constants
 
     def __call__(
-        self, programs: int, tensors: tuple[Any, ...], integers: tuple[int, ...] = (), floats: tuple[float, ...] = ()
+        self,
+        programs: int,
+        tensors: tuple[Any, ...],
+        integers: tuple[int, ...] = (),
+        floats: tuple[float, ...] = (),
+        descriptors: tuple[Any, ...] = (),
     ) -> None:
         """Enqueue `programs` programs on the current stream of the first tensor's device."""
         first: Tensor = tensors[0]
         index = first.get_device()
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(programs, tensors, integers, floats)
+                return self(programs, tensors, integers, floats, descriptors)
         if not DIRECT:
-            self.function.run(*tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options)
+            given = (*descriptors, *tensors, *integers, *floats)
+            self.function.run(*given, grid=(programs,), warmup=False, **self.options)
             return None
         addresses, joint = [], 0
         for tensor in tensors:
@@ -63,13 +69,13 @@ class Launch:
         key = (first.dtype, aligned, index, *hints)
         launch = self._made.get(key)
         if launch is None:
-            launch = self._made[key] = self._compile(tensors, integers, floats)
+            launch = self._made[key] = self._compile((*descriptors, *tensors, *integers, *floats))
         stream = torch._C._cuda_getCurrentRawStream(index)
-        launch(programs, stream, (*addresses, *integers, *floats, *self._nothing))
+        launch(programs, stream, (*descriptors, *addresses, *integers, *floats, *self._nothing))
         return None
 
-    def _compile(self, tensors: Any, integers: Any, floats: Any) -> Callable[..., None]:
-        made = self.function.run(*tensors, *integers, *floats, grid=(1,), warmup=True, **self.options)
+    def _compile(self, given: tuple[Any, ...]) -> Callable[..., None]:
+        made = self.function.run(*given, grid=(1,), warmup=True, **self.options)
         launcher = made.run  # loads the binary, and so goes before `function`
         handle, metadata = made.function, made.packed_metadata
         enqueue, needs_scratch = launcher.launch, launcher.global_scratch_size or launcher.profile_scratch_size

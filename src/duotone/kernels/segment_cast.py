@@ -12,7 +12,7 @@ from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS
 from duotone.kernels.segments import (
     APART,
-    STEP,
+    CHUNK,
     ends_kernel,
     segment_amax_kernel,
     segment_cast_kernel,
@@ -74,14 +74,13 @@ TAKEN = frozenset(n.value for n in (ABSENT, GIVEN, TENSOR, LINE, SHARED))
 class SegmentCast:
     """What `cast` does to a matrix, done to each segment; for scales per tensor and per row.
 
-    `whole` and `spread` say how columnwise codes and scales lie, see `segment_cast_kernel`.
+    `whole` says how columnwise codes and scales of rows lie, see `segment_cast_kernel`.
     """
 
-    def __init__(self, cast: Cast, whole: bool, spread: bool) -> None:
+    def __init__(self, cast: Cast, whole: bool) -> None:
         assert TAKEN.issuperset(cast.sources)
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
-        self.whole, self.spread = whole, spread
-        self.shares_scale = cast.shared and not spread
+        self.whole, self.shares_scale = whole, cast.shared
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
         self._launches: dict[Any, Launch] = {}
 
@@ -106,7 +105,12 @@ class SegmentCast:
         launch = self._launch("cast", segments.block, live is not None, table is not None, aligned)
         across = -(-k // tk)
         tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
-        launch(segments.tiles(tm) * across, tensors, (k, segments.width, segments.count, slot), self.floats)
+        launch(
+            (segments.width // tm + segments.count) * across,
+            tensors,
+            (k, segments.width, segments.count, slot),
+            self.floats,
+        )
         return made
 
     def _sources(
@@ -137,14 +141,14 @@ class SegmentCast:
         row = row_scale = col = col_scale = None
         if self.row is not None:
             row = torch.empty(rows, k, dtype=torch.uint8, device=device)
-            row_scale = self._scales(0, count, (rows if self.spread else width,), device)
+            row_scale = self._scales(0, count, (rows if self.whole else width,), device)
         if self.col is not None:
             col = torch.empty((k, width) if self.whole else k * width, dtype=torch.uint8, device=device)
             col_scale = row_scale if self.shares_scale else self._scales(1, count, (count, k), device)
         return Coded(row, row_scale, col, col_scale)
 
     def _scales(self, side: int, count: int, lines: tuple[int, ...], device: torch.device) -> Tensor:
-        if self.spread or self.sources[side] == LINE.value:
+        if self.sources[side] == LINE.value:
             return torch.empty(lines, dtype=torch.float32, device=device)
         return torch.empty_strided((count, 1), (APART.value, 1), dtype=torch.float32, device=device)
 
@@ -165,7 +169,7 @@ class SegmentCast:
         constants = {
             **_constants("ROW", self.sources[0], self.row),
             **_constants("COL", self.sources[1], self.col),
-            **{"RECORD": record, "WHOLE": self.whole, "SPREAD": self.spread, "TM": tm, "TK": tk},
+            **{"RECORD": record, "WHOLE": self.whole, "TM": tm, "TK": tk},
         }
         return segment_cast_kernel.bind({**constants, **where}, warps)
 
@@ -175,19 +179,16 @@ def _constants(side: str, source: int, spec: PlaneSpec | None) -> dict[str, Any]
     return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": 0 if spec is None else CODECS[spec.codec]}
 
 
-def columns(rows: int) -> int:
-    """Columns of codes that a segment of so many rows takes."""
-    return -(-rows // STEP.value) * STEP.value
-
-
 @functools.cache
 def _ends(block: int) -> Launch:
     return ends_kernel.bind({"EP": block}, warps=1)
 
 
 def segments_of(counts: Tensor, rows: int) -> Segments:
-    """The segments of row counts on the device, int32 or int64, in a matrix of so many rows; nothing waits."""
+    """Segments for grouped products of row counts on the device, int32 or int64, in a matrix of so many rows; nothing
+    waits."""
     n = counts.shape[0]
-    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, columns(rows + 15 * n))
+    width = (rows // CHUNK.value + n) * CHUNK.value
+    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width)
     _ends(made.block)(1, (counts if counts.is_contiguous() else counts.contiguous(), made.ends), (rows, n))
     return made

@@ -1,8 +1,8 @@
 """Kernels that cast a matrix (M, K) whose consecutive row segments each have scales of their own: one launch for all.
 
 Segments end where int32 `ends` says; beyond the last there is nothing. In columnwise codes each segment takes a
-multiple of STEP columns, the last of them zeros, so that products take any segment. Bits are those of `Cast` over each
-segment.
+multiple of STEP columns, or of CHUNK for grouped products, the last of them zeros, so that products take any segment.
+Bits are those of `Cast` over each segment.
 """
 
 import functools
@@ -18,20 +18,23 @@ from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
 
 STEP = tl.constexpr(16)
-"""What a segment's columns are a multiple of."""
+"""What a segment's columns are a multiple of where its product is one of its own."""
+CHUNK = tl.constexpr(128)
+"""The same where one product takes all segments: what it contracts at once."""
 APART = tl.constexpr(4)
 """Floats from the one scale of a segment to the next: cuBLAS takes a scale at multiples of 16 bytes alone."""
 
 
 @triton.jit
-def _segment(p, ends, E, T: tl.constexpr, EP: tl.constexpr):
+def _segment(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
     """Of the p-th tile of T rows: its segment, E or more where there is none, the tile's number in it, the segment's
-    first row, rows, and first column of codes. An empty segment has one tile, which stores its scales."""
+    first row, rows, and first column of codes. Tiles cover multiples of PAD rows, and an empty segment has one, which
+    stores its scales."""
     i = tl.arange(0, EP)
     stop = tl.load(ends + i, mask=i < E, other=0)
     start = tl.load(ends + i - 1, mask=(i > 0) & (i < E), other=0)
     column = tl.load(ends + E + i - 1, mask=(i > 0) & (i < E), other=0)
-    tiles = tl.where(i < E, tl.maximum(tl.cdiv(stop - start, T), 1), 0)
+    tiles = tl.where(i < E, tl.maximum(tl.cdiv(tl.cdiv(stop - start, PAD) * PAD, T), 1), 0)
     before = tl.cumsum(tiles, axis=0)
     e = tl.sum((before <= p).to(tl.int32), axis=0)
     here = i == e
@@ -55,13 +58,13 @@ def _start(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @functools.partial(kernel, unspecialized=("M", "E"))
 def ends_kernel(counts, ends, M, E, EP: tl.constexpr):
-    """Row counts -> ends of rows, then ends of columns; those beyond M are cut, and negative ones count as 0."""
+    """Row counts -> ends of rows, then of columns, CHUNK each; rows beyond M are cut, negative counts are 0."""
     i = tl.arange(0, EP)
     n = tl.load(counts + i, mask=i < E, other=0).to(tl.int64)
     n = tl.minimum(tl.maximum(n, 0), M)
     total = tl.cumsum(n, axis=0)
     stop, start = tl.minimum(total, M), tl.minimum(total - n, M)
-    columns = tl.cumsum(tl.cdiv(stop - start, STEP) * STEP, axis=0)
+    columns = tl.cumsum(tl.cdiv(stop - start, CHUNK) * CHUNK, axis=0)
     tl.store(ends + i, stop.to(tl.int32), mask=i < E)
     tl.store(ends + E + i, columns.to(tl.int32), mask=i < E)
 
@@ -72,7 +75,7 @@ def segment_amax_kernel(
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """The amax of each segment into int32 bits that start at 0; a program walks over ROWS rows."""
-    e, tile, first, rows, _ = _segment(tl.program_id(0), ends, E, ROWS, EP)
+    e, tile, first, rows, _ = _segment(tl.program_id(0), ends, E, ROWS, 1, EP)
     if e >= E:
         return
     here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * ROWS).to(tl.int64) * K)
@@ -94,7 +97,7 @@ def segment_lines_kernel(
 ):  # fmt: skip
     """amax of rows, (M,), and of the columns of each segment, (E, K), into int32 bits that start at 0."""
     across = tl.cdiv(K, TK)
-    e, tile, first, rows, _ = _segment(tl.program_id(0) // across, ends, E, SPAN, EP)
+    e, tile, first, rows, _ = _segment(tl.program_id(0) // across, ends, E, SPAN, 1, EP)
     if e >= E:
         return
     k, im = (tl.program_id(0) % across) * TK + tl.arange(0, TK), tl.arange(0, TM)
@@ -125,18 +128,15 @@ def _one(source, e, SLOT, largest, overflow, epsilon, FROM: tl.constexpr, CODEC:
 
 @triton.jit
 def _column(
-    scale, stored, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
-    FROM: tl.constexpr, CODEC: tl.constexpr, SPREAD: tl.constexpr,
+    scale, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
+    FROM: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
-    """Scales of columns k (TK,) of a tile's columnwise codes; `scale` and `stored` are those of the rowwise ones."""
+    """Scales of columns k (TK,) of a tile's columnwise codes; `scale` is that of the rowwise ones."""
     lines = e.to(tl.int64) * K + k
     if FROM == LINE:
         scale = line_scales(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)[None, :]
     elif FROM != SHARED:
         scale, stored = _one(source, e, SLOT, largest, overflow, epsilon, FROM, CODEC)
-    if FROM != LINE and SPREAD:
-        tl.store(scales + lines, tl.zeros_like(lines).to(tl.float32) + stored, mask=(k < K) & (tile == 0))
-    elif FROM != LINE and FROM != SHARED:
         tl.store(scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     return scale
 
@@ -147,18 +147,19 @@ def segment_cast_kernel(
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_CODEC: tl.constexpr,
-    RECORD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr, SPREAD: tl.constexpr,
+    RECORD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one segment. `row_from` and `col_from` hold encode scales, SLOT apart, or bits of amaxes.
 
-    Columnwise codes are one matrix (K, WIDTH) where WHOLE, else (K, length) of each segment after each other. Where
-    SPREAD, scales are stored for each row and for each column of a segment even where the segment has one.
+    Columnwise codes are one matrix (K, WIDTH) where WHOLE, else (K, length) of each segment after each other; scales of
+    rows lie as rows do where WHOLE, else as columns of codes.
     """
+    PAD: tl.constexpr = CHUNK if WHOLE else STEP
     H: tl.constexpr = TM // 4
     across = tl.cdiv(K, TK)
     pk = tl.program_id(0) % across
-    e, tile, first, rows, column = _segment(tl.program_id(0) // across, ends, E, TM, EP)
+    e, tile, first, rows, column = _segment(tl.program_id(0) // across, ends, E, TM, PAD, EP)
     if e >= E:
         return
     start, top = _start(table, e, first, K, TABLE, ALIGNED), (tile * TM).to(tl.int64)
@@ -174,17 +175,16 @@ def segment_cast_kernel(
         record(live + e * SLOT, below)
 
     scale = 1.0
-    stored = 1.0
     if ROW == GIVEN or ROW == TENSOR:
         scale, stored = _one(row_from, e, SLOT, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC)
-        _keep_row(row_scales, stored, e, tile, first, rows, pk, SPREAD, TM)
+        tl.store(row_scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     if ROW != ABSENT:
         codes = row_codes + (first + top) * K
         scales = (scale, scale, scale, scale)
         if ROW == LINE:
             line = tile * TM + tl.arange(0, TM)
             of_rows = line_scales(
-                row_from, row_scales, first + line, (first if SPREAD else column) + line, line < rows, pk == 0,
+                row_from, row_scales, first + line, (first if WHOLE else column) + line, line < rows, pk == 0,
                 row_largest, row_overflow, row_epsilon, ROW_CODEC,
             )  # fmt: skip
             scales = fours(of_rows, H)
@@ -195,20 +195,10 @@ def segment_cast_kernel(
     if COL != ABSENT:
         columns = pk * TK + tl.arange(0, TK)
         scale = _column(
-            scale, stored, col_from, col_scales, e, SLOT, tile, pk, columns, K, col_largest, col_overflow, col_epsilon,
-            COL, COL_CODEC, SPREAD,
+            scale, col_from, col_scales, e, SLOT, tile, pk, columns, K, col_largest, col_overflow, col_epsilon,
+            COL, COL_CODEC,
         )  # fmt: skip
-        column, length = column // STEP * STEP, tl.cdiv(rows, STEP) * STEP  # multiples that the compiler sees
+        column, length = column // PAD * PAD, tl.cdiv(rows, PAD) * PAD  # multiples that the compiler sees
         out = col_codes + (column.to(tl.int64) if WHOLE else column.to(tl.int64) * K)
         stride = WIDTH if WHOLE else length
         store_turned(values, scale, out, stride, tile, pk, length, K, COL_ELEMENT, False, H, TK)
-
-
-@triton.jit
-def _keep_row(scales, stored, e, tile, first, rows, pk, SPREAD: tl.constexpr, TM: tl.constexpr):
-    """Store the one scale of a segment, for each row of a tile or once."""
-    if SPREAD:
-        m = tile * TM + tl.arange(0, TM)
-        tl.store(scales + first + m, tl.zeros([TM], tl.float32) + stored, mask=(m < rows) & (pk == 0))
-    else:
-        tl.store(scales + e * APART, stored, mask=(tile == 0) & (pk == 0))

@@ -54,13 +54,13 @@ class Encoder:
 
     def encode(self, x: Tensor, products: Any) -> Any:
         """The `duotone.kernels.segment_cast.Coded` of contiguous (M, K)."""
-        cast = native.segment_cast(self.row, self.col, x, products.whole, products.whole)
+        cast = native.segment_cast(self.row, self.col, x, products.whole)
         return cast(x, products.segments, self._given(x))
 
     def encode_each(self, weights: Sequence[Tensor], products: Any) -> Any:
         """As `encode` of tensors (N, K) of their own, each a segment; columnwise codes are (K, N) of each."""
         first = weights[0]
-        cast = native.segment_cast(self.row, self.col, first, False, products.whole)
+        cast = native.segment_cast(self.row, self.col, first, False)
         segments = native.equal_segments(first.shape[0], len(weights), first)
         return cast(first, segments, self._given(first), native.table(weights))
 

@@ -31,13 +31,15 @@ class Apart:
     segments: Any
     whole = False
 
-    def arrange(self, weights: Fresh | Cached, codes: Any, scales: Any) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Codes (K, N) of each linear, contraction next to each other, and scales (1, 1) or (1, N)."""
-        return weights.apart(codes, scales)
+    @classmethod
+    def of(cls, splits: tuple[int, ...], x: Tensor) -> "Apart":
+        return cls(splits, native.host_segments(splits, x))
 
-    def over_rows(self, gemm: GemmPlan, left: Any, right: Any, dtype: torch.dtype, biases: Sequence[Any]) -> Tensor:
-        """Codes and scales (M, K), and those of each linear -> (M, N)."""
-        (codes, scale), (weights, scales) = left, right
+    def over_rows(
+        self, gemm: GemmPlan, left: Any, held: Fresh | Cached, right: Any, dtype: torch.dtype, biases: Sequence[Any]
+    ) -> Tensor:
+        """Codes and scales (M, K), and those that `held` made of each weight -> (M, N)."""
+        (codes, scale), (weights, scales) = left, held.apart(*right)
         out = torch.empty((codes.shape[0], weights[0].shape[1]), dtype=dtype, device=codes.device)
         parts, outs = codes.view(gemm.a.code_dtype).split_with_sizes(self.counts), out.split_with_sizes(self.counts)
         fast = gemm.rule.fast  # type: ignore[attr-defined]
@@ -76,7 +78,7 @@ class Apart:
 
 @dataclass(frozen=True, eq=False)
 class Together:
-    """One grouped product for all linears, over rows that only the device knows: its sums run in an order of their own.
+    """One product for all linears, whether or not the host knows their rows: its sums run in an order of their own.
 
     Rows beyond the last segment are left as they come.
     """
@@ -84,25 +86,28 @@ class Together:
     segments: Any
     whole = True
 
-    def arrange(self, weights: Fresh | Cached, codes: Any, scales: Any) -> tuple[Tensor, Tensor]:
-        """Codes (E, N, K) and scales (E, N)."""
-        codes, scales = weights.together(codes), weights.together(scales)
-        rows = codes.shape[:2]
-        return codes, scales if scales.shape == rows else scales.expand(rows).contiguous()
+    @classmethod
+    def of(cls, splits: tuple[int, ...] | Tensor, x: Tensor) -> "Together":
+        if isinstance(splits, Tensor):
+            return cls(native.device_segments(splits, x))
+        return cls(native.host_segments(splits, x, native.CHUNK))
 
-    def over_rows(self, gemm: GemmPlan, left: Any, right: Any, dtype: torch.dtype, biases: Sequence[Any]) -> Tensor:
-        (codes, scale), (weights, scales) = left, right
-        fast, ends = gemm.rule.fast, self.segments.ends[: self.segments.count]  # type: ignore[attr-defined]
+    def over_rows(
+        self, gemm: GemmPlan, left: Any, held: Fresh | Cached, right: Any, dtype: torch.dtype, biases: Sequence[Any]
+    ) -> Tensor:
+        (codes, scale), (weights, scales) = left, [held.together(one) for one in right]
         codes = codes.view(gemm.a.code_dtype)
-        return native.grouped_product(codes, weights.transpose(1, 2), (scale, scales), ends, fast)
+        return _grouped(gemm).of_rows(codes, weights, (scale, scales), self.segments, dtype)
 
     def gradients(self, stage: "SegmentedStage", dy: Any, x: Any, like: Tensor, asked: Sequence[bool]) -> list[Any]:
-        gemm, ends = stage.plan.wgrad, self.segments.ends[self.segments.count :]
+        gemm = stage.plan.wgrad
         left, right = dy[0].view(gemm.a.code_dtype), x[0].view(gemm.b.code_dtype)
-        scales = dy[1].view(-1), x[1].view(-1)
-        fast = gemm.rule.fast  # type: ignore[attr-defined]
-        whole = native.grouped_product(left, right.t(), scales, ends, fast)
+        whole = _grouped(gemm).of_columns(left, right, (dy[1], x[1]), self.segments, like.dtype)
         return [made if wanted else None for made, wanted in zip(whole.unbind(0), asked, strict=True)]
+
+
+def _grouped(gemm: GemmPlan) -> Any:
+    return native.grouped_product(gemm.rule.fast, gemm.a.outer_block.rows == 1)  # type: ignore[attr-defined]
 
 
 class Gradient(NamedTuple):
@@ -130,6 +135,8 @@ class SegmentedStage(GroupedStage):
     weight: Fresh | Cached
     gradient: Encoder
     takes_device_splits: bool = False
+    on_host: type[Apart] | type[Together] = Apart
+    """The products of rows that the host knows, where no bias is added."""
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         splits, seed, *parameters = operands
@@ -140,13 +147,12 @@ class SegmentedStage(GroupedStage):
                 splits = host_splits(splits, count, None) if x.numel() else (0,) * count
             return super().forward(x, splits, seed, *parameters)
         flat = as_matrix(x).contiguous()
-        products = _products(splits, flat)
+        products = self._products(splits, flat, biases)
         coded = self.input.encode(flat, products)
         row, kept_w = self.weight.encode(weights, products)
         for linear in self.linears:
             linear.sink.begin()
-        right = products.arrange(self.weight, *row)
-        y = products.over_rows(plan.fprop, (coded.row, coded.row_scale), right, x.dtype, biases)
+        y = products.over_rows(plan.fprop, (coded.row, coded.row_scale), self.weight, row, x.dtype, biases)
         return with_lead(y, x), (coded.col, coded.col_scale, *kept_w, (products,))
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
@@ -158,8 +164,8 @@ class SegmentedStage(GroupedStage):
         coded = self.gradient.encode(flat, products)
         dx, dw, db = None, [None] * count, [None] * count
         if plan.input_grad:
-            right = products.arrange(self.weight, *self.weight.restore(tensors[2:]))
-            dx = products.over_rows(plan.dgrad, (coded.row, coded.row_scale), right, dy.dtype, (None,) * count)
+            right, left = self.weight.restore(tensors[2:]), (coded.row, coded.row_scale)
+            dx = products.over_rows(plan.dgrad, left, self.weight, right, dy.dtype, (None,) * count)
             dx = with_lead(dx, dy)
         if plan.weight_grad:
             left, right = (coded.col, coded.col_scale), (tensors[0], tensors[1])
@@ -170,11 +176,10 @@ class SegmentedStage(GroupedStage):
             db = [rows.sum(0) if asked else None for rows, asked in parts]
         return dx, None, None, *dw, *db
 
-
-def _products(splits: Any, x: Tensor) -> Apart | Together:
-    if isinstance(splits, Tensor):
-        return Together(native.device_segments(splits, x))
-    return Apart(splits, native.host_segments(splits, x))
+    def _products(self, splits: Any, x: Tensor, biases: Sequence[Any]) -> Apart | Together:
+        if isinstance(splits, Tensor):
+            return Together.of(splits, x)
+        return (self.on_host if biases[0] is None else Apart).of(splits, x)
 
 
 def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> GroupedStage:
@@ -190,9 +195,10 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     if x is None or w is None or dy is None:
         return GroupedStage(linears)
     to_autograd = not plan.weight_grad or all(one.sink is GRADIENT for one in linears)
-    on_device = to_autograd and native.takes_device_segments(gemms, len(linears))
-    fresh = linears[0].weight_from is ENCODED
-    return SegmentedStage(linears, (shape[0], shape[1]), x, Fresh(w) if fresh else Cached(linears), dy, on_device)
+    on_device = to_autograd and native.takes_all_segments(len(linears))
+    fresh, (n, k) = linears[0].weight_from is ENCODED, shape
+    on_host = Together if on_device and fresh and n * k < native.SMALL else Apart
+    return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, on_host)
 
 
 def _are_plain(linears: Sequence[LinearStage]) -> bool:

@@ -71,7 +71,7 @@ class PlannedGroup(Planned):
 
     def _takes_device_splits(self, signal: Signal) -> bool:
         """Whether row counts on the device stay there; else they are waited for."""
-        if torch.compiler.is_compiling() or signal.device != "cuda" or signal.dtype is not torch.bfloat16:
+        if torch.compiler.is_compiling() or signal.device != "cuda":
             return False
         if not self.return_bias and any(bias is not None for bias in self.biases):
             return False
@@ -170,9 +170,9 @@ class GroupedLinear(PlannedGroup, nn.Module):
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except on Hopper where x is bf16, all formats are E4M3 with scales per tensor or per
-        row, gradients go to autograd and no bias is added: then nothing looks at the sum, and results of rows beyond
-        it are undefined. With `return_bias` the biases follow, not added.
+        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, gradients
+        go to autograd and no bias is added: then nothing looks at the sum, and results of rows beyond it are undefined.
+        With `return_bias` the biases follow, not added.
         """
         y = run((self,), x, (m_splits,), is_first_microbatch, self.__dict__)
         return (y, list(self.biases)) if self.return_bias else y

@@ -1,0 +1,161 @@
+"""FP8 products of all row segments of a matrix in one launch, on compute capability 9.0.
+
+A program makes one tile. Tensor descriptors bring operands to the shared memory that the tensor cores read, which is
+why both have the contraction next to each other, padded with zeros to multiples of CHUNK. `ends` has those of rows,
+then of columns padded so.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.segments import CHUNK
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the result that a program makes, its warps, its buffers, tiles in a column of a patch."""
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+    patch: int
+
+
+TILES = {True: Tile(128, 256, 8, 3, 8), False: Tile(64, 128, 4, 3, 16)}
+"""By `fast`. Sums that leave the tensor cores take the registers of two tiles: those are small, three a processor."""
+
+
+@triton.jit
+def _place(p, down, across, PATCH: tl.constexpr):
+    """Row and column of the p-th of down x across tiles, in patches that share operands in L2."""
+    patch = PATCH * across
+    first = p // patch * PATCH
+    high = tl.minimum(down - first, PATCH)
+    return first + p % patch % high, p % patch // high
+
+
+@triton.jit
+def _sums(a, b, row, col, low, high, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Rows of a times rows of b over columns from low to high, in fp32; not FAST, the tensor cores' sums, which keep 14
+    bits, are added up after each CHUNK."""
+    total = tl.zeros([BM, BN], tl.float32)
+    for k in range(low, high, CHUNK):
+        left = a.load([row, k])
+        right = b.load([col, k])
+        if FAST:
+            total = tl.dot(left, right.T, total)
+        else:
+            total = total + tl.dot(left, right.T)
+    return total
+
+
+@triton.jit
+def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr):
+    """Scale, round and store a tile; of_a and of_b are where the scales of rows and columns begin, or the one scale."""
+    if LINES:
+        of_rows = tl.load(of_a + m, mask=m < M, other=0.0)
+        scale = of_rows[:, None] * tl.load(of_b + n, mask=n < N, other=0.0)[None, :]
+    else:
+        scale = tl.load(of_a) * tl.load(of_b)
+    at = m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@functools.partial(kernel, unspecialized=("E",))
+def rows_kernel(
+    a, b, out, ends, of_a, of_b, N, K, E, NEXT_A, NEXT_B,
+    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr, EP: tl.constexpr,
+):  # fmt: skip
+    """Segments of a (M, K) times the transpose of b (E N, K) of each -> (M, N).
+
+    Scales of a lie NEXT_A apart or, LINES, one for each row; those of each b NEXT_B apart.
+    """
+    down, across = tl.load(ends + 2 * E - 1) // BM, tl.cdiv(N, BN)
+    p = tl.program_id(0)
+    if p >= down * across:
+        return
+    im, jn = _place(p, down, across, PATCH)
+    i = tl.arange(0, EP)
+    stops = tl.load(ends + E + i, mask=i < E, other=2147483647)
+    e = tl.sum((stops <= im * BM).to(tl.int32), axis=0)
+    start = tl.load(ends + e - 1, mask=e > 0, other=0)
+    stop = tl.load(ends + e)
+    row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
+    if row >= stop:
+        return
+    total = _sums(a, b, row, e * N + jn * BN, 0, K, FAST, BM, BN)
+    m, n = row + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
+    _store(out, total, m, n, stop, N, of_a if LINES else of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+
+
+@functools.partial(kernel, unspecialized=("E",))
+def columns_kernel(
+    a, b, out, ends, of_a, of_b, M, N, E, NEXT_A, NEXT_B,
+    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr,
+):  # fmt: skip
+    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart."""
+    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    e = tl.program_id(0) // (down * across)
+    im, jn = _place(tl.program_id(0) % (down * across), down, across, PATCH)
+    low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
+    high = tl.load(ends + E + e)
+    total = _sums(a, b, im * BM, jn * BN, low, high, FAST, BM, BN)
+    m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
+    here = out + e.to(tl.int64) * M * N
+    _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+
+
+class GroupedProduct:
+    """The two products of segments, for one accumulation and kind of scales.
+
+    Codes are FP8. With `lines` there is a scale for each row of either operand, else one for each segment.
+    """
+
+    def __init__(self, fast: bool, lines: bool) -> None:
+        self.lines, self.tile = lines, TILES[fast]
+        self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
+        self._launches: dict[Any, Launch] = {}
+
+    def of_rows(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Any, dtype: torch.dtype) -> Tensor:
+        """(M, K) by (E, N, K) -> (M, N). Scales (M,) or (E, 1), and (E, N) or (E, 1)."""
+        e, n, k = b.shape
+        out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
+        given = self._described(a, b.view(e * n, k))
+        programs = segments.width // self.tile.rows * -(-n // self.tile.cols)
+        integers = n, k, e, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
+        launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block})
+        launch(programs, (out, segments.ends, *scales), integers, descriptors=given)
+        return out
+
+    def of_columns(
+        self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Any, dtype: torch.dtype
+    ) -> Tensor:
+        """(M, W) by (N, W) -> (E, M, N). Scales (E, M) and (E, N), or (E, 1)."""
+        m, n, e = a.shape[0], b.shape[0], segments.count
+        out = torch.empty((e, m, n), dtype=dtype, device=a.device)
+        programs = e * -(-m // self.tile.rows) * -(-n // self.tile.cols)
+        integers = m, n, e, scales[0].stride(0), scales[1].stride(0)
+        launch = self._launch(columns_kernel, a.dtype, b.dtype, {})
+        launch(programs, (out, segments.ends, *scales), integers, descriptors=self._described(a, b))
+        return out
+
+    def _described(self, a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+        return tuple(
+            TensorDescriptor(one, list(one.shape), list(one.stride()), [rows, CHUNK.value])
+            for one, rows in ((a, self.tile.rows), (b, self.tile.cols))
+        )  # type: ignore[return-value]
+
+    def _launch(self, function: Any, a: torch.dtype, b: torch.dtype, more: dict[str, int]) -> Launch:
+        key = (function, a, b, *more.values())
+        made = self._launches.get(key)
+        if made is None:
+            constants = {**self.constants, "PATCH": self.tile.patch, **more}
+            made = self._launches[key] = function.bind(constants, self.tile.warps, self.tile.stages)
+        return made
