@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import ops, recipes
+from duotone.dispatch import segments
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -94,3 +95,30 @@ def test_moe_gives_the_values_of_its_experts(name) -> None:
             rows = moe.fc2(moe.activation(moe.fc1(x[token], sizes)), sizes)
             want.index_add_(0, token, rows.float() * weights[token, choice, None])
     assert (y - want).norm() <= 2e-2 * want.norm()  # seeds differ, and sums are rounded to bf16
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="one product of all experts is Hopper's",
+)
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise"])
+def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch) -> None:
+    moe = duotone.MoE(128, 256, 4, recipe=recipes.load(name), **CUDA)
+    twin = copy.deepcopy(moe)
+    x, dy = (torch.randn(60, 128, device="cuda").bfloat16() for _ in range(2))
+
+    def train(module: torch.nn.Module) -> list[torch.Tensor]:
+        y = module(x)
+        return [y, *torch.autograd.grad(y, [*module.parameters()], dy)]
+
+    monkeypatch.setattr(segments, "SMALL", 0)
+    wanted = [train(twin) for _ in range(2)]
+    monkeypatch.undo()
+    train(moe)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = train(moe)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(found, wanted[1], strict=True):
+        assert a.isfinite().all() and (a - b).norm() <= 2e-2 * b.norm() + 1e-6  # two sums in an order of their own

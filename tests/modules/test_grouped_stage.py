@@ -12,10 +12,9 @@ from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage, device_splits
 from duotone.linear.plan import LinearPlan, Setting, build_plan
-from duotone.linear.segmented import SegmentedStage, grouped_stage
+from duotone.linear.segmented import Apart, SegmentedStage, Together, grouped_stage
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
-from duotone.recipes import DelayedScaling
 from duotone.state.delayed import RECORD
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
@@ -82,11 +81,8 @@ def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
     assert type(grouped_stage(members, SHAPE)) is GroupedStage
 
 
-def test_row_counts_stay_on_the_device_where_all_formats_are_e4m3(monkeypatch) -> None:
-    e4m3 = DelayedScaling(fp8_format="E4M3")
-    assert stage("fp8-rowwise").takes_device_splits and stage(recipe=e4m3).takes_device_splits
-    assert not stage("fp8-current").takes_device_splits  # its gradients are E5M2
-    assert stage("fp8-current", input_grad=False, weight_grad=False).takes_device_splits
+def test_row_counts_stay_on_the_device_where_gradients_go_to_autograd(monkeypatch) -> None:
+    assert stage("fp8-rowwise").takes_device_splits and stage("fp8-delayed").takes_device_splits
     weight = torch.nn.Parameter(torch.zeros(SHAPE))
     for sink in (ToMainGrad(lambda: weight), Deferred(deque())):
         made = grouped_stage([replace(one, sink=sink) for one in linears(plan())], SHAPE)
@@ -95,6 +91,17 @@ def test_row_counts_stay_on_the_device_where_all_formats_are_e4m3(monkeypatch) -
         assert made.takes_device_splits
     monkeypatch.setattr(segments, "capability", lambda: (10, 0))
     assert type(stage()) is SegmentedStage and not stage().takes_device_splits
+
+
+def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
+    below, beyond = (4096, 4080), (4096, 4096)
+    assert grouped_stage(linears(plan()), below).on_host is Together
+    assert grouped_stage(linears(plan()), beyond).on_host is Apart
+    cache = WeightCache(tuple)
+    cached = [replace(one, weight_from=cache.refreshed) for one in linears(plan())]
+    assert grouped_stage(cached, below).on_host is Apart
+    deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
+    assert grouped_stage(deferred, below).on_host is Apart
 
 
 def test_cached_weights_take_segments() -> None:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import ops, recipes
 from duotone.errors import UserError
+from duotone.modules.routing import Routing
 
 
 class Doubled(nn.Module):
@@ -101,3 +102,16 @@ def test_reset_parameters_brings_a_module_from_meta(name) -> None:
     module.reset_parameters()
     assert all(not p.is_meta and p.isfinite().all() and p.abs().max() < 2 for p in module.parameters())
     assert module(torch.randn(4, 1, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("experts", [4, 5, 9])
+def test_a_routing_counts_the_rows_of_each_expert(experts) -> None:
+    index = torch.tensor([[0, 3], [2, 3], [0, 3]])
+    routing = Routing.of(index, experts)
+    want = tuple((index == e).sum().item() for e in range(experts))
+    assert routing.splits == want == tuple(routing.counts.tolist())
+    assert (
+        Routing.of(index[:0], experts).counts.tolist() == list(Routing.of(index[:0], experts).splits) == [0] * experts
+    )
+    with pytest.raises(UserError, match="routed to expert 3; there are 2"):
+        _ = Routing.of(index, 2).splits

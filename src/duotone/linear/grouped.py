@@ -26,11 +26,6 @@ class GroupedStage(Stage):
     linears: tuple[LinearStage, ...]
 
     @property
-    def takes_device_splits(self) -> bool:
-        """Whether the rows of each linear may stay on the device."""
-        return False
-
-    @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)
 
@@ -66,6 +61,13 @@ class GroupedStage(Stage):
             db.append(found[2])
         whole = None if dx[0] is None else with_lead(torch.cat(dx), dy)
         return whole, None, None, *dw, *db
+
+
+class Rows:
+    """How many rows each of n linears has: `counts` int64 (n,) on the device, `splits` on the host, which waits."""
+
+    counts: Tensor
+    splits: tuple[int, ...]
 
 
 def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:

@@ -93,9 +93,8 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
-        extra = (routing.splits, routing.splits)
         ops = (self.fc1, self.activation, self.fc2)
-        y, _ = run_modules(ops, routing.rows(flat), extra, is_first_microbatch, self.__dict__)
+        y, _ = run_modules(ops, routing.rows(flat), (routing, routing), is_first_microbatch, self.__dict__)
         return routing.combine(y, weights).view(x.shape)
 
     def reset_parameters(self) -> None:

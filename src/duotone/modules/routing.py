@@ -1,6 +1,7 @@
 """Routing: tokens to the rows of their experts, and back. Gathers both ways, so that sums have one order."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,31 +9,44 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from duotone.errors import UserError
+from duotone.linear.grouped import Rows
 
 
 @dataclass(frozen=True, eq=False)
-class Routing:
-    """Where (T, k) choices of experts go: rows sorted by expert, and for each choice its row.
+class Routing(Rows):
+    """Where (T, k) choices of experts go: rows sorted by expert, and for each choice its row."""
 
-    `splits` are the rows of each expert.
-    """
-
+    chosen: Tensor
     order: Tensor
     inverse: Tensor
     choices: int
-    splits: tuple[int, ...]
+    experts: int
 
     @staticmethod
     def of(index: Tensor, experts: int) -> "Routing":
-        """From the chosen experts, int64 (T, k). UserError where one is not among them."""
+        """From the chosen experts, int64 (T, k)."""
         flat = index.reshape(-1)
         order = torch.argsort(flat, stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(order.numel(), device=order.device)
-        splits = tuple(torch.bincount(flat, minlength=experts).tolist()) if flat.numel() else (0,) * experts
-        if len(splits) != experts:
-            raise UserError(f"a token was routed to expert {len(splits) - 1}; there are {experts}, counted from 0")
-        return Routing(order, inverse, index.shape[-1], splits)
+        return Routing(flat, order, inverse, index.shape[-1], experts)
+
+    @cached_property
+    def counts(self) -> Tensor:  # type: ignore[override]
+        """Of choices that are known to be among the experts."""
+        ends = torch.arange(self.experts, device=self.chosen.device)
+        before = torch.searchsorted(self.chosen[self.order], ends, right=True)
+        return torch.diff(before, prepend=before.new_zeros(1))
+
+    @cached_property
+    def splits(self) -> tuple[int, ...]:  # type: ignore[override]
+        """UserError where a choice is not among the experts."""
+        if not self.chosen.numel():
+            return (0,) * self.experts
+        found = tuple(torch.bincount(self.chosen, minlength=self.experts).tolist())
+        if len(found) != self.experts:
+            raise UserError(f"a token was routed to expert {len(found) - 1}; there are {self.experts}, counted from 0")
+        return found
 
     def rows(self, x: Tensor) -> Tensor:
         """(T, H) -> (T k, H), each token once for each of its experts."""

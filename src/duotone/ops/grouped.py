@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.grouped import GroupedStage, device_splits, host_splits
-from duotone.linear.segmented import grouped_stage
+from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
+from duotone.linear.segmented import SegmentedStage, Together, grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.initialising import initialise, keep_initialiser
@@ -65,18 +65,21 @@ class PlannedGroup(Planned):
 
     def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
-        if isinstance(splits, Tensor) and splits.is_cuda and self._takes_device_splits(signal):
+        if isinstance(splits, Rows):
+            stage = self._segmented(signal)
+            return (splits.counts if stage and stage.on_host is Together else splits.splits,)
+        if isinstance(splits, Tensor) and splits.is_cuda and self._segmented(signal):
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def _takes_device_splits(self, signal: Signal) -> bool:
-        """Whether row counts on the device stay there; else they are waited for."""
+    def _segmented(self, signal: Signal) -> SegmentedStage | None:
+        """The stage if row counts on the device may stay there; else they are waited for."""
         if torch.compiler.is_compiling() or signal.device != "cuda":
-            return False
+            return None
         if not self.return_bias and any(bias is not None for bias in self.biases):
-            return False
-        stage: Any = self.link(signal, None)[0]
-        return stage.takes_device_splits
+            return None
+        stage = self.link(signal, None)[0]
+        return stage if isinstance(stage, SegmentedStage) and stage.takes_device_splits else None
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
