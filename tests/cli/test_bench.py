@@ -3,6 +3,7 @@ import os
 import signal
 
 import pytest
+import torch
 
 from duotone.lab.bench import layer, records
 from duotone.lab.bench.catalog import SUBJECTS
@@ -40,6 +41,22 @@ def test_the_table_and_the_lines_have_the_same_ratios(duotone, tmp_path):
     assert [row[-4] for row in rows] == [f"{line['ms']:,.3f}" for line in lines]
     assert duotone(*arguments, "--out", path)[0] == 0
     assert len(path.read_text().splitlines()) == 2 * len(lines)
+
+
+def test_one_thread_has_backward_run_in_the_thread_that_asks_for_it(duotone, tmp_path, monkeypatch):
+    measure, seen = records.measure, []
+
+    def noting(*given):
+        seen.append(torch.autograd.is_multithreading_enabled())
+        return measure(*given)
+
+    monkeypatch.setattr(records, "measure", noting)
+    path, shape = tmp_path / "lines.jsonl", ("--shape", "16x32x32", "--recipe", "bf16", *FAST)
+    for more, kind in ((["--one-thread"], "linear, one thread"), ([], "linear")):
+        code, out, _ = duotone("bench", "linear", *shape, *more, "--out", path)
+        assert code == 0 and f"{kind}, 16x32x32, on " in out
+        assert json.loads(path.read_text().splitlines()[-1])["what"] == kind
+    assert seen == [False, True] and torch.autograd.is_multithreading_enabled()
 
 
 @pytest.mark.parametrize(

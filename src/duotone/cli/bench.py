@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
         *_own_options(subject.name),
         click.option("--turns", type=click.IntRange(min=1), default=6, help="Of each candidate; 6."),
         click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=0.3, help="Of a turn; 0.3."),
+        click.option("--one-thread", is_flag=True, help="Backward in the thread that asks for it, for all candidates."),
         click.option("--device", metavar="cpu|cuda", help="cuda where there is one, else cpu."),
         click.option("--out", metavar="FILE", help="Append one JSON object per candidate and shape."),
     ]
@@ -101,8 +103,11 @@ def _run(
     recipes: tuple[str, ...],
     device: str | None,
     out: str | None,
+    one_thread: bool,
     **given: Any,
 ) -> None:
+    import torch
+
     from duotone.lab.bench import records
     from duotone.lab.bench.duel import Pace
 
@@ -112,11 +117,13 @@ def _run(
     settings = _settings(recipes, device, given)
     wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
+    if one_thread:
+        cases = [replace(case, what=f"{case.what}, one thread") for case in cases]
     if out is not None:
         records.require_appendable(Path(out))
     done = 0
     try:
-        with Interrupt("turn") as interrupt:
+        with Interrupt("turn") as interrupt, torch.autograd.set_multithreading_enabled(not one_thread):
             for case in cases:
                 _measure(case, pace, interrupt, settings.device, out)
                 done += 1
