@@ -1,8 +1,8 @@
 """FP8 products of all row segments of a matrix in one launch, on compute capability 9.0.
 
-A program makes one tile. Tensor descriptors bring operands to the shared memory that the tensor cores read, which is
-why both have the contraction next to each other, padded with zeros to multiples of CHUNK. `ends` has those of rows,
-then of columns padded so.
+Tensor descriptors bring operands to the shared memory that the tensor cores read, which is why both have the
+contraction next to each other, padded with zeros to multiples of CHUNK. `ends` has those of rows, then of columns
+padded so.
 """
 
 import functools
@@ -19,17 +19,20 @@ from duotone.kernels.segments import CHUNK
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the result that a program makes, its warps, its buffers, tiles in a column of a patch."""
+    """Rows and columns of the result that a program makes at a time, its warps, its buffers, tiles in a column of a
+    patch. Programs that `walk` are as many as multiprocessors, others as many as tiles."""
 
     rows: int
     cols: int
     warps: int
     stages: int
     patch: int
+    walk: bool
 
 
-TILES = {True: Tile(128, 256, 8, 3, 8), False: Tile(64, 128, 4, 3, 16)}
-"""By `fast`. Sums that leave the tensor cores take the registers of two tiles: those are small, three a processor."""
+TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(64, 128, 4, 3, 8, False)}
+"""By `fast`. Sums that leave the tensor cores take the registers of two tiles: those are small, three to a
+multiprocessor, and new ones fill what ended ones leave."""
 
 
 @triton.jit
@@ -68,9 +71,9 @@ def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr):
     tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@functools.partial(kernel, unspecialized=("E",))
+@functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def rows_kernel(
-    a, b, out, ends, of_a, of_b, N, K, E, NEXT_A, NEXT_B,
+    a, b, out, ends, of_a, of_b, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
     FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Segments of a (M, K) times the transpose of b (E N, K) of each -> (M, N).
@@ -78,38 +81,39 @@ def rows_kernel(
     Scales of a lie NEXT_A apart or, LINES, one for each row; those of each b NEXT_B apart.
     """
     down, across = tl.load(ends + 2 * E - 1) // BM, tl.cdiv(N, BN)
-    p = tl.program_id(0)
-    if p >= down * across:
-        return
-    im, jn = _place(p, down, across, PATCH)
     i = tl.arange(0, EP)
     stops = tl.load(ends + E + i, mask=i < E, other=2147483647)
-    e = tl.sum((stops <= im * BM).to(tl.int32), axis=0)
-    start = tl.load(ends + e - 1, mask=e > 0, other=0)
-    stop = tl.load(ends + e)
-    row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
-    if row >= stop:
-        return
-    total = _sums(a, b, row, e * N + jn * BN, 0, K, FAST, BM, BN)
-    m, n = row + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
-    _store(out, total, m, n, stop, N, of_a if LINES else of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+    for p in tl.range(tl.program_id(0), down * across, PROGRAMS):
+        im, jn = _place(p, down, across, PATCH)
+        e = tl.sum((stops <= im * BM).to(tl.int32), axis=0)
+        start = tl.load(ends + e - 1, mask=e > 0, other=0)
+        row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
+        total = _sums(a, b, row, e * N + jn * BN, 0, K, FAST, BM, BN)
+        m, n = row + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
+        here = of_a if LINES else of_a + e * NEXT_A
+        _store(out, total, m, n, tl.load(ends + e), N, here, of_b + e * NEXT_B, LINES)
 
 
-@functools.partial(kernel, unspecialized=("E",))
+@functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def columns_kernel(
-    a, b, out, ends, of_a, of_b, M, N, E, NEXT_A, NEXT_B,
+    a, b, out, ends, of_a, of_b, M, N, E, PROGRAMS, NEXT_A, NEXT_B,
     FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr,
 ):  # fmt: skip
     """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart."""
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    e = tl.program_id(0) // (down * across)
-    im, jn = _place(tl.program_id(0) % (down * across), down, across, PATCH)
-    low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
-    high = tl.load(ends + E + e)
-    total = _sums(a, b, im * BM, jn * BN, low, high, FAST, BM, BN)
-    m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
-    here = out + e.to(tl.int64) * M * N
-    _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+    for p in tl.range(tl.program_id(0), E * down * across, PROGRAMS):
+        e = p // (down * across)
+        im, jn = _place(p % (down * across), down, across, PATCH)
+        low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
+        total = _sums(a, b, im * BM, jn * BN, low, tl.load(ends + E + e), FAST, BM, BN)
+        m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
+        here = out + e.to(tl.int64) * M * N
+        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class GroupedProduct:
@@ -128,8 +132,8 @@ class GroupedProduct:
         e, n, k = b.shape
         out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
         given = self._described(a, b.view(e * n, k))
-        programs = segments.width // self.tile.rows * -(-n // self.tile.cols)
-        integers = n, k, e, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
+        programs = self._programs(a, segments.width // self.tile.rows * -(-n // self.tile.cols))
+        integers = n, k, e, programs, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
         launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block})
         launch(programs, (out, segments.ends, *scales), integers, descriptors=given)
         return out
@@ -140,11 +144,14 @@ class GroupedProduct:
         """(M, W) by (N, W) -> (E, M, N). Scales (E, M) and (E, N), or (E, 1)."""
         m, n, e = a.shape[0], b.shape[0], segments.count
         out = torch.empty((e, m, n), dtype=dtype, device=a.device)
-        programs = e * -(-m // self.tile.rows) * -(-n // self.tile.cols)
-        integers = m, n, e, scales[0].stride(0), scales[1].stride(0)
+        programs = self._programs(a, e * -(-m // self.tile.rows) * -(-n // self.tile.cols))
+        integers = m, n, e, programs, scales[0].stride(0), scales[1].stride(0)
         launch = self._launch(columns_kernel, a.dtype, b.dtype, {})
         launch(programs, (out, segments.ends, *scales), integers, descriptors=self._described(a, b))
         return out
+
+    def _programs(self, like: Tensor, tiles: int) -> int:
+        return min(tiles, _multiprocessors(like.get_device())) if self.tile.walk else tiles
 
     def _described(self, a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
         return tuple(
