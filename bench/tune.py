@@ -3,7 +3,7 @@
     PYTHONPATH=src python bench/tune.py [--shape 16384x8192] [--only line_amax] > results/tuning.jsonl
 
 The winners are constants beside the kernels: `LINES, ACROSS, SPANS, WARPS` in kernels/amax.py, the tiles in
-kernels/cast.py and `TILE` in kernels/nvfp4.py. Needs a CUDA device that converts to FP8.
+kernels/cast.py, `TILE` in kernels/nvfp4.py and `TILES` in kernels/grouped.py. Needs a CUDA device that converts to FP8.
 """
 
 import argparse
@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 
 from duotone import formats
+from duotone.dispatch import segments
 from duotone.dispatch.casts import one_read
-from duotone.kernels import amax, nvfp4
+from duotone.kernels import amax, grouped, nvfp4
 
 CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3")
 TILES = tuple(itertools.product((32, 64, 128), (32, 64, 128, 256), (1, 2, 4, 8)))
 NVFP4 = (("nvfp4", "nvfp4_rht"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16"))
 WALKS = tuple(itertools.product((8, 16, 32, 64), (128, 256, 512), (256, 512, 1024), (2, 4, 8)))
+GROUPED = tuple(itertools.product((64, 128), (128, 256), (4, 8), (3, 4), (4, 8, 16), (True, False)))
+SEGMENTS = 8
 
 Choice = tuple[str, tuple[int, ...], Callable[[], list[Tensor]]]
 """What is tuned, the choice, and a call that gives what the kernel wrote."""
@@ -72,6 +75,19 @@ def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
             yield "/".join(pair), choice, partial(call, _like(made), choice)
 
 
+def grouped_products(x: Tensor) -> Iterator[Choice]:
+    """The tile of products of equal segments with square matrices of their own, by kind of accumulation."""
+    (m, k), e4m3 = x.shape, torch.float8_e4m3fn
+    codes, weights = x.to(e4m3), torch.randn(SEGMENTS, k, k, device=x.device).to(e4m3)
+    given = segments.host_segments([m // SEGMENTS] * SEGMENTS, x, segments.CHUNK)
+    ones = (torch.ones(SEGMENTS, 4, device=x.device)[:, :1],) * 2
+    for fast in (True, False):
+        for choice in (grouped.TILES[fast], *GROUPED):
+            product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice))
+            of_rows = partial(product.of_rows, codes, weights, ones, given, torch.bfloat16)
+            yield f"grouped rows{', fast' * fast}", choice, lambda of_rows=of_rows: [of_rows()]
+
+
 def _like(made: Any) -> Any:
     """The same cast, none of whose kernels is bound."""
     cast = copy.copy(made)
@@ -83,7 +99,7 @@ def _parts(planes: Any) -> list[Tensor]:
     return [part for plane in planes if plane is not None for part in plane.values()]
 
 
-SUBJECTS = {"line_amax": line_amaxes, "casts": casts, "nvfp4": nvfp4_casts}
+SUBJECTS = {"line_amax": line_amaxes, "casts": casts, "nvfp4": nvfp4_casts, "grouped": grouped_products}
 
 
 def milliseconds(call: Callable[[], object], calls: int = 30) -> float:

@@ -122,8 +122,8 @@ class GroupedProduct:
     Codes are FP8. With `lines` there is a scale for each row of either operand, else one for each segment.
     """
 
-    def __init__(self, fast: bool, lines: bool) -> None:
-        self.lines, self.tile = lines, TILES[fast]
+    def __init__(self, fast: bool, lines: bool, tile: Tile | None = None) -> None:
+        self.lines, self.tile = lines, tile or TILES[fast]
         self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
         self._launches: dict[Any, Launch] = {}
 
