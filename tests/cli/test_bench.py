@@ -96,6 +96,7 @@ def test_the_default_device_is_cuda_where_there_is_one(monkeypatch, refused, unm
     ("arguments", "message"),
     [
         (["linear", "--shape", "12x"], "--shape '12x' is not MxKxN: give 3 positive whole numbers"),
+        (["linear", "--shape", f"{'9' * 5000}x8x8"], "is not MxKxN: give 3 positive whole numbers"),
         (["cast", "--shape", "8x8x8"], "--shape '8x8x8' is not MxN: give 2 positive whole numbers"),
         (["grouped", "--shape", "100x8x8"], "M is 100, and has to be a multiple of 128: give 128"),
         (["train", "--shape", "64x200x64x1"], "WIDTH is 200, and has to be a multiple of 128"),
@@ -110,6 +111,19 @@ def test_the_default_device_is_cuda_where_there_is_one(monkeypatch, refused, unm
 )
 def test_bad_input_is_one_line_before_anything_is_measured(refused, unmeasured, arguments, message):
     assert message in refused("bench", *arguments)
+
+
+@pytest.mark.parametrize("subject", ["linear", "cast", "mlp", "host"])
+def test_sizes_that_overflow_are_one_line(refused, subject):
+    shape = "x".join(["99999999999904"] * len(SUBJECTS[subject].dims))
+    assert "does not fit the device" in refused("bench", subject, "--shape", shape, "--recipe", "mxfp8", *FAST)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no file that is always full")
+def test_a_disk_that_fills_does_not_take_the_table(duotone):
+    shape = ("--shape", "16x32x32", "--recipe", "bf16", *FAST)
+    code, out, err = duotone("bench", "linear", *shape, "--out", "/dev/full")
+    assert code == 2 and "bf16" in out and "cannot write to /dev/full" in err
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(refused, unmeasured, tmp_path):

@@ -45,11 +45,13 @@ def encoded(pair: tuple[str, str], x: Tensor, seed: int, usage: Usage = USAGES[0
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_one_cast_has_the_bits_of_the_stages(pair, dtype) -> None:
+    """Every shape in bf16, the first, a middle and the last in other dtypes: each is compiled anew, for seconds."""
     row, col = (formats.get(name) for name in pair)
-    for shape, usage in itertools.product(SHAPES, USAGES):
+    for i, shape in enumerate(SHAPES if dtype is torch.bfloat16 else SHAPES[::4]):
         x = awkward_matrix(*shape, dtype)
         assert casts.one_read(row, col, x.cuda()) is not None
-        encoded(pair, x, 0x1234567890ABCDEF, usage)
+        for usage in USAGES if shape in SHAPES[:5:4] else [USAGES[i % 3]]:
+            encoded(pair, x, 0x1234567890ABCDEF, usage)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

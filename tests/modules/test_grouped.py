@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +143,14 @@ def test_splits_may_be_a_list_a_tuple_or_a_tensor_of_integers() -> None:
     assert torch.equal(m(strided[:, ::2], splits), expected[0])
 
 
+def test_integers_of_numpy_are_row_counts() -> None:
+    m, x = grouped(), torch.randn(40, K).to(DTYPE)
+    counts = np.array([9, 0, 30, 1])
+    assert torch.equal(m(x, list(counts)), m(x, [9, 0, 30, 1]))
+    with pytest.raises(UserError, match="integers that are not negative"):
+        m(x, list(counts.astype(np.float32)))
+
+
 def test_splits_may_change_after_forward() -> None:
     """Backward follows the counts of its forward."""
     m, x, dy = grouped(), torch.randn(40, K).to(DTYPE), torch.randn(40, N).to(DTYPE)
@@ -186,6 +195,7 @@ BAD = {
     "scalar tensor": (torch.tensor(40), "int tensor of one dimension; got ()"),
     "bool tensor": (torch.ones(4, dtype=torch.bool), "torch.bool"),
     "bools": ([True, True, True, 37], "row counts"),
+    "on meta": (torch.full((4,), 10, device="meta"), "on meta, where it has no values"),
     "a number": (40, ""),
     "nothing": (None, ""),
 }
@@ -216,13 +226,33 @@ def test_wrong_inputs_and_constructions_are_one_line() -> None:
         (lambda: m(x[:, :32], [10] * 4), "takes (..., 64) in torch.bfloat16; got (..., 32)"),
         (lambda: m(torch.tensor(1.0), [10] * 4), "takes a tensor"),
         (lambda: m("x", [10] * 4), "got str"),
-        (lambda: GroupedLinear(0, K, N), "num_gemms is 0; give one or more"),
+        (lambda: GroupedLinear(0, K, N), "num_gemms is 0; give a whole number, one or more"),
+        (lambda: GroupedLinear("3", K, N), "num_gemms is '3'; give a whole number"),
         (lambda: grouped(single_grouped_weight=True, delay_wgrad_compute=True), "keep separate weights"),
     ):
         with pytest.raises(UserError) as error:
             call()
         assert message in str(error.value) and "\n" not in str(error.value)
     assert equal(state_of(m), before)
+
+
+@pytest.mark.parametrize("recipe", [None, MX, NV, DelayedScaling()], ids=["identity", "mxfp8", "nvfp4", "delayed"])
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_experts_of_other_shapes_or_devices_are_refused_by_name(kind, recipe) -> None:
+    """Kernels over all experts see addresses alone, and the casts of the CPU would cut or pad a contraction."""
+    x = torch.randn(40, K).to(DTYPE)
+    m = grouped(**({} if recipe is None else {"recipe": recipe}))
+    own = getattr(m, f"{kind}2")
+    wrong = [own.new_ones((N, K + 32) if kind == "weight" else (1,)), own.detach().to("meta")]
+    for other in wrong:
+        setattr(m, f"{kind}2", nn.Parameter(other))
+        told = (
+            rf"g: the {kind} of expert 2 is \({', '.join(map(str, other.shape))},?\) on {other.device.type}; those of"
+        )
+        with pytest.raises(UserError, match=told):
+            m(x, [10] * 4)
+    setattr(m, f"{kind}2", own)
+    assert m(x, [10] * 4).isfinite().all()
 
 
 def test_experts_of_mixed_formats_are_refused_by_name() -> None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import duotone
 from duotone import recipes
-from duotone.dispatch import casts, scaled, segments
+from duotone.dispatch import casts, gemms, scaled, segments
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage, device_splits
@@ -102,6 +103,30 @@ def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew(
     assert grouped_stage(cached, below).on_host is Apart
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
     assert grouped_stage(deferred, below).on_host is Apart
+
+
+def test_the_plan_names_what_multiplies(monkeypatch) -> None:
+    monkeypatch.setattr(gemms, "has_triton", lambda: True, raising=False)
+    recipe = recipes.load("fp8-delayed")
+    grouped = ["grouped FP8 product, fast accumulation", "grouped FP8 product", "grouped FP8 product"]
+    cublas = [name.replace("grouped", "cuBLAS") for name in grouped]
+    for sizes, given, want in (
+        ((64, 32), {}, grouped),
+        ((64, 32), {"bias": True}, cublas),
+        ((64, 32), {"delay_wgrad_compute": True}, cublas),
+        ((4096, 4096), {}, cublas),
+    ):
+        m = GroupedLinear(3, *sizes, recipe=recipe, device="meta", **{"bias": False, **given})
+        rows = duotone.plan(m, device="cuda", dtype=torch.bfloat16)
+        assert [row.kernel for row in rows] == want
+
+
+def test_tensors_that_calls_share_are_not_those_of_a_captured_graph(monkeypatch) -> None:
+    """Or the graph would read addresses that the cache has let go of."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(segments, "_HELD", {})
+    made = [segments._held((16, 32), torch.int32, torch.device("cpu")) for _ in range(2)]
+    assert made[0] is not made[1] and made[0].tolist() == [16, 32] and not segments._HELD
 
 
 def test_cached_weights_take_segments() -> None:

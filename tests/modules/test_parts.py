@@ -115,3 +115,12 @@ def test_a_routing_counts_the_rows_of_each_expert(experts) -> None:
     )
     with pytest.raises(UserError, match="routed to expert 3; there are 2"):
         _ = Routing.of(index, 2).splits
+
+
+def test_what_a_mixture_cannot_route_is_refused_in_one_line() -> None:
+    moe = duotone.MoE(16, 32, 4)
+    for x, told in ((torch.tensor(1.0), r"MoE takes \(..., 16\); got \(\)"), (torch.ones(3, 8), r"got \(3, 8\)")):
+        with pytest.raises(UserError, match=told):
+            moe(x)
+    with pytest.raises(UserError, match="tokens on meta are routed nowhere"):
+        moe.to("meta")(torch.ones(3, 16, device="meta"))

@@ -146,9 +146,9 @@ def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out:
             show(text)
 
         found = records.measure(case, pace, tell)
+    print_records(case, found, records.describe(device))
     if out is not None:
         records.append(Path(out), records.lines(found, device))
-    print_records(case, found, records.describe(device))
     if all(record.error for record in found):
         raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
 

@@ -68,7 +68,9 @@ def _rows(
 ) -> Iterator[PlanRow]:
     made = module.plan_of(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
     for gemm in made.gemms:
-        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, gemm.rule.name, gemm.rule.native, gemm.reason)
+        yield PlanRow(
+            name, gemm.gemm, gemm.a.name, gemm.b.name, module.kernel_of(made, gemm), gemm.rule.native, gemm.reason
+        )
 
 
 def _attention(name: str, module: DotProductAttention, recipe: Recipe) -> Iterator[PlanRow]:

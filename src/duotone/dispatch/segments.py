@@ -55,8 +55,8 @@ def width(rows: int, multiple: int = STEP) -> int:
 
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether kernels take the tensors as they are: no compiler traces, none is fake, and x is not empty."""
-    if torch.compiler.is_compiling() or not has_kernels(x):
+    """Whether kernels take the tensors as they are: no compiler traces, none is fake or elsewhere, x is not empty."""
+    if torch.compiler.is_compiling() or not has_kernels(x) or weights[0].device != x.device:
         return False
     return all([type(w) in PLAIN_TYPES for w in weights])
 
@@ -107,15 +107,15 @@ def table(tensors: Sequence[Tensor]) -> Any:
 
 
 def _held(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `_on_device`, kept for the next call on the same stream."""
+    """As `_on_device`, kept for the next call on the same stream; a graph that captures keeps tensors of its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return _on_device(values, dtype, device)
     key = (values, dtype, device.index, torch.cuda.current_stream(device).cuda_stream)
     found = _HELD.get(key)
     if found is None:
-        found = _on_device(values, dtype, device)
-        if not torch.cuda.is_current_stream_capturing():
-            if len(_HELD) >= REMEMBERED:
-                _HELD.clear()
-            _HELD[key] = found
+        if len(_HELD) >= REMEMBERED:
+            _HELD.clear()
+        found = _HELD[key] = _on_device(values, dtype, device)
     return found
 
 

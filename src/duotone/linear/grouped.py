@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -79,12 +80,14 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
         if splits.dtype not in (torch.int64, torch.int32) or splits.dim() != 1:
             got = f"{tuple(splits.shape)} in {splits.dtype}"
             raise UserError(f"m_splits is a list of integers or an int tensor of one dimension; got {got}")
+        if splits.is_meta:
+            raise UserError("m_splits is on meta, where it has no values; give a list of integers")
         splits = splits.tolist()
     if not isinstance(splits, Sequence) or isinstance(splits, str):
         raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
-    given = tuple(splits)
+    given = tuple([int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n for n in splits])
     if len(given) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in given):
-        raise UserError(f"m_splits needs {count} row counts that are not negative; got {_short(given)}")
+        raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(given)}")
     if rows is not None and sum(given) != rows:
         raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
     return given

@@ -86,10 +86,9 @@ class MoE(nn.Module):
     takes_first_microbatch = True
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
-        if x.shape[-1] != self.router.weight.shape[1]:
-            raise UserError(
-                f"MoE takes (..., {self.router.weight.shape[1]}); got (..., {x.shape[-1]}): reshape the input"
-            )
+        width = self.router.weight.shape[1]
+        if x.shape[-1:] != (width,):
+            raise UserError(f"MoE takes (..., {width}); got {tuple(x.shape)}: reshape the input")
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)

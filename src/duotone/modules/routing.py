@@ -43,6 +43,8 @@ class Routing(Rows):
         """UserError where a choice is not among the experts."""
         if not self.chosen.numel():
             return (0,) * self.experts
+        if self.chosen.is_meta:
+            raise UserError("tokens on meta are routed nowhere; move the module and its input to a device")
         found = tuple(torch.bincount(self.chosen, minlength=self.experts).tolist())
         if len(found) != self.experts:
             raise UserError(f"a token was routed to expert {len(found) - 1}; there are {self.experts}, counted from 0")

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
+from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.segmented import SegmentedStage, Together, grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
@@ -19,6 +20,7 @@ from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.delayed import USE
 from duotone.tensor import QuantizedTensor, Quantizer
 
 
@@ -55,6 +57,8 @@ class PlannedGroup(Planned):
             )
         weights = self.weights
         require_fit(self.module_name, signal, weights[0])
+        self._require_alike("weight", weights, weights[0].shape)
+        self._require_alike("bias", self.biases, weights[0].shape[:1])
         out = weights[0].shape[0]
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
@@ -62,6 +66,27 @@ class PlannedGroup(Planned):
         trained = any(p is not None and p.requires_grad for p in (*weights, *self.biases))
         tracked = torch.is_grad_enabled() and trained
         return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+
+    def _require_alike(self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int]) -> None:
+        """UserError unless what is given has this shape, on the device of the first weight: kernels see addresses."""
+        device = self.weights[0].device
+        if all([p is None or (p.shape == shape and p.device == device) for p in parameters]):
+            return
+        for i, p in enumerate(parameters):
+            if p is not None and (p.shape != shape or p.device != device):
+                raise UserError(
+                    f"{self.module_name}: the {kind} of expert {i} is {tuple(p.shape)} on {p.device}; "
+                    f"those of expert 0 ask for {tuple(shape)} on {device}"
+                )
+
+    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
+        plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
+        stage = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
+        biased = not self.return_bias and any(bias is not None for bias in self.biases)
+        kept = biased or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if kept or not isinstance(stage, SegmentedStage) or stage.on_host is not Together:
+            return super().kernel_of(plan, gemm)
+        return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
     def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
@@ -118,7 +143,9 @@ class PlannedGroup(Planned):
 
 
 class GroupedLinear(PlannedGroup, nn.Module):
-    """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input, as `num_gemms` separate Linears would give it.
+    """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input: the values of `num_gemms` separate Linears.
+
+    Their bits too, except on Hopper where one kernel multiplies all experts: its sums run in an order of their own.
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
@@ -144,8 +171,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         name: str = "",
         recipe: Recipe | None = None,
     ) -> None:
-        if num_gemms < 1:
-            raise UserError(f"num_gemms is {num_gemms}; give one or more")
+        if not isinstance(num_gemms, int) or num_gemms < 1:
+            raise UserError(f"num_gemms is {num_gemms!r}; give a whole number, one or more")
         if single_grouped_weight and (fuse_wgrad_accumulation or delay_wgrad_compute):
             raise UserError("single_grouped_weight gives its gradient to autograd; keep separate weights for the rest")
         super().__init__()

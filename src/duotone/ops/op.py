@@ -1,5 +1,6 @@
 """Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Op:
     """How many further inputs a call takes."""
 
     takes_first_microbatch = True
+    fuse_wgrad_accumulation = delay_wgrad_compute = False
     _rewritten: dict[Any, Any]
 
     @property
@@ -65,7 +67,20 @@ class Op:
 
 
 def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]) -> Any:
-    """Link the ops and run them as one pipeline. `owner` is where rewritten tuples are remembered."""
+    """Link the ops and run them as one pipeline. `owner` is where rewritten tuples are remembered.
+
+    What keeps weights or gradients from one call to the next runs outside of compiled graphs.
+    """
+    if first is not None or any([op.fuse_wgrad_accumulation or op.delay_wgrad_compute for op in ops]):
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # else nothing compiles, nor should it load
+            from duotone.ops.uncompiled import run_uncompiled
+
+            return run_uncompiled(ops, x, extra, first, owner)  # type: ignore[call-arg]
+    return run_ops(ops, x, extra, first, owner)
+
+
+def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]) -> Any:
+    """As `run`, wherever it is called."""
     signal = signal_of(x, owner.get("module_name", ""))
     if signal.dtype is not x.dtype:
         x = x.to(signal.dtype)

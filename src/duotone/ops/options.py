@@ -20,11 +20,6 @@ from duotone.state.delayed import DEFER, RECORD, mode_now
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
     """The stage with this module's caches and sinks; UsageError where a `main_grad` that it needs is missing."""
-    if torch.compiler.is_compiling():
-        raise UserError(
-            f"{module.module_name}: is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep state "
-            "that torch.compile cannot trace; leave them out, or leave this module out of what is compiled"
-        )
     if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
         for weight in module.weights:
             if weight.requires_grad:

@@ -15,7 +15,7 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import Calibrating, LinearStage, record
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, HELD
-from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
+from duotone.linear.plan import GemmPlan, LinearPlan, Setting, ask_recipe, build_plan
 from duotone.linear.stage import Stage
 from duotone.ops import options, states
 from duotone.ops.consumers import BoundaryRoles
@@ -266,6 +266,10 @@ class Planned(BoundaryRoles, Op):
         if recipe.key not in self._given:
             self._given[recipe.key] = ask_recipe(setting)
         return build_plan(setting, self._given[recipe.key])
+
+    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
+        """The name of what multiplies in this module where `gemm` is one of the plan's."""
+        return gemm.rule.name
 
     def resolve(
         self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE, recorded: Recipe | None = None

@@ -11,6 +11,8 @@ from duotone.recipes import Recipe
 DEFAULT_RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 BASE = "torch bf16 compiled"
 Shape = tuple[int, ...]
+DIGITS = 19
+"""Of numbers that torch has no integers for."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,11 @@ class Subject:
     def parse(self, text: str) -> Shape:
         """The shape written as `8192x4096x4096`; UserError where it is none of this subject."""
         parts = text.lower().split("x")
-        if len(parts) != len(self.dims) or not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        numbers = all(part.isascii() and part.isdigit() and len(part) < DIGITS and int(part) for part in parts)
+        if len(parts) != len(self.dims) or not numbers:
             dims, example = "x".join(self.dims), written(self.shapes["cuda"][0])
             raise UserError(
-                f"--shape {text!r} is not {dims}: give {len(self.dims)} positive whole numbers, such as {example}"
+                f"--shape {text[:80]!r} is not {dims}: give {len(self.dims)} positive whole numbers, such as {example}"
             )
         return tuple(int(part) for part in parts)
 

@@ -45,6 +45,10 @@ class Record:
     error: str = ""
 
 
+TOO_LARGE = ("alloc", "overflow")
+"""What torch says of tensors that no memory holds, and of those whose size no integer does."""
+
+
 def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = lambda _: None) -> list[Record]:
     """Run the duel of a case; what `tell` raises ends it. UserError where the inputs do not fit the device."""
     import torch._dynamo
@@ -54,8 +58,8 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
     with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
         try:
             candidates = case.candidates()
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "alloc" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in TOO_LARGE):
                 raise
             raise UserError(f"{case.what}: {case.shape} does not fit the device; give a smaller --shape") from None
         for candidate in candidates:
