@@ -157,8 +157,33 @@ def test_what_keeps_tensors_between_calls_runs_outside_of_graphs(given: dict) ->
         assert torch.equal(y, keeping(x, is_first_microbatch=first))
         y.sum().backward()
         run(x).sum().backward()
-    frames = 1 if first is not None else 3  # of whole linears: an option of the module guards its inner frame only
+    frames = 1 if first is not None else 2  # of whole linears: an option of the module guards its inner frame only
     assert counter.frame_count == frames
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="keep tensors between calls: leave them out"):
         torch.compile(keeping, fullgraph=True, backend="aot_eager")(x, is_first_microbatch=first)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_many_layers_that_keep_weights_do_not_reach_the_limit_of_recompiles() -> None:
+    """Dynamo guards on what an argument of an uncompiled call holds: a dictionary on all of it, a module on nothing."""
+    own = {"params_dtype": torch.bfloat16, "recipe": recipes.load("fp8-delayed")}
+    layers = nn.ModuleList([duotone.Linear(32, 32, **own) for _ in range(12)])
+
+    def model(x: Tensor, first: bool) -> Tensor:
+        for layer in layers:
+            x = layer(x, is_first_microbatch=first)
+        return x
+
+    run = torch.compile(model, backend="aot_eager")
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for first in (True, False, True):
+            run(x, first).sum().backward()
+
+
+@pytest.mark.parametrize("given", [{"is_first_microbatch": True}, {}], ids=str)
+def test_what_keeps_tensors_between_calls_is_not_exported(given: dict) -> None:
+    m = duotone.Linear(32, 32, delay_wgrad_compute=not given, recipe=recipes.load("mxfp8"))
+    with pytest.raises(duotone.UserError, match="keep tensors between calls, and cannot be exported: leave them out"):
+        torch.export.export(m, (torch.randn(16, 32),), given, strict=False)

@@ -255,6 +255,13 @@ def test_experts_of_other_shapes_or_devices_are_refused_by_name(kind, recipe) ->
     assert m(x, [10] * 4).isfinite().all()
 
 
+def test_a_packed_weight_of_other_experts_is_refused() -> None:
+    m = grouped(single_grouped_weight=True)
+    m.weight = nn.Parameter(m.weight.detach()[:3].clone())
+    with pytest.raises(UserError, match="g has weights of 3 experts for num_gemms 4"):
+        m(torch.randn(40, K).to(DTYPE), [10] * 4)
+
+
 def test_experts_of_mixed_formats_are_refused_by_name() -> None:
     """core 88, hybrid 61."""
     x = torch.randn(40, K).to(DTYPE)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import UsageError, UserError, recipes
@@ -208,6 +209,36 @@ def test_a_cache_of_split_parameters_sees_a_write_to_any_piece(piece) -> None:
         with torch.no_grad():
             m._parameters[f"{piece}_weight"].add_(0.5)
         assert torch.equal(m(x, is_first_microbatch=False), m(x))
+
+
+@pytest.mark.parametrize("recipe", [MX, NV, DELAYED], ids=lambda recipe: recipe.name)
+@every_class
+def test_planes_that_are_kept_have_no_graph(kind, recipe) -> None:
+    """Leaving inference mode turns gradients on: the stages of a cast would keep what it is made of for a backward."""
+    saved = []
+    for first in (None, True, False):
+        m, seen = make(kind, recipe=recipe), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: (seen.append(t), t)[1], lambda t: t):
+            call(m, rows().requires_grad_(), is_first_microbatch=first)
+        saved.append(sorted((t.shape, str(t.dtype)) for t in seen))
+    assert saved[0] == saved[1] == saved[2]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda recipe: recipe.name)
+@every_class
+def test_microbatches_under_checkpoint_have_the_gradients_without(kind, recipe, reentrant) -> None:
+    m, twin = make(kind, recipe=recipe), make(kind, recipe=recipe)
+    for first in (True, False):
+        x, dy = rows(), torch.randn(32, 64 if kind == "LayerNormMLP" else 96).to(DTYPE)
+        found = []
+        for one, run in ((m, checkpoint), (twin, lambda f, x, **_: f(x))):
+            leaf = x.clone().requires_grad_()
+            given = {"use_reentrant": reentrant}
+            y = run(lambda x, m=one, first=first: first_of(call(m, x, is_first_microbatch=first)), leaf, **given)
+            y.backward(dy)
+            found.append([y, leaf.grad, *(p.grad for p in one.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_delayed_amaxes_of_a_cached_weight_are_not_recorded_again() -> None:

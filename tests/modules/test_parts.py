@@ -122,5 +122,8 @@ def test_what_a_mixture_cannot_route_is_refused_in_one_line() -> None:
     for x, told in ((torch.tensor(1.0), r"MoE takes \(..., 16\); got \(\)"), (torch.ones(3, 8), r"got \(3, 8\)")):
         with pytest.raises(UserError, match=told):
             moe(x)
+    moe.fc1 = duotone.GroupedLinear(8, 16, 64, bias=False)
+    with pytest.raises(UserError, match="m_splits needs 8 row counts"):
+        moe(torch.ones(3, 16))
     with pytest.raises(UserError, match="tokens on meta are routed nowhere"):
         moe.to("meta")(torch.ones(3, 16, device="meta"))

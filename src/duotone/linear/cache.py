@@ -44,7 +44,7 @@ class WeightCache:
         self.stamp, self.planes = None, Planes(None, None)
 
     def make(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
+        with torch.inference_mode(False), torch.no_grad():  # what is kept is no inference tensor, and has no graph
             made = quantizer.encode(x, usage, ctx)
         stamp = self._stamp_of(x, quantizer)
         self.stamp, self.planes = stamp, made if stamp is not None else Planes(None, None)

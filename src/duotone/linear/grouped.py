@@ -65,8 +65,11 @@ class GroupedStage(Stage):
 
 
 class Rows:
-    """How many rows each of n linears has: `counts` int64 (n,) on the device, `splits` on the host, which waits."""
+    """How many rows each of `experts` linears has, `total` in all: `counts` int64 on the device, `splits` on the host,
+    which waits."""
 
+    experts: int
+    total: int
     counts: Tensor
     splits: tuple[int, ...]
 

@@ -39,7 +39,7 @@ class LayerNormLinear(Linear):
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
         """(*lead, in_features) -> (*lead, out_features), then the bias and the normalised input if asked for."""
-        made = run(self._ops, x, (), is_first_microbatch, self.__dict__)
+        made = run(self._ops, x, (), is_first_microbatch, self)
         y, *normalised = made if isinstance(made, tuple) else (made,)
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y

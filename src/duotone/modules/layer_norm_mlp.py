@@ -103,11 +103,11 @@ class LayerNormMLP(nn.Module):
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
         ops = self.ops
         if is_plain(*ops[-3:]):
-            made = run(ops, x, (), is_first_microbatch, self.__dict__)
+            made = run(ops, x, (), is_first_microbatch, self)
             y, *normalised = made if isinstance(made, tuple) else (made,)
             bias = [self.fc2.bias] if self.return_bias else []
         else:  # hooks want to see calls, and what was put in the place of a linear may be no op
-            y, normalised = run_modules(ops, x, (), is_first_microbatch, self.__dict__)
+            y, normalised = run_modules(ops, x, (), is_first_microbatch, self)
             bias = [normalised.pop()] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
 

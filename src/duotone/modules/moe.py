@@ -92,8 +92,10 @@ class MoE(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
+        known = type(self.router) is Router  # another one's choices are looked at by the host, which refuses strangers
+        rows = routing if known else routing.splits
         ops = (self.fc1, self.activation, self.fc2)
-        y, _ = run_modules(ops, routing.rows(flat), (routing, routing), is_first_microbatch, self.__dict__)
+        y, _ = run_modules(ops, routing.rows(flat), (rows, rows), is_first_microbatch, self)
         return routing.combine(y, weights).view(x.shape)
 
     def reset_parameters(self) -> None:

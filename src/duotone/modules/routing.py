@@ -31,6 +31,10 @@ class Routing(Rows):
         inverse[order] = torch.arange(order.numel(), device=order.device)
         return Routing(flat, order, inverse, index.shape[-1], experts)
 
+    @property
+    def total(self) -> int:  # type: ignore[override]
+        return self.chosen.numel()
+
     @cached_property
     def counts(self) -> Tensor:  # type: ignore[override]
         """Of choices that are known to be among the experts."""

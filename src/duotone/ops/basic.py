@@ -221,7 +221,7 @@ class AddExtraInput(BasicOp):
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         return self.stage, signal._replace(requires_grad=torch.is_grad_enabled(), held=None)
 
-    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (other,) = extra
         if not isinstance(other, Tensor) or other.dim() == 0:
             raise UserError(f"AddExtraInput adds a tensor of the same shape; got {type(other).__name__}")

@@ -31,6 +31,8 @@ class PlannedGroup(Planned):
     extra_inputs = 1
     num_gemms: int
     return_bias = False
+    use_bias = single_grouped_weight = single_grouped_bias = True
+    """Unless a module says so of its own, its parameters are packed: one for all experts."""
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -57,8 +59,12 @@ class PlannedGroup(Planned):
             )
         weights = self.weights
         require_fit(self.module_name, signal, weights[0])
-        self._require_alike("weight", weights, weights[0].shape)
-        self._require_alike("bias", self.biases, weights[0].shape[:1])
+        if len(weights) != self.num_gemms:
+            raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
+        if not self.single_grouped_weight:
+            self._require_alike("weight", weights, weights[0].shape, weights[0].device)
+        if self.use_bias and not self.single_grouped_bias:
+            self._require_alike("bias", self.biases, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
@@ -67,9 +73,10 @@ class PlannedGroup(Planned):
         tracked = torch.is_grad_enabled() and trained
         return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
 
-    def _require_alike(self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int]) -> None:
-        """UserError unless what is given has this shape, on the device of the first weight: kernels see addresses."""
-        device = self.weights[0].device
+    def _require_alike(
+        self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
+    ) -> None:
+        """UserError unless those that are given have this shape, on this device: kernels see addresses."""
         if all([p is None or (p.shape == shape and p.device == device) for p in parameters]):
             return
         for i, p in enumerate(parameters):
@@ -88,23 +95,23 @@ class PlannedGroup(Planned):
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
-    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
+        stays = isinstance(stage, SegmentedStage) and stage.takes_device_splits and self._leaves_counts_there(signal)
         if isinstance(splits, Rows):
-            stage = self._segmented(signal)
-            return (splits.counts if stage and stage.on_host is Together else splits.splits,)
-        if isinstance(splits, Tensor) and splits.is_cuda and self._segmented(signal):
+            together = stays and stage.on_host is Together
+            if not together or splits.experts != self.num_gemms or splits.total != signal.rows:
+                splits = splits.splits
+            else:
+                return (splits.counts,)
+        if isinstance(splits, Tensor) and splits.is_cuda and stays:
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def _segmented(self, signal: Signal) -> SegmentedStage | None:
-        """The stage if row counts on the device may stay there; else they are waited for."""
-        if torch.compiler.is_compiling() or signal.device != "cuda":
-            return None
-        if not self.return_bias and any(bias is not None for bias in self.biases):
-            return None
-        stage = self.link(signal, None)[0]
-        return stage if isinstance(stage, SegmentedStage) and stage.takes_device_splits else None
+    def _leaves_counts_there(self, signal: Signal) -> bool:
+        """Whether nothing but the stage asks for row counts that are on the device."""
+        biased = not self.return_bias and any(bias is not None for bias in self.biases)
+        return signal.device == "cuda" and not biased and not torch.compiler.is_compiling()
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
@@ -204,7 +211,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         go to autograd and no bias is added: then nothing looks at the sum, and results of rows beyond it are undefined.
         With `return_bias` the biases follow, not added.
         """
-        y = run((self,), x, (m_splits,), is_first_microbatch, self.__dict__)
+        y = run((self,), x, (m_splits,), is_first_microbatch, self)
         return (y, list(self.biases)) if self.return_bias else y
 
     @property

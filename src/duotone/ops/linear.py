@@ -47,7 +47,7 @@ class PlannedLinear(Planned):
         """
         if fp8_output or fp8_grad:
             return self._with_boundary(x, is_first_microbatch, fp8_output, fp8_grad)
-        y = run((self,), x, (), is_first_microbatch, self.__dict__)
+        y = run((self,), x, (), is_first_microbatch, self)
         return (y, self.bias) if self.return_bias else y
 
     @property
@@ -59,7 +59,7 @@ class PlannedLinear(Planned):
         self.link(signal_of(x), first)  # refuses a bad input before anything happens
         plan = self.plan_for(x)
         x = boundary.quantize_gradient(x, plan) if fp8_grad else x
-        y = run((self,), x, (), first, self.__dict__)
+        y = run((self,), x, (), first, self)
         y = boundary.quantize_output(y, plan) if fp8_output else y
         return (y, self.bias) if self.return_bias else y
 

@@ -51,8 +51,8 @@ class Op:
         """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
         raise NotImplementedError
 
-    def accept(self, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
-        """The `extra` inputs of this call as `operands` wants them. Raises UserError where one does not fit."""
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
         return extra
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
@@ -63,11 +63,11 @@ class Op:
         return ()
 
     def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:
-        return run((self,), x, extra, is_first_microbatch, self.__dict__)
+        return run((self,), x, extra, is_first_microbatch, self)
 
 
-def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]) -> Any:
-    """Link the ops and run them as one pipeline. `owner` is where rewritten tuples are remembered.
+def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
+    """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
     What keeps weights or gradients from one call to the next runs outside of compiled graphs.
     """
@@ -79,9 +79,9 @@ def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, 
     return run_ops(ops, x, extra, first, owner)
 
 
-def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]) -> Any:
+def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
     """As `run`, wherever it is called."""
-    signal = signal_of(x, owner.get("module_name", ""))
+    signal = signal_of(x, owner.__dict__.get("module_name", ""))
     if signal.dtype is not x.dtype:
         x = x.to(signal.dtype)
     taken, linked = 0, []
@@ -94,7 +94,7 @@ def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | No
         raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
     stages = tuple([stage for _, stage, _ in linked])
     compiling = torch.compiler.is_compiling()
-    forward, backward, rolls = (stages, stages, False) if compiling else _rewritten(stages, owner)
+    forward, backward, rolls = (stages, stages, False) if compiling else _rewritten(stages, owner.__dict__)
     given = _accepted(linked, extra) if taken else iter(())
     operands: list[Any] = []
     for op, stage, before in linked:
@@ -108,9 +108,9 @@ def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | No
 def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """What each op that takes further inputs makes of its own."""
     at, accepted = 0, []
-    for op, _, signal in linked:
+    for op, stage, signal in linked:
         if op.extra_inputs:
-            accepted.append(op.accept(signal, extra[at : at + op.extra_inputs]))
+            accepted.append(op.accept(stage, signal, extra[at : at + op.extra_inputs]))
             at += op.extra_inputs
     return iter(accepted)
 

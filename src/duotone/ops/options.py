@@ -17,9 +17,13 @@ from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
 from duotone.linear.stage import Stage
 from duotone.state.delayed import DEFER, RECORD, mode_now
 
+KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
+
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
     """The stage with this module's caches and sinks; UsageError where a `main_grad` that it needs is missing."""
+    if torch.compiler.is_compiling():  # an export that does not ask Dynamo, which leaves such calls alone
+        raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
     if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
         for weight in module.weights:
             if weight.requires_grad:

@@ -27,7 +27,7 @@ class Sequential(nn.Sequential):
         if self.extra_inputs != len(extra):
             takes = self.extra_inputs
             raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
-        made, outputs = run_modules(tuple(self), x, extra, is_first_microbatch, self.__dict__)
+        made, outputs = run_modules(tuple(self), x, extra, is_first_microbatch, self)
         return (made, *outputs) if outputs else made
 
     def __add__(self, other: nn.Sequential) -> "Sequential":
@@ -43,7 +43,7 @@ class Sequential(nn.Sequential):
 
 
 def run_modules(
-    modules: Sequence[Any], x: Tensor, extra: Sequence[Any], first: bool | None, owner: dict[str, Any]
+    modules: Sequence[Any], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any
 ) -> tuple[Tensor, list[Any]]:
     """The output and the further outputs of modules and ops, neighbouring ops in one pipeline."""
     outputs: list[Any] = []

@@ -6,9 +6,6 @@ A module of its own, imported where something is compiled: making the function i
 import torch
 
 from duotone.ops.op import run_ops
+from duotone.ops.options import KEEPS
 
-REASON = (
-    "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls: leave them out, "
-    "or compile without fullgraph"
-)
-run_uncompiled = torch.compiler.disable(run_ops, reason=REASON)
+run_uncompiled = torch.compiler.disable(run_ops, reason=f"{KEEPS}: leave them out, or compile without fullgraph")
