@@ -105,6 +105,13 @@ def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew(
     assert grouped_stage(deferred, below).on_host is Apart
 
 
+def test_segments_are_padded_as_the_kernels_take_them() -> None:
+    """Triton is imported late, so the constants are written twice."""
+    from duotone.kernels import segments as kernels
+
+    assert (segments.STEP, segments.CHUNK) == (kernels.STEP.value, kernels.CHUNK.value)
+
+
 def test_the_plan_names_what_multiplies(monkeypatch) -> None:
     monkeypatch.setattr(gemms, "has_triton", lambda: True, raising=False)
     recipe = recipes.load("fp8-delayed")

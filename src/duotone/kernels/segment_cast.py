@@ -64,7 +64,7 @@ class Coded(NamedTuple):
     col_scale: Tensor | None
 
 
-AMAX_ROWS, AMAX_CHUNK = 16, 8192
+AMAX_ROWS, AMAX_VALUES = 16, 8192
 SPAN, LINES, ACROSS = 256, 32, 256
 TILE = (64, 128, 4)
 ALIGNED_WORDS = 4
@@ -103,14 +103,9 @@ class SegmentCast:
         tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch("cast", segments.block, live is not None, table is not None, aligned)
-        across = -(-k // tk)
+        tiles, across = segments.width // tm + segments.count, -(-k // tk)  # at most: of padded rows, one where empty
         tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
-        launch(
-            (segments.width // tm + segments.count) * across,
-            tensors,
-            (k, segments.width, segments.count, slot),
-            self.floats,
-        )
+        launch(tiles * across, tensors, (k, segments.width, segments.count, slot), self.floats)
         return made
 
     def _sources(
@@ -162,7 +157,7 @@ class SegmentCast:
     def _bind(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
         where = {"TABLE": table, "ALIGNED": aligned, "EP": block}
         if which == "amax":
-            return segment_amax_kernel.bind({**where, "ROWS": AMAX_ROWS, "CHUNK": AMAX_CHUNK}, warps=8)
+            return segment_amax_kernel.bind({**where, "ROWS": AMAX_ROWS, "VALUES": AMAX_VALUES}, warps=8)
         if which == "lines":
             return segment_lines_kernel.bind({**where, "SPAN": SPAN, "TM": LINES, "TK": ACROSS})
         tm, tk, warps = TILE

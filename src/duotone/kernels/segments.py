@@ -58,7 +58,7 @@ def _start(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @functools.partial(kernel, unspecialized=("M", "E"))
 def ends_kernel(counts, ends, M, E, EP: tl.constexpr):
-    """Row counts -> ends of rows, then of columns, CHUNK each; rows beyond M are cut, negative counts are 0."""
+    """Row counts -> ends of rows, then of columns, multiples of CHUNK; rows beyond M are cut, negative counts are 0."""
     i = tl.arange(0, EP)
     n = tl.load(counts + i, mask=i < E, other=0).to(tl.int64)
     n = tl.minimum(tl.maximum(n, 0), M)
@@ -72,17 +72,17 @@ def ends_kernel(counts, ends, M, E, EP: tl.constexpr):
 @functools.partial(kernel, unspecialized=("E",))
 def segment_amax_kernel(
     x, out, ends, table, K, E,
-    TABLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, EP: tl.constexpr,
+    TABLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """The amax of each segment into int32 bits that start at 0; a program walks over ROWS rows."""
+    """The amax of each segment into int32 bits that start at 0; a program walks over ROWS rows, VALUES at a time."""
     e, tile, first, rows, _ = _segment(tl.program_id(0), ends, E, ROWS, 1, EP)
     if e >= E:
         return
     here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * ROWS).to(tl.int64) * K)
     count = tl.minimum(rows - tile * ROWS, ROWS) * K
-    i = tl.arange(0, CHUNK)
-    largest = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, count, CHUNK):
+    i = tl.arange(0, VALUES)
+    largest = tl.zeros([VALUES], tl.float32)
+    for start in range(0, count, VALUES):
         value = tl.load(here + start + i, mask=start + i < count, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value))  # which drops NaN
     bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True)

@@ -27,6 +27,11 @@ class GroupedStage(Stage):
     linears: tuple[LinearStage, ...]
 
     @property
+    def takes_device_splits(self) -> bool:
+        """Whether the rows of each linear may stay on the device."""
+        return False
+
+    @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)
 
@@ -88,9 +93,10 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
         splits = splits.tolist()
     if not isinstance(splits, Sequence) or isinstance(splits, str):
         raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
-    given = tuple([int(n) if isinstance(n, Integral) and not isinstance(n, bool) else n for n in splits])
-    if len(given) != count or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in given):
-        raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(given)}")
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
+    if len(splits) != count or not whole:
+        raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(splits)}")
+    given = tuple(map(int, splits))
     if rows is not None and sum(given) != rows:
         raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
     return given

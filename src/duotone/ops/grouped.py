@@ -10,7 +10,7 @@ from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.linear.segmented import SegmentedStage, Together, grouped_stage
+from duotone.linear.segmented import Together, grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.initialising import initialise, keep_initialiser
@@ -31,8 +31,8 @@ class PlannedGroup(Planned):
     extra_inputs = 1
     num_gemms: int
     return_bias = False
-    use_bias = single_grouped_weight = single_grouped_bias = True
-    """Unless a module says so of its own, its parameters are packed: one for all experts."""
+    single_grouped_weight = single_grouped_bias = True
+    """Whether one packed parameter holds those of all experts."""
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
@@ -63,7 +63,7 @@ class PlannedGroup(Planned):
             raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
         if not self.single_grouped_weight:
             self._require_alike("weight", weights, weights[0].shape, weights[0].device)
-        if self.use_bias and not self.single_grouped_bias:
+        if not self.single_grouped_bias:
             self._require_alike("bias", self.biases, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
         stage = self.stage_for(signal)
@@ -88,30 +88,26 @@ class PlannedGroup(Planned):
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
         plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
-        stage = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
-        biased = not self.return_bias and any(bias is not None for bias in self.biases)
-        kept = biased or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if kept or not isinstance(stage, SegmentedStage) or stage.on_host is not Together:
+        stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
+        apart = self._adds_bias or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+        if apart or not stage.takes_device_splits or stage.on_host is not Together:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
     def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
-        stays = isinstance(stage, SegmentedStage) and stage.takes_device_splits and self._leaves_counts_there(signal)
+        traced = torch.compiler.is_compiling()
+        stays = signal.device == "cuda" and not traced and stage.takes_device_splits and not self._adds_bias
         if isinstance(splits, Rows):
-            together = stays and stage.on_host is Together
-            if not together or splits.experts != self.num_gemms or splits.total != signal.rows:
-                splits = splits.splits
-            else:
-                return (splits.counts,)
+            fits = splits.experts == self.num_gemms and splits.total == signal.rows
+            splits = splits.counts if stays and fits and stage.on_host is Together else splits.splits
         if isinstance(splits, Tensor) and splits.is_cuda and stays:
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def _leaves_counts_there(self, signal: Signal) -> bool:
-        """Whether nothing but the stage asks for row counts that are on the device."""
-        biased = not self.return_bias and any(bias is not None for bias in self.biases)
-        return signal.device == "cuda" and not biased and not torch.compiler.is_compiling()
+    @property
+    def _adds_bias(self) -> bool:
+        return not self.return_bias and any(bias is not None for bias in self.biases)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
