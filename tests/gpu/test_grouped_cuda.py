@@ -365,7 +365,7 @@ def near(found: Tensor, a: Tensor, b: Tensor, scale: Tensor, fast: bool) -> None
 
 @on_hopper
 def test_slow_accumulation_of_grouped_products_keeps_long_sums() -> None:
-    """8192 values of one sign: what stays in the tensor cores loses a tenth, measured 0.13 at 8192."""
+    """8192 values of one sign: fast accumulation loses percents of such sums, slow one what cuBLAS's does, 9.3e-4."""
     x = torch.rand(256, 8192, device="cuda").to(torch.float8_e4m3fn)
     one = torch.ones(1, 4, device="cuda")[:, :1]
     segments = native.device_segments(torch.tensor([256], device="cuda"), x)
