@@ -228,12 +228,13 @@ def decode_two_level(name: str, dtype: torch.dtype, scaled: bool, k: int) -> lis
     return launched(kind, lambda: decode_nvfp4.decode(codes, scale, amax if scaled else None, 2688.0, dtype))
 
 
-def epilogues(rows: int, cols: int, bias: bool) -> list[Case]:
+def epilogues(rows: int, cols: int, bias: bool, adds: bool = False) -> list[Case]:
     sides = torch.empty(rows), torch.empty(cols)
     add = torch.empty(512, dtype=torch.bfloat16) if bias else None
     y = matrix(256, 512, torch.float32)
-    name = f"epilogue of {rows} and {cols} factors{', bias' * bias}"
-    return launched(name, lambda: epilogue.finish(y, *sides, 0.1, add, torch.bfloat16))
+    name = f"epilogue of {rows} and {cols} factors{', bias' * bias}{', adding' * adds}"
+    out = torch.empty_like(y, dtype=torch.float32 if adds else torch.bfloat16)
+    return launched(name, lambda: epilogue.finish(y, *sides, 0.1, add, out, adds))
 
 
 def decode_scale(name: str) -> torch.dtype:
@@ -315,6 +316,7 @@ CASES += [
     *epilogues(1, 1, False),
     *epilogues(256, 1, True),
     *epilogues(256, 512, False),
+    *epilogues(1, 1, False, True),
 ]
 
 
@@ -354,11 +356,14 @@ def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
     x, w = matrix(256, 512, left), torch.empty(8, 512, 512, dtype=right)
     dy, xt = matrix(512, 1280, left), matrix(256, 1280, right)
     name = f"{first} per {'row' if lines else 'segment'}{', fast' * fast}"
-    bf16 = torch.bfloat16
+    bf16, main = torch.bfloat16, torch.empty(8, 512, 256)
+    places = segment_cast.Table(torch.arange(8) * 512 * 256, True)
+    given = dy, xt, (rows, cols), segments, main, places, True
     with mock.patch.object(grouped, "_multiprocessors", return_value=132):
         return [
             *launched(f"grouped rows, {name}", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16)),
             *launched(f"grouped columns, {name}", lambda: made.of_columns(dy, xt, (rows, cols), segments, bf16)),
+            *launched(f"grouped columns, {name}, adding", lambda: made.of_columns_into(*given)),
         ]
 
 

@@ -124,8 +124,11 @@ def epilogues() -> Check:
         ]
         add = torch.randn(n).to(dtype) if bias else None
         one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
-        got = epilogue.finish(y, sides[0].outer, sides[1].outer, one_over, add, dtype)
-        yield f"epilogue {a} {b} {constant} {bias} {dtype}", got, finish(scaled(y, *sides), dtype, add)
+        given, what = (y, sides[0].outer, sides[1].outer, one_over, add), f"epilogue {a} {b} {constant} {bias} {dtype}"
+        want = finish(scaled(y, *sides), torch.float32, add)
+        yield what, epilogue.finish(*given, torch.empty_like(y, dtype=dtype)), want.to(dtype)
+        before = torch.randn(m, n).to(dtype)
+        yield f"{what} adding", epilogue.finish(*given, before.clone(), True), (want + before.float()).to(dtype)
 
 
 def main() -> int:

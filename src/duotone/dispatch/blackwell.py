@@ -12,6 +12,7 @@ from torch import Tensor
 
 from duotone.dispatch.capability import capability
 from duotone.dispatch.factors import finish, scaled
+from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 
 NEEDED = (10, 0)
 UNPROVEN = "unproven: no one has run this product on such a device yet"
@@ -33,7 +34,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NativeBlocks:
+class NativeBlocks(GemmRule):
     """One kind of block-scaled product: the codec of its scales, elements in a block, and torch's dtypes."""
 
     name: str
@@ -42,10 +43,9 @@ class NativeBlocks:
     per_byte: int
     codes: torch.dtype | None
     scales: torch.dtype
-    native = True
     note = UNPROVEN
 
-    def reject(self, problem: Any) -> str:
+    def reject(self, problem: GemmProblem) -> str:
         if problem.device != "cuda" or capability() < NEEDED:
             return "it needs compute capability 10.0"
         for fmt in (problem.a, problem.b):
@@ -58,7 +58,7 @@ class NativeBlocks:
         e5m2 = torch.float8_e5m2
         return "it takes E5M2 with E4M3 only" if problem.a.code_dtype is problem.b.code_dtype is e5m2 else ""
 
-    def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         rows, cols = a.shape[0], b.shape[0]
         if 0 in (rows, cols, a.shape[1]):
             y = torch.zeros((rows, cols), dtype=torch.float32, device=a.parts["codes"].device)

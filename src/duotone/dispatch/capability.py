@@ -4,6 +4,8 @@ import functools
 
 import torch
 
+HOPPER = (9, 0)
+
 
 @functools.cache
 def capability() -> tuple[int, int]:

@@ -4,101 +4,51 @@ Both operands are planes, contraction last. `RULES` are asked in order; the firs
 emulated rules decode first; what they compute is exact but for the order of the fp32 sum, except where a rule says so.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.blackwell import MXFP8, NVFP4
-from duotone.dispatch.casts import has_kernels
+from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.factors import finish, scaled
-from duotone.dispatch.products import mm_fp32
+from duotone.dispatch.products import adds_into, mm_fp32, mm_into
+from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
-from duotone.formats import Factors, Format, Parts
+from duotone.formats import Factors
 
 FULL = "high precision"
 
 
-@dataclass(frozen=True)
-class GemmProblem:
-    """What a rule may look at: the two formats, where they live, the dtype of the result, and whether products whose
-    hardware has fast, inexact accumulation may use it."""
-
-    a: Format
-    b: Format
-    device: str
-    dtype: torch.dtype
-    fast: bool = False
-
-    @property
-    def extents(self) -> set[str]:
-        return {self.a.outer_extent, self.b.outer_extent}
-
-
-class Operand(Protocol):
-    """An encoded matrix, contraction last (`duotone.tensor.Plane`)."""
-
-    @property
-    def format(self) -> Format: ...
-
-    @property
-    def parts(self) -> Parts: ...
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    def factors(self) -> Factors: ...
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
-
-
-class GemmRule(Protocol):
-    """One row of the table."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def native(self) -> bool: ...
-
-    @property
-    def note(self) -> str: ...
-
-    def reject(self, problem: GemmProblem) -> str:
-        """Why the rule cannot run the problem, or ""."""
-        ...
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """(M, K) and (N, K) -> (M, N) in `out_dtype`; `bias` (N,) is added before the last rounding."""
-        ...
-
-
-class HighPrecision:
+class HighPrecision(GemmRule):
     """Both operands in high precision: torch's own product."""
 
     name = "torch"
-    native = True
-    note = ""
 
     def reject(self, problem: GemmProblem) -> str:
         return "" if problem.extents == {FULL} else "an operand is quantized"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.parts["codes"], b.parts["codes"]
+        if bias is None and out_dtype is torch.float32 and left.dtype is torch.bfloat16:
+            return mm_fp32(left, right)
         y = F.linear(left, right, bias)
         return y if y.dtype is out_dtype else y.to(out_dtype)
 
+    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
+        left, right = a.parts["codes"], b.parts["codes"]
+        if adds_into(left, out):
+            mm_into(left, right, out, adds)
+        else:
+            super().run_into(a, b, out, adds)
 
-class ExactBf16:
+
+class ExactBf16(GemmRule):
     """Both decoded operands are exact in bf16 and nothing follows the product: a plain bf16 GEMM."""
 
     name = "decode, bf16 product"
     native = False
-    note = ""
 
     def reject(self, problem: GemmProblem) -> str:
         if problem.extents != {"none"}:
@@ -108,18 +58,24 @@ class ExactBf16:
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if bias is not None:
+        if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
         left, right = _same_length(a.factors().inner, b.factors().inner)
         return torch.mm(left, right.t())
 
+    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
+        left, right = _same_length(a.factors().inner, b.factors().inner)
+        if adds_into(left, out):
+            mm_into(left, right, out, adds)
+        else:
+            super().run_into(a, b, out, adds)
 
-class Fp32Epilogue:
+
+class Fp32Epilogue(GemmRule):
     """Operands exact in bf16, product left in fp32, then the scales per tensor or per row, bias, and one rounding."""
 
     name = "decode, fp32 product and epilogue"
     native = False
-    note = ""
 
     def reject(self, problem: GemmProblem) -> str:
         if not problem.extents <= {"none", "tensor", "row"}:
@@ -130,18 +86,29 @@ class Fp32Epilogue:
         left, right = a.factors(), b.factors()
         y = mm_fp32(*_same_length(left.inner, right.inner))
         if has_kernels(y) and out_dtype in DTYPES:
-            from duotone.kernels.epilogue import finish as in_one_kernel
-
-            return in_one_kernel(y, left.outer, right.outer, 1.0 / (left.divisor * right.divisor), bias, out_dtype)
+            return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
         return finish(scaled(y, left, right), out_dtype, bias)
 
+    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
+        if not (has_kernels(out) and type(out) in PLAIN_TYPES and out.dtype in DTYPES and out.is_contiguous()):
+            return super().run_into(a, b, out, adds)
+        left, right = a.factors(), b.factors()
+        self._in_one_kernel(mm_fp32(*_same_length(left.inner, right.inner)), left, right, None, out, adds)
+        return None
 
-class BlockPromotion:
+    def _in_one_kernel(
+        self, y: Tensor, left: Factors, right: Factors, bias: Tensor | None, out: Tensor, adds: bool
+    ) -> Tensor:
+        from duotone.kernels.epilogue import finish as in_one_kernel
+
+        return in_one_kernel(y, left.outer, right.outer, 1.0 / (left.divisor * right.divisor), bias, out, adds)
+
+
+class BlockPromotion(GemmRule):
     """fp32 scales along the contraction: a raw product per block, promoted into an fp32 sum, as Hopper's kernels do."""
 
     name = "decode, fp32 product per block"
     native = False
-    note = ""
 
     def reject(self, problem: GemmProblem) -> str:
         if "block" not in problem.extents or FULL in problem.extents:
@@ -164,7 +131,7 @@ class BlockPromotion:
         return finish(scaled(total, rest_a, rest_b), out_dtype, bias)
 
 
-class DecodeToHighPrecision:
+class DecodeToHighPrecision(GemmRule):
     """One operand in high precision: the other is decoded to its dtype, a product of full operands. Rounds the decoded
     operand to that dtype, which is exact for formats without an fp32 scale."""
 
@@ -180,7 +147,7 @@ class DecodeToHighPrecision:
         return F.linear(a.dequantize(dtype), b.dequantize(dtype), bias).to(out_dtype)
 
 
-class Unrotate:
+class Unrotate(GemmRule):
     """Transforms or block widths that differ: both operands are decoded in full, unrotated, and multiplied in fp32."""
 
     name = "decode and unrotate, fp32 product"

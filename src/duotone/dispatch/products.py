@@ -1,7 +1,10 @@
-"""Products of bf16 operands that leave fp32, as an own op: `mm(out_dtype=float32)` exists on CUDA only."""
+"""Products of bf16 operands that leave fp32, as an own op: `mm(out_dtype=float32)` exists on CUDA only; and products
+that add to what is there."""
 
 import torch
 from torch import Tensor
+
+from duotone.dispatch.casts import PLAIN_TYPES
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("mm_fp32(Tensor a, Tensor b) -> Tensor")
@@ -34,3 +37,17 @@ _LIBRARY.impl("mm_fp32", _meta, "Meta")
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     """bf16 (M, K) and (N, K) -> fp32 (M, N) = a b^T, accumulated in fp32."""
     return torch.ops.duotone.mm_fp32(a, b)
+
+
+def adds_into(a: Tensor, out: Tensor) -> bool:
+    """Whether `mm_into` takes operands like `a` and this result."""
+    same = out.device == a.device and type(out) in PLAIN_TYPES and out.is_contiguous()
+    return a.is_cuda and same and out.dtype in (a.dtype, torch.float32)
+
+
+def mm_into(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
+    """a b^T of (M, K) and (N, K), written over `out` (M, N) or, `adds`, added to it: a sum in fp32, rounded once."""
+    if out.dtype is a.dtype:
+        torch.addmm(out, a, b.t(), beta=int(adds), out=out)
+    else:
+        torch.addmm(out, a, b.t(), out.dtype, beta=int(adds), out=out)

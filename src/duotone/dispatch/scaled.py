@@ -1,5 +1,6 @@
 """Scaled products: FP8 codes multiplied by cuBLAS as they are, with scales per tensor, per row or per block of 128."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.capability import capability
+from duotone.dispatch.capability import HOPPER, capability
+from duotone.dispatch.casts import PLAIN_TYPES
 from duotone.dispatch.cuda import contiguous_rows
+from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.formats import Format
 
 STEP = 16
@@ -20,21 +23,27 @@ FP32_CODECS = ("fp32", "power of two")
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define(
-    "block_mm(Tensor a, Tensor scale_a, int kind_a, Tensor b, Tensor scale_b, int kind_b, ScalarType dtype) -> Tensor"
+    "block_mm(Tensor a, Tensor scale_a, int kind_a, Tensor b, Tensor scale_b, int kind_b, Tensor? bias,"
+    " ScalarType dtype) -> Tensor"
 )
 
 
 def _block_mm(
-    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, dtype: torch.dtype
+    a: Tensor,
+    scale_a: Tensor,
+    kind_a: int,
+    b: Tensor,
+    scale_b: Tensor,
+    kind_b: int,
+    bias: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     scales = [scale_a], [kind_a], [], [scale_b], [kind_b], []
-    return torch._scaled_mm_v2(a, b.t(), *scales, None, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
+    return torch._scaled_mm_v2(a, b.t(), *scales, bias, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
 
 
-def _fake_block_mm(
-    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, dtype: torch.dtype
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+def _fake_block_mm(a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, *given: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=given[-1])
 
 
 # Own, because Dynamo does not trace torch._scaled_mm_v2.
@@ -47,7 +56,7 @@ def _scaling(fmt: Format) -> str:
     return fmt.outer_block.name if fmt.scale_codec in FP32_CODECS and not fmt.transform else ""
 
 
-def _refusal(problem: Any) -> str:
+def _refusal(problem: GemmProblem) -> str:
     """What every FP8 product of cuBLAS needs, whatever its scales."""
     if problem.device != "cuda":
         return "it runs on CUDA"
@@ -60,7 +69,7 @@ def _refusal(problem: Any) -> str:
 
 
 @dataclass(frozen=True)
-class ScaledProduct:
+class ScaledProduct(GemmRule):
     """torch._scaled_mm with a scale per tensor or per row of each operand.
 
     `fast` accumulates with fewer bits and truncates: same-sign sums shrink, by 7 % over K = 4096.
@@ -68,55 +77,67 @@ class ScaledProduct:
 
     name: str
     fast: bool
-    native = True
-    note = ""
 
-    def reject(self, problem: Any) -> str:
+    def reject(self, problem: GemmProblem) -> str:
         if problem.fast != self.fast:
             return "the recipe asks for the other accumulation"
         if not {_scaling(problem.a), _scaling(problem.b)} <= {"tensor", "row"}:
             return "it takes one fp32 scale per tensor or per row"
         return _refusal(problem)
 
-    def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         rows, cols = a.shape[0], b.shape[0]
         if 0 in (rows, cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         left, right = _codes(a, 0, STEP), _codes(b, -cols % STEP, STEP)
-        scale_a, scale_b = a.parts["scale"], b.parts["scale"]
-        if not a.format.outer_block.rows == b.format.outer_block.rows == 0:
-            scale_a, scale_b = _per_row(scale_a, rows), _per_row(scale_b, right.shape[0]).t()
-        fused = bias is not None and out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
+        scale_a, scale_b, _ = self._scales(a, b, rows, right.shape[0])
+        fused = _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is not torch.float16 and (bias is None or fused)
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left,
             right.t(),
             scale_a=scale_a,
-            scale_b=scale_b,
+            scale_b=scale_b.t(),
             bias=bias if fused else None,
             out_dtype=out_dtype if direct else torch.float32,
             use_fast_accum=self.fast,
         )
         return _cut(y, cols, out_dtype, None if fused else bias)
 
+    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
+        rows, cols = out.shape
+        if not cublas_writes(a.parts["codes"], out) or not a.shape[1]:
+            return super().run_into(a, b, out, adds)
+        from duotone.kernels import cublas
 
-class BlockScaledProduct:
+        scale_a, scale_b, kind = self._scales(a, b, rows, cols)
+        left, right = cublas.Side(_codes(a, 0, STEP), scale_a, kind), cublas.Side(_codes(b, 0, STEP), scale_b, kind)
+        cublas.multiply(left, right, out, self.fast, adds)
+        return None
+
+    def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, str]:
+        """Decode scales, both of one element ("tensor") or (rows, 1) and (cols, 1) ("row")."""
+        scale_a, scale_b = a.parts["scale"], b.parts["scale"]
+        if a.format.outer_block.rows == b.format.outer_block.rows == 0:
+            return scale_a, scale_b, "tensor"
+        return _per_row(scale_a, rows), _per_row(scale_b, cols), "row"
+
+
+class BlockScaledProduct(GemmRule):
     """torch's product of operands with a scale per 1 x 128 or, one of them, per 128 x 128 block; promoted to fp32 sums
     after each block, so never fast."""
 
     name = "cuBLAS FP8 block product"
-    native = True
-    note = ""
     scalings = frozenset({"1x128", "128x128"})
 
-    def reject(self, problem: Any) -> str:
+    def reject(self, problem: GemmProblem) -> str:
         scalings = {_scaling(problem.a), _scaling(problem.b)}
         if not scalings <= self.scalings or scalings == {"128x128"}:
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
         refusal = _refusal(problem)
         return refusal or ("" if capability()[0] == 9 else "cuBLAS has it for compute capability 9.0 alone")
 
-    def run(self, a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         cols = b.shape[0]
         if 0 in (a.shape[0], cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
@@ -124,11 +145,49 @@ class BlockScaledProduct:
         more = -a.shape[0] % STEP if a.format.outer_block.rows == 1 else 0
         left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
-        direct = bias is None and out_dtype is torch.bfloat16
-        dtype = out_dtype if direct else torch.float32
+        fused = _takes_bias(bias, cols, out_dtype)
+        direct = out_dtype is torch.bfloat16 and (bias is None or fused)
+        dtype, given = out_dtype if direct else torch.float32, bias if fused else None
         y = _block_mm if not torch.compiler.is_compiling() else torch.ops.duotone.block_mm
-        made = y(left, scales[0], kinds[0], right, scales[1], kinds[1], dtype)
-        return _cut(made[: a.shape[0]] if more else made, cols, out_dtype, bias)
+        made = y(left, scales[0], kinds[0], right, scales[1], kinds[1], given, dtype)
+        return _cut(made[: a.shape[0]] if more else made, cols, out_dtype, None if fused else bias)
+
+    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
+        rows, cols = out.shape
+        if not cublas_writes(a.parts["codes"], out) or not a.shape[1] or rows % STEP:
+            return super().run_into(a, b, out, adds)
+        from duotone.kernels import cublas
+
+        left, right = (
+            cublas.Side(_codes(one, 0, BLOCK), _block_scales(one, n), _scaling(one.format))
+            for one, n in ((a, rows), (b, cols))
+        )
+        cublas.multiply(left, right, out, False, adds)
+        return None
+
+
+def _takes_bias(bias: Tensor | None, cols: int, out_dtype: torch.dtype) -> bool:
+    """Whether the product adds the bias, which it does before it rounds."""
+    return bias is not None and out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
+
+
+def cublas_writes(codes: Tensor, out: Tensor) -> bool:
+    """Whether cuBLASLt writes a product of such codes over `out` (M, N), or adds it."""
+    if not codes.is_cuda or out.device != codes.device or type(out) not in PLAIN_TYPES or not _calls_cublas():
+        return False
+    placed = out.stride() == (out.shape[1], 1) and out.data_ptr() % STEP == 0
+    return placed and out.dtype in (torch.float32, torch.bfloat16) and out.numel() > 0 and not out.shape[1] % STEP
+
+
+@functools.cache
+def _calls_cublas() -> bool:
+    """Checked on Hopper alone; scales per row came with CUDA 12.9."""
+    version = tuple(int(n) for n in (torch.version.cuda or "0").split("."))
+    if capability() != HOPPER or version < (12, 9):
+        return False
+    from duotone.kernels import cublas
+
+    return cublas.library() is not None
 
 
 def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.dispatch.capability import capability
+from duotone.dispatch.capability import HOPPER, capability
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels, one_read
-from duotone.dispatch.scaled import STEP, ScaledProduct
+from duotone.dispatch.cuda import DTYPES
+from duotone.dispatch.scaled import STEP, ScaledProduct, cublas_writes
 from duotone.formats import Format
-
-GROUPED_ON = (9, 0)
-"""The compute capability on which the grouped product was checked and its tiles chosen."""
 
 MOST = 1024
 """Segments at most: kernels look at them at once."""
@@ -45,8 +43,8 @@ def takes_segments(gemms: Sequence[Any], shape: tuple[int, ...]) -> bool:
 
 
 def takes_all_segments(count: int) -> bool:
-    """Whether the grouped product multiplies so many segments of GEMMs that `takes_segments`."""
-    return capability() == GROUPED_ON and count <= MOST
+    """Whether the grouped product multiplies so many segments that `takes_segments`; it was checked on Hopper alone."""
+    return capability() == HOPPER and count <= MOST
 
 
 def width(rows: int, multiple: int = STEP) -> int:
@@ -156,6 +154,47 @@ def product(
     return torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
         left, right, of_left, of_right, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out
     )
+
+
+def product_into(
+    left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor, fast: bool, out: Tensor, adds: bool
+) -> None:
+    """As `product`, written over `out` (M, N) in any of torch's dtypes or, `adds`, added to it."""
+    if left.shape[1] and cublas_writes(left, out):
+        from duotone.kernels import cublas
+
+        kind = "tensor" if of_left.numel() == of_right.numel() == 1 else "row"
+        cublas.multiply(cublas.Side(left, of_left, kind), cublas.Side(right.t(), of_right, kind), out, fast, adds)
+        return
+    made = product(left, right, of_left, of_right, fast, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
+    _ = out.add_(made) if adds else out.copy_(made)
+
+
+def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[tuple[Tensor, bool] | None]) -> None:
+    """The columnwise product of a `GroupedProduct`, each segment's written over or, where so said, added to its place.
+
+    Without a place it is let go.
+    """
+    taken = [place for place in places if place is not None]
+    outs, adds = [out for out, _ in taken], any(add for _, add in taken)
+    if len(taken) == len(places) and _takes_places(given[0], outs):
+        for out, add in taken:
+            if adds and not add:
+                out.zero_()
+        multiply.of_columns_into(*given, outs[0], table(outs), adds)
+        return
+    whole = multiply.of_columns(*given, torch.float32)
+    for made, place in zip(whole.unbind(0), places, strict=True):
+        if place is not None:
+            out, add = place
+            _ = out.add_(made) if add else out.copy_(made)
+
+
+def _takes_places(like: Tensor, outs: Sequence[Tensor]) -> bool:
+    """Whether the grouped product of operands like this one writes over these results (M, N), or adds to them."""
+    dtype, device = outs[0].dtype, like.device
+    placed = [one.dtype is dtype and one.device == device and one.is_contiguous() for one in outs]
+    return dtype in DTYPES and all(placed) and all([type(one) in PLAIN_TYPES for one in outs])
 
 
 def grouped_product(fast: bool, lines: bool) -> Any:

@@ -40,10 +40,10 @@ def scaled(made, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.
 @kernel
 def epilogue_kernel(
     y, rows, cols, bias, out, M, N, constant,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-    TM: tl.constexpr, TN: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
+    DTYPE: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y, scaled, plus the bias."""
+    """One tile of y, scaled, plus the bias and, where it ADDS, what is there."""
     across = tl.cdiv(N, TN)
     pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
     i, j = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
@@ -52,19 +52,29 @@ def epilogue_kernel(
     made = scaled(tl.load(y + at, mask=inside, other=0.0), rows, cols, m, n, M, N, constant, ROWS, COLS, CONSTANT)
     if BIAS:
         made = made + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    if ADDS:
+        made = made + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + at, made.to(DTYPE), mask=inside)
 
 
 def finish(
-    y: Tensor, rows: Tensor | None, cols: Tensor | None, constant: float, bias: Tensor | None, dtype: torch.dtype
+    y: Tensor,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    constant: float,
+    bias: Tensor | None,
+    out: Tensor,
+    adds: bool = False,
 ) -> Tensor:
-    """(M, N) in `dtype` of the contiguous fp32 product y; `rows` and `cols` hold one fp32 or M and N of them."""
+    """The contiguous fp32 product y in the contiguous `out` (M, N), which it is returned in, or added to that.
+
+    `rows` and `cols` hold one fp32 or M and N of them.
+    """
     m, n = y.shape
-    out = torch.empty((m, n), dtype=dtype, device=y.device)
     rows, cols, bias = (None if t is None else t.contiguous() for t in (rows, cols, bias))
-    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in (rows, cols, bias))
+    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in (rows, cols, bias, out))
     kind = None if bias is None else bias.dtype
-    launch = _launch(_extent(rows), _extent(cols), constant != 1.0, kind, dtype, aligned)
+    launch = _launch(_extent(rows), _extent(cols), constant != 1.0, kind, adds, out.dtype, aligned)
     tm, tn, _ = TILE
     launch(-(-m // tm) * -(-n // tn), (y, rows, cols, bias, out), (m, n), (constant,))
     return out
@@ -78,10 +88,17 @@ def _extent(factors: Tensor | None) -> int:
 
 @functools.cache
 def _launch(
-    rows: int, cols: int, constant: bool, bias: torch.dtype | None, dtype: torch.dtype, aligned: tuple[bool, ...]
+    rows: int,
+    cols: int,
+    constant: bool,
+    bias: torch.dtype | None,
+    adds: bool,
+    dtype: torch.dtype,
+    aligned: tuple[bool, ...],
 ) -> Launch:
     """What a launch learns from its first call and holds true of all, as dtypes and `aligned`, keeps launches apart."""
     del aligned
     tm, tn, warps = TILE
-    constants = {"ROWS": rows, "COLS": cols, "CONSTANT": constant, "BIAS": bias is not None, "DTYPE": DTYPES[dtype]}
-    return epilogue_kernel.bind({**constants, "TM": tm, "TN": tn}, warps, options={"enable_fp_fusion": False})
+    scales = {"ROWS": rows, "COLS": cols, "CONSTANT": constant}
+    constants = {**scales, "BIAS": bias is not None, "ADDS": adds, "DTYPE": DTYPES[dtype], "TM": tm, "TN": tn}
+    return epilogue_kernel.bind(constants, warps, options={"enable_fp_fusion": False})

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.segment_cast import Table
 from duotone.kernels.segments import CHUNK
 
 
@@ -29,6 +30,9 @@ class Tile(NamedTuple):
     patch: int
     walk: bool
 
+
+STEP = 16
+"""What places are multiples of where a `Table` is aligned."""
 
 TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(64, 128, 4, 3, 8, False)}
 """By `fast`. Sums that leave the tensor cores take the registers of two tiles: those are small, three to a
@@ -60,15 +64,22 @@ def _sums(a, b, row, col, low, high, FAST: tl.constexpr, BM: tl.constexpr, BN: t
 
 
 @triton.jit
-def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr):
-    """Scale, round and store a tile; of_a and of_b are where the scales of rows and columns begin, or the one scale."""
+def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr, ADDS: tl.constexpr = False):
+    """Scale, round and store a tile, ADDS with what is there; of_a and of_b are where the scales of rows and columns
+    begin, or the one scale."""
     if LINES:
         of_rows = tl.load(of_a + m, mask=m < M, other=0.0)
         scale = of_rows[:, None] * tl.load(of_b + n, mask=n < N, other=0.0)[None, :]
     else:
         scale = tl.load(of_a) * tl.load(of_b)
-    at = m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(out + at, (total * scale).to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    at, inside = m.to(tl.int64)[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+    total = total * scale
+    if ADDS and out.dtype.element_ty == tl.float32:
+        tl.atomic_add(out + at, total, mask=inside, sem="relaxed")  # no registers for what is there
+    else:
+        if ADDS:
+            total = total + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
@@ -96,10 +107,15 @@ def rows_kernel(
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def columns_kernel(
-    a, b, out, ends, of_a, of_b, M, N, E, PROGRAMS, NEXT_A, NEXT_B,
+    a, b, out, ends, of_a, of_b, places, M, N, E, PROGRAMS, NEXT_A, NEXT_B,
     FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr,
+    STEP: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart."""
+    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart.
+
+    Where there is a STEP, each result lies as many elements behind the first one's as `places` says, multiples of it;
+    ADDS, it is added to what is there.
+    """
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
     for p in tl.range(tl.program_id(0), E * down * across, PROGRAMS):
         e = p // (down * across)
@@ -107,8 +123,8 @@ def columns_kernel(
         low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
         total = _sums(a, b, im * BM, jn * BN, low, tl.load(ends + E + e), FAST, BM, BN)
         m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
-        here = out + e.to(tl.int64) * M * N
-        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES)
+        here = out + (tl.multiple_of(tl.load(places + e), STEP) if STEP else e.to(tl.int64) * M * N)
+        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES, ADDS)
 
 
 @functools.cache
@@ -142,13 +158,28 @@ class GroupedProduct:
         self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Any, dtype: torch.dtype
     ) -> Tensor:
         """(M, W) by (N, W) -> (E, M, N). Scales (E, M) and (E, N), or (E, 1)."""
+        out = torch.empty((segments.count, a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+        self.of_columns_into(a, b, scales, segments, out)
+        return out
+
+    def of_columns_into(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scales: tuple[Tensor, Tensor],
+        segments: Any,
+        out: Tensor,
+        table: Table | None = None,
+        adds: bool = False,
+    ) -> None:
+        """Written over `out` (E, M, N) or, with a table, the (M, N) that it says, `out` the first; or added to them."""
         m, n, e = a.shape[0], b.shape[0], segments.count
-        out = torch.empty((e, m, n), dtype=dtype, device=a.device)
         programs = self._programs(a, e * -(-m // self.tile.rows) * -(-n // self.tile.cols))
         integers = m, n, e, programs, scales[0].stride(0), scales[1].stride(0)
-        launch = self._launch(columns_kernel, a.dtype, b.dtype, {})
-        launch(programs, (out, segments.ends, *scales), integers, descriptors=self._described(a, b))
-        return out
+        places, step = (None, 0) if table is None else (table.offsets, STEP if table.aligned else 1)
+        launch = self._launch(columns_kernel, a.dtype, b.dtype, {"STEP": step, "ADDS": adds})
+        tensors = out, segments.ends, *scales, places
+        launch(programs, tensors, integers, descriptors=self._described(a, b))
 
     def _programs(self, like: Tensor, tiles: int) -> int:
         return min(tiles, _multiprocessors(like.get_device())) if self.tile.walk else tiles

@@ -143,11 +143,16 @@ class WeightGradient:
     kept: Kept
 
     def compute(self, dtype: Any, operand_dtype: Any) -> Tensor:
+        return self.stage.plan.wgrad.rule.run(*self._operands(operand_dtype), dtype)
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: Any) -> None:
+        self.stage.plan.wgrad.rule.run_into(*self._operands(operand_dtype), out, adds)
+
+    def _operands(self, dtype: Any) -> tuple[Plane, Plane]:
         plan, layout = self.stage.plan, self.stage.plan.layout
         source, kept_x = plan.input_source, self.kept[0]
         col = layout.gather_grad(self.dy, 1)
-        operand = source.restore(layout.gather_input(kept_x.there(), source.token_dim), operand_dtype)
-        return plan.wgrad.rule.run(col, operand, dtype)
+        return col, source.restore(layout.gather_input(kept_x.there(), source.token_dim), dtype)
 
 
 def record(context: QuantizeContext, x: Tensor) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
-from duotone.dispatch.gemms import GemmProblem, GemmRule, choose
+from duotone.dispatch.gemms import choose
+from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format

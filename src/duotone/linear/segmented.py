@@ -101,9 +101,15 @@ class Together:
 
     def gradients(self, stage: "SegmentedStage", dy: Any, x: Any, like: Tensor, asked: Sequence[bool]) -> list[Any]:
         gemm = stage.plan.wgrad
+        sinks: list[Any] = [linear.sink for linear in stage.linears]
         left, right = dy[0].view(gemm.a.code_dtype), x[0].view(gemm.b.code_dtype)
-        whole = _grouped(gemm).of_columns(left, right, (dy[1], x[1]), self.segments, like.dtype)
-        return [made if wanted else None for made, wanted in zip(whole.unbind(0), asked, strict=True)]
+        multiply, given = _grouped(gemm), (left, right, (dy[1], x[1]), self.segments)
+        if sinks[0] is GRADIENT:
+            whole = multiply.of_columns(*given, like.dtype)
+            return [made if wanted else None for made, wanted in zip(whole.unbind(0), asked, strict=True)]
+        places = [sink.place() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
+        native.columns_into(multiply, given, places)
+        return [sink.filled() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
 
 
 def _grouped(gemm: GemmPlan) -> Any:
@@ -121,6 +127,9 @@ class Gradient(NamedTuple):
 
     def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
         return native.product(*self, dtype=dtype)
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        native.product_into(*self, out, adds)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,8 +203,8 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     dy = Encoder.of(plan.grad_output, plan.grad_usage, [one.plan.grad_context for one in linears])
     if x is None or w is None or dy is None:
         return GroupedStage(linears)
-    to_autograd = not plan.weight_grad or all(one.sink is GRADIENT for one in linears)
-    on_device = to_autograd and native.takes_all_segments(len(linears))
+    at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
+    on_device = at_once and native.takes_all_segments(len(linears))
     fresh, (n, k) = linears[0].weight_from is ENCODED, shape
     on_host = Together if on_device and fresh and n * k < native.SMALL else Apart
     return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, on_host)

@@ -16,8 +16,15 @@ class Product(Protocol):
 
     def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor: ...
 
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        """Written over `out` or, `adds`, added to it."""
+        ...
+
 
 class Sink(Protocol):
+    waits: bool
+    """Whether `take` only keeps the product."""
+
     def begin(self) -> None:
         """A forward runs whose gradient comes here."""
         ...
@@ -29,6 +36,8 @@ class Sink(Protocol):
 
 class ToAutograd:
     """The gradient in the dtype of dy; autograd accumulates it."""
+
+    waits = False
 
     def begin(self) -> None:
         pass
@@ -52,25 +61,38 @@ class ToMainGrad:
     first: bool = False
     """Whether the forward is one of a first microbatch: the next gradient, of whichever call, overwrites."""
 
+    waits = False
+
     def begin(self) -> None:
         weight = self.weight()
         if self.first and weight is not None:
             weight.duotone_overwrite = True  # type: ignore[attr-defined]
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
-        weight = self.weight()
-        if weight is None:
-            raise UsageError("the weight is gone before its gradient was added to main_grad; keep its module alive")
-        main = main_grad(weight)
-        gradient = product.compute(main.dtype, dy.dtype)
-        if vars(weight).pop("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False):
-            main.copy_(gradient)
-        else:
-            main.add_(gradient)
+        out, adds = self.place()
+        product.compute_into(out, adds, dy.dtype)
+        return self.filled()
+
+    def place(self) -> tuple[Tensor, bool]:
+        """Where the next gradient goes, and whether it is added."""
+        weight = self._held()
+        overwrites = vars(weight).get("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False)
+        return main_grad(weight), not overwrites
+
+    def filled(self) -> Tensor | None:
+        """What autograd is given once the gradient is in its place."""
+        weight = self._held()
+        vars(weight).pop("duotone_overwrite", None)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+    def _held(self) -> Tensor:
+        weight = self.weight()
+        if weight is None:
+            raise UsageError("the weight is gone before its gradient was added to main_grad; keep its module alive")
+        return weight
 
 
 def main_grad(weight: Any) -> Tensor:
@@ -88,6 +110,7 @@ class Deferred:
 
     queue: deque[tuple[Product, Tensor, Sink]]
     then: Sink = GRADIENT
+    waits = True
 
     def begin(self) -> None:
         self.then.begin()

@@ -1,0 +1,162 @@
+"""FP8 products by cuBLASLt itself, which torch has loaded: they may be added to what is there, as torch's may not.
+
+cuBLAS lists columns first. Its A is our second operand, its B our first, and its result the transpose of ours in the
+same memory. Numbers are those of cublasLt.h of CUDA 12.9 and 13.
+"""
+
+import ctypes
+import functools
+import threading
+import weakref
+from ctypes import c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+"""cudaDataType."""
+SCALES = {"tensor": 0, "row": 3, "1x128": 4, "128x128": 5}
+"""cublasLtMatmulMatrixScale_t of what an fp32 scale belongs to."""
+COMPUTE_32F, TRANSPOSED = 68, 1
+TRANSPOSE_A, SCALE_A, SCALE_B, FAST, KIND_A, KIND_B = 3, 17, 18, 25, 31, 32
+"""Attributes of a product (cublasLtMatmulDescAttributes_t)."""
+MOST_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)
+"""What the heuristic is told (cublasLtMatmulPreferenceAttributes_t); alignments of A, B, C and D."""
+
+WORKSPACE = 32 << 20
+"""Bytes that an algorithm may ask for: what torch gives on Hopper, so that it is the same algorithm."""
+ALIGNED = 256
+"""Bytes of alignment beyond which no algorithm asks."""
+REMEMBERED = 1024
+
+ZERO, ONE = c_float(0.0), c_float(1.0)
+
+
+class Side(NamedTuple):
+    """An operand: FP8 codes (M, K), K next to each other, their decode scales as cuBLAS reads them, and what one of
+    those belongs to."""
+
+    codes: Tensor
+    scale: Tensor
+    kind: str
+
+    def shape(self) -> tuple[Any, ...]:
+        """What an algorithm depends on."""
+        return *self.codes.shape, self.codes.stride(0), self.codes.dtype, self.kind, _alignment(self.codes)
+
+
+class _Found(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+@functools.cache
+def library() -> Any:
+    """cuBLASLt as torch for CUDA brings it, or None where it is no library of its own."""
+    try:
+        found = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError:
+        return None
+    found.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    return found
+
+
+def _call(name: str, *given: Any) -> None:
+    status = getattr(library(), f"cublasLt{name}")(*given)
+    if status:
+        raise RuntimeError(f"cublasLt{name} failed with cublasStatus_t {status}")
+
+
+def _made(name: str, *given: Any) -> c_void_p:
+    made = c_void_p()
+    _call(f"{name}Create", ctypes.byref(made), *given)
+    return made
+
+
+@functools.cache
+def _handle(device: int) -> c_void_p:
+    """Of the current device. Threads share it."""
+    return _made("")
+
+
+class _Product:
+    """A product of one shape: descriptors and an algorithm."""
+
+    def __init__(self, a: tuple[Any, ...], b: tuple[Any, ...], out: tuple[Any, ...], fast: bool, device: int) -> None:
+        self.device, self.lock = device, threading.Lock()
+        self.product = self._own("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
+        kinds = (KIND_A, c_int32(SCALES[b[4]])), (KIND_B, c_int32(SCALES[a[4]]))
+        for which, value in ((TRANSPOSE_A, c_int32(TRANSPOSED)), (FAST, c_int8(fast)), *kinds):
+            self._set(which, value)
+        for which in (SCALE_A, SCALE_B):
+            self._set(which, c_void_p(ALIGNED))  # the heuristic wants some and does not read them
+        self.layouts = [
+            self._own("MatrixLayout", TYPES[dtype], c_uint64(cols), c_uint64(rows), c_int64(stride))
+            for rows, cols, stride, dtype, *_ in (b, a, out)
+        ]
+        found = self._heuristic((b[-1], a[-1], out[-1], out[-1]))
+        self.algorithm, self.workspace = found.algorithm, found.workspace
+
+    def __call__(self, a: Side, b: Side, out: Tensor, adds: bool) -> None:
+        space = torch.empty(self.workspace, dtype=torch.uint8, device=out.device) if self.workspace else None
+        of_b, of_a, of_out = self.layouts
+        at, beta = out.data_ptr(), ctypes.byref(ONE if adds else ZERO)
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        with self.lock:  # from the scales that the descriptor names to the launch that reads it
+            self._set(SCALE_A, c_void_p(b.scale.data_ptr()))
+            self._set(SCALE_B, c_void_p(a.scale.data_ptr()))
+            operands = b.codes.data_ptr(), of_b, a.codes.data_ptr(), of_a, beta, at, of_out, at, of_out
+            where = None if space is None else space.data_ptr(), self.workspace, stream
+            given = _handle(self.device), self.product, ctypes.byref(ONE), *operands
+            _call("Matmul", *given, ctypes.byref(self.algorithm), *where)
+
+    def _set(self, which: int, value: Any) -> None:
+        _call("MatmulDescSetAttribute", self.product, which, ctypes.byref(value), c_size_t(sizeof(value)))
+
+    def _heuristic(self, alignments: tuple[int, ...]) -> _Found:
+        wanted, found, count = _made("MatmulPreference"), _Found(), c_int()
+        given = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
+        for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *given):
+            size = c_size_t(sizeof(value))
+            _call("MatmulPreferenceSetAttribute", wanted, which, ctypes.byref(value), size)
+        of_b, of_a, of_out = self.layouts
+        shapes = self.product, of_b, of_a, of_out, of_out
+        try:
+            results = 1, ctypes.byref(found), ctypes.byref(count)
+            _call("MatmulAlgoGetHeuristic", _handle(self.device), *shapes, wanted, *results)
+        finally:
+            _call("MatmulPreferenceDestroy", wanted)
+        return found
+
+    def _own(self, name: str, *given: Any) -> c_void_p:
+        made = _made(name, *given)
+        weakref.finalize(self, _call, f"{name}Destroy", made).atexit = False
+        return made
+
+
+_product = functools.lru_cache(maxsize=REMEMBERED)(_Product)
+
+
+def _alignment(tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    return min(address & -address, ALIGNED)
+
+
+def multiply(a: Side, b: Side, out: Tensor, fast: bool, adds: bool) -> None:
+    """The product (M, K) by (N, K) written over `out` (M, N), fp32 or bf16, or added to it and rounded once.
+
+    K is a multiple of 16, of 128 with scales of blocks; so are N and, with those, M of 16. `out` is contiguous at a
+    multiple of 16 bytes.
+    """
+    device = out.get_device()
+    with torch.cuda.device(device):
+        of_out = *out.shape, out.stride(0), out.dtype, _alignment(out)
+        _product(a.shape(), b.shape(), of_out, fast, device)(a, b, out, adds)
