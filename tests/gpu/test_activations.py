@@ -55,6 +55,7 @@ def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
         # GELU's approximate exponential and torch's own cancellation in 1 + tanh: absolute errors of some 2^-22 of the
         # factors, relative ones of 2^-20. A narrow result next to a tie then rounds to the other neighbour.
         scale = (dy if made is gradient else x).float().abs().max().item()
+        scale *= x.float().abs().max().item() if made is gradient and act.gated else 1.0  # dy b is the factor
         rtol = 2.0**-18 + 2 * torch.finfo(dtype).eps  # a factor and the product may each round the other way
         torch.testing.assert_close(made, right, rtol=rtol, atol=scale * 2.0**-20)
         if dtype is torch.bfloat16:
@@ -78,3 +79,22 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> Non
         for a, b in zip(after, on_the_way, strict=True):
             for part in a.parts:
                 assert torch.equal(a.parts[part], b.parts[part]), part
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
+    """All 2^16 inputs, infinities and NaN among them; gradients under ones, values at random and extremes."""
+    from duotone.kernels.activations import produce
+
+    x = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype).view(256, 256)
+    random = torch.randn_like(x) * torch.exp2(torch.randint(-8, 8, x.shape, device="cuda").to(dtype))
+    other, silu, swiglu = torch.randn_like(x), ACTIVATIONS["silu"], ACTIVATIONS["swiglu"]
+    both = torch.cat([x, other], 1)
+    pairs = [(silu.produced(x), silu.value(x)), (swiglu.produced(both), swiglu.value(both))]
+    for dy in (torch.ones_like(x), random, torch.full_like(x, torch.finfo(dtype).tiny)):
+        pairs.append((silu.produced_gradient(dy, x), silu.gradient(dy, x)))
+        pairs.append((swiglu.produced_gradient(dy, both), swiglu.gradient(dy, both)))
+    for made, want in pairs:
+        got, kind = produce(made), torch.int16
+        equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
+        assert equal.all(), (got[~equal][:4], want[~equal][:4])

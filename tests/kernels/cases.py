@@ -268,6 +268,12 @@ CASES += [
         "gated silu, gradient",
         lambda: activations.produce(activations.gradient("silu", matrix(256, 2048), matrix(256, 4096), True)),
     ),
+    *launched(
+        "gelu, gradient, and its amax",
+        lambda: activations.produce(
+            activations.gradient("gelu", matrix(256, 4096), matrix(256, 4096), False), torch.zeros(1, dtype=torch.int32)
+        ),
+    ),
     *[
         case
         for name in ("mxfp8_e4m3", "fp8_e5m2_row", "fp8_e4m3_128x128")

@@ -15,6 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
@@ -41,6 +42,12 @@ def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     given = torch.from_numpy(np.ascontiguousarray(data).view(BYTES[data.itemsize])).view(TORCH[source])
     made = given.to(TORCH[target])
     return made.view(getattr(torch, f"uint{8 * made.itemsize}")).numpy()
+
+
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """In place of the inline assembly of `activations.rounded`, which the interpreter has not."""
+    return value.to(DTYPE).to(tl.float32)
 
 
 def awkward() -> Tensor:

@@ -12,7 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
-from interpreted import bits
+from interpreted import bits, rounded
 from interpreted_segments import launched, patched, saturating, scalar
 from torch import Tensor
 from triton.runtime import interpreter
@@ -118,6 +118,7 @@ def main() -> int:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     Launch.__call__ = launched  # type: ignore[method-assign]
+    activations.rounded = rounded
     norms.SUMS = 8192  # so that a program walks over rows
     count = wrong = 0
     for what, same in itertools.chain(alone(), on_the_way()):

@@ -31,8 +31,8 @@ class HighPrecision(GemmRule):
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.parts["codes"], b.parts["codes"]
-        if bias is None and out_dtype is torch.float32 and left.dtype is torch.bfloat16:
-            return mm_fp32(left, right)
+        if bias is None and left.dtype is torch.bfloat16 is not out_dtype:
+            return mm_fp32(left, right).to(out_dtype)
         y = F.linear(left, right, bias)
         return y if y.dtype is out_dtype else y.to(out_dtype)
 

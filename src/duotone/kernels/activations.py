@@ -2,7 +2,7 @@
 
 `activated` and `slope` take fp32 values of a narrower dtype and round to it wherever eager torch would, with its
 arithmetic. GELU alone is faster than torch's and not its bits: its exponential is the hardware's, good to about 2^-21,
-so a result next to a tie may round to the other neighbour; far below 0, where both cancel in 1 + tanh, digits differ.
+so a result next to a tie may round to the other neighbour; far below 0, where torch cancels in 1 + tanh, digits differ.
 The kernel that makes a norm alone (`kernels/norms.py`) has the same arithmetic, `affine`, and so the same bits.
 """
 
@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from duotone.kernels.amax import record
 from duotone.kernels.launch import Launch, kernel
 
 GELU, RELU, SRELU, SILU = (tl.constexpr(i) for i in range(4))
@@ -24,26 +25,78 @@ NOTHING, VALUE, GATED, SLOPE, GATED_SLOPE, NORMED = (tl.constexpr(i) for i in ra
 """What is made of the inputs: x as it is; f(x); f(a) b of x = [a, b]; the gradients of the two; the norm of x."""
 
 BETA, KAPPA = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
+EXPONENT = tl.constexpr(-2 * 0.7978845608028654 * 1.4426950408889634)
+"""-2 BETA log2 e."""
+
+LARGEST, SCALE = tl.constexpr(3.4028234663852886e38), tl.constexpr(2.0**-32)
+
+
+ROUND_TWO = tl.constexpr("""{
+    .reg .b32 two;
+    cvt.rn.bf16x2.f32 two, $3, $2;
+    shl.b32 $0, two, 16;
+    and.b32 $1, two, 0xffff0000;
+}""")
 
 
 @triton.jit
 def rounded(value, DTYPE: tl.constexpr):
-    return value.to(DTYPE).to(tl.float32)
+    """fp32 -> DTYPE -> fp32. Two at a time to bf16: the conversion of one has a quarter of the rate."""
+    if DTYPE == tl.bfloat16:
+        made = tl.inline_asm_elementwise(ROUND_TWO, "=r,=r,r,r", [value], tl.float32, True, 2)
+    else:
+        made = value.to(DTYPE).to(tl.float32)
+    return made
 
 
 @triton.jit
-def gelu_tanh(x):
-    """The hyperbolic tangent inside of GELU."""
-    return 2.0 / (1.0 + tl.exp(-2.0 * BETA * (x + KAPPA * (x * x * x)))) - 1.0
+def near_exp2(x):
+    """2^x to 2^-22, 0 where that is subnormal."""
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def near_reciprocal(x):
+    """1 / x to an ulp, 0 where that is subnormal. Triton's division takes eight instructions more."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+
+@triton.jit
+def gelu_sigmoid(x):
+    """GELU's factor (1 + tanh u) / 2 = 1 / (1 + exp(-2 u)) of u = BETA (x + KAPPA x^3)."""
+    return near_reciprocal(1.0 + near_exp2(x * tl.fma(x * x, EXPONENT * KAPPA, EXPONENT)))
+
+
+@triton.jit
+def sigmoid_and_silu(x, DTYPE: tl.constexpr):
+    """1 / d and x / d of d = 1 + exp(-x).
+
+    Narrow inputs go without the branches of a division, which keep instructions from overlapping: one of Newton's steps
+    for the reciprocal and one for the quotient (Markstein), by d / 2^32 so that no reciprocal is subnormal. Both are
+    rounded to nearest but next to x = 0, where one is an ulp off; what is made of them then rounds as if it were not,
+    tested for all of those inputs.
+    """
+    d = 1.0 + libdevice.exp(-x)
+    if DTYPE == tl.float32:
+        sigmoid, silu = tl.div_rn(x * 0.0 + 1.0, d), tl.div_rn(x, d)
+    else:
+        divisor = tl.minimum(d, LARGEST) * SCALE
+        near = near_reciprocal(divisor)
+        inverse = tl.fma(near, tl.fma(-divisor, near, 1.0), near)
+        inverse = tl.where(d <= LARGEST, inverse, 0.0)
+        sigmoid, near = inverse * SCALE, x * inverse
+        silu = tl.fma(tl.fma(divisor, near, -x), -inverse, near) * SCALE  # in this order -0 stays -0
+        silu = tl.where(tl.abs(x) < 1e9, silu, x * sigmoid)  # beyond, d is 1 or infinite
+    return sigmoid, silu
 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """f(x)."""
     if ACT == GELU:
-        made = 0.5 * x * (1.0 + gelu_tanh(x))
+        made = x * gelu_sigmoid(x)
     elif ACT == SILU:
-        made = tl.div_rn(x, 1.0 + libdevice.exp(-x))
+        _, made = sigmoid_and_silu(x, DTYPE)
     else:
         made = tl.where(x <= 0.0, 0.0, x)
         if ACT == SRELU:
@@ -55,11 +108,11 @@ def activated(x, ACT: tl.constexpr, DTYPE: tl.constexpr):
 def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """dy f'(x)."""
     if ACT == GELU:
-        tanh = gelu_tanh(x)
-        inner = BETA * (1.0 + 3.0 * KAPPA * x * x)
-        made = dy * (0.5 * (1.0 + tanh) + 0.5 * x * (1.0 - tanh * tanh) * inner)
+        part = gelu_sigmoid(x)
+        inner = x * tl.fma(x * x, 6.0 * BETA * KAPPA, 2.0 * BETA)
+        made = dy * tl.fma(inner, tl.fma(-part, part, part), part)
     elif ACT == SILU:
-        gate = tl.div_rn(x * 0.0 + 1.0, 1.0 + libdevice.exp(-x))
+        gate, _ = sigmoid_and_silu(x, DTYPE)
         made = dy * gate * (1.0 + x * (1.0 - gate))
     else:
         if ACT == SRELU:
@@ -108,11 +161,11 @@ def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def produced(x, z, norm, row, m, k, first, M, K, inside, WHAT: tl.constexpr, ACT: tl.constexpr):
-    """Elements (row + m, k) of the matrix (M, K) that is made of x, and for gradients of dy = x and the input z.
+def produced(x, z, norm, row, m, k, M, K, inside, WHAT: tl.constexpr, ACT: tl.constexpr):
+    """Elements (row + m, k) of the matrix (M, K) that is made of x, and for a gradient of dy = x and the input z.
 
-    `first` says whether they lie in the first half of a gated gradient. `row` is 64-bit: a tile may start beyond 2^31
-    elements, and offsets inside of it stay below. `norm` is that of `normed`.
+    `row` is 64-bit: a tile may start beyond 2^31 elements, and offsets inside of it stay below. `norm` is that of
+    `normed`.
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     if WHAT == NOTHING:
@@ -125,29 +178,42 @@ def produced(x, z, norm, row, m, k, first, M, K, inside, WHAT: tl.constexpr, ACT
         made = rounded(activated(a, ACT, DTYPE) * b, DTYPE)
     elif WHAT == SLOPE:
         made = slope(wide(x + row * K, m * K + k, inside), wide(z + row * K, m * K + k, inside), ACT, DTYPE)
-    elif WHAT == NORMED:
-        made = normed(x, norm, row, m, k, M, K, inside, DTYPE)
     else:
-        F = K // 2
-        half = k if first else k - F
-        dy, a = wide(x + row * F, m * F + half, inside), wide(z + row * K, m * K + half, inside)
-        if first:
-            made = slope(rounded(dy * wide(z + row * K + F, m * K + half, inside), DTYPE), a, ACT, DTYPE)
-        else:
-            made = rounded(dy * activated(a, ACT, DTYPE), DTYPE)
+        made = normed(x, norm, row, m, k, M, K, inside, DTYPE)
     return made
 
 
+@triton.jit
+def gated_slopes(x, z, row, m, k, F, inside, ACT: tl.constexpr):
+    """Elements (row + m, k) and (row + m, F + k) of the gradient (M, 2F) of z = [a, b] under dy = x (M, F)."""
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    dy, at = wide(x + row * F, m * F + k, inside), m * 2 * F + k
+    a, b = wide(z + row * 2 * F, at, inside), wide(z + row * 2 * F + F, at, inside)
+    return slope(rounded(dy * b, DTYPE), a, ACT, DTYPE), rounded(dy * activated(a, ACT, DTYPE), DTYPE)
+
+
 @kernel
-def produce_kernel(x, z, out, M, K, WHAT: tl.constexpr, ACT: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr):
-    """The matrix (M, K) itself."""
-    across = tl.cdiv(K, TK)
+def produce_kernel(
+    x, z, out, live, M, K,
+    WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """The matrix (M, K) itself and, where RECORD, its amax; of gated gradients a tile in each half."""
+    WIDTH = K // 2 if WHAT == GATED_SLOPE else K
+    across = tl.cdiv(WIDTH, TK)
     pm, pk = tl.program_id(0) // across, tl.program_id(0) % across
     row = (pm * TM).to(tl.int64)
     m, k = tl.arange(0, TM)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
-    inside = (pm * TM + m < M) & (k < K)
-    value = produced(x, z, None, row, m, k, pk * TK < K // 2, M, K, inside, WHAT, ACT)
-    tl.store(out + row * K + (m * K + k), value.to(out.dtype.element_ty), mask=inside)
+    inside, to = (pm * TM + m < M) & (k < WIDTH), out + row * K + (m * K + k)
+    if WHAT == GATED_SLOPE:
+        value, second = gated_slopes(x, z, row, m, k, WIDTH, inside, ACT)
+        tl.store(to + WIDTH, second.to(out.dtype.element_ty), mask=inside)
+        largest = tl.maximum(tl.abs(value), tl.abs(second))
+    else:
+        value = produced(x, z, None, row, m, k, M, K, inside, WHAT, ACT)
+        largest = tl.abs(value)
+    tl.store(to, value.to(out.dtype.element_ty), mask=inside)
+    if RECORD:
+        record(live, largest)
 
 
 class Produced(NamedTuple):
@@ -178,8 +244,8 @@ class Produced(NamedTuple):
 
 NO_NORM = (None, None, None, None)
 
-TILE = (4, 1024, 4)
-"""Rows, columns and warps. Columns of a gated gradient's halves are a multiple, see `fits`."""
+TILE = (2, 1024, 4)
+"""Rows, columns and warps."""
 
 
 def value(act: str, x: Tensor, gated: bool) -> Produced:
@@ -199,24 +265,19 @@ def normalised(norm: Any) -> Produced:
     return Produced(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
 
 
-def fits(made: Produced, columns: int) -> bool:
-    """Whether no tile of that many columns lies in both halves."""
-    return made.what != GATED_SLOPE.value or not made.shape[1] // 2 % columns
-
-
-def produce(made: Produced) -> Tensor:
-    """The matrix, in the dtype of x."""
+def produce(made: Produced, live: Tensor | None = None) -> Tensor:
+    """The matrix, in the dtype of x. `live`, the bits of an fp32 amax as int32 (1,), is enlarged; a norm's is not."""
     if made.norm is not None:
         return made.norm.make()
     m, k = made.shape
-    columns = TILE[1] if fits(made, TILE[1]) else next(n for n in (256, 64, 16, 4, 2, 1) if fits(made, n))
     out = torch.empty((m, k), dtype=made.x.dtype, device=made.x.device)
-    launch = _launch(made.what, made.act, columns)
-    launch(-(-m // TILE[0]) * -(-k // columns), (made.x, made.z, out), (m, k))
+    wide = k // 2 if made.what == GATED_SLOPE.value else k
+    launch = _launch(made.what, made.act, live is not None)
+    launch(-(-m // TILE[0]) * -(-wide // TILE[1]), (made.x, made.z, out, live), (m, k))
     return out
 
 
 @functools.cache
-def _launch(what: int, act: int, columns: int) -> Launch:
-    constants: dict[str, Any] = {"WHAT": what, "ACT": act, "TM": TILE[0], "TK": columns}
-    return produce_kernel.bind(constants, TILE[2] if columns >= 256 else 1)
+def _launch(what: int, act: int, record: bool) -> Launch:
+    constants: dict[str, Any] = {"WHAT": what, "ACT": act, "RECORD": record, "TM": TILE[0], "TK": TILE[1]}
+    return produce_kernel.bind(constants, TILE[2])

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.kernels.activations import rounded, wide
-from duotone.kernels.cast import ELEMENTS, codes_of, existing, record, store_turned
+from duotone.kernels.amax import record
+from duotone.kernels.cast import ELEMENTS
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.scaling import CODECS, given_scale, stored_scale
+from duotone.kernels.tiles import codes_of, existing, store_turned
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32): contiguous, of one size."""

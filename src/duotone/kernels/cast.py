@@ -1,143 +1,21 @@
 """The cast of a contiguous matrix (M, K) to one plane or to both, in one read.
 
 A plane's scale is given (delayed), follows from amaxes taken before (per tensor, per row), or from the tile itself
-(blocks). The columnwise plane is written transposed, (K, M), so that its contraction lies next to each other.
+(blocks).
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import NO_NORM, NOTHING, Produced, fits, produce, produced
-from duotone.kernels.amax import PARTIALS, known, line_amax, tensor_amax
-from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, Produced, produce
+from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
+from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS
-from duotone.kernels.tile_scales import (
-    ABSENT,
-    BLOCK,
-    GIVEN,
-    LINE,
-    SHARED,
-    TENSOR,
-    column_scales,
-    one_scale,
-    row_lines,
-    scale_of_rows,
-    square_scales,
-)
-
-
-@triton.jit
-def existing(i, rows, j, cols, EVEN: tl.constexpr):
-    """Which elements exist; None where all do."""
-    if EVEN:
-        made = None
-    else:
-        made = (i < rows) & (j < cols)
-    return made
-
-
-@triton.jit
-def codes_of(value, ELEMENT: tl.constexpr):
-    """The conversion saturates, and gives NaN without a sign."""
-    return value.to(ELEMENT).to(tl.uint8, bitcast=True)
-
-
-@triton.jit
-def record(live, below):
-    """Enlarge `live` to the amax of a tile; most tiles find a larger one there and leave the address alone."""
-    largest = known(tl.max(tl.max(below, axis=1), axis=0)).to(tl.int32, bitcast=True)
-    tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
-
-
-@triton.jit
-def store_turned(
-    values, scale, codes, stride, pm, pk, M, K,
-    ELEMENT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
-):  # fmt: skip
-    """The codes of a tile, transposed, into (K, M): four rows of a thread become one word of a row of the transpose."""
-    v0, v1, v2, v3 = values
-    fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
-    made = codes_of(tl.reshape(fours, [H, TK, 4]), ELEMENT)
-    made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
-    im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
-    out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
-    tl.store(out, made, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
-
-
-@triton.jit
-def _next_tile(across, BACKWARDS: tl.constexpr):
-    """Which tile is next; from the end behind amaxes, which read that last, so that L2 still holds it."""
-    tile = tl.program_id(0)
-    if BACKWARDS:
-        tile = tl.num_programs(0) - 1 - tile
-    return tile // across, tile % across
-
-
-@functools.partial(kernel, unspecialized=("P",))
-def cast_kernel(
-    x, z, mean, rstd, gamma, beta, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
-    row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
-    ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
-    COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
-    WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr,
-    TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """One tile of the matrix that is made of x and z, or the norm: its amax where needed, codes and scales of planes.
-
-    `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
-    Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows below each other, so that
-    the transposed codes move through shared memory as words.
-    """
-    H: tl.constexpr = TM // 4
-    SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
-    pm, pk = _next_tile(tl.cdiv(K, TK), ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE)
-    i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
-    m, row, first, norm = pm * TM + i, (pm * TM).to(tl.int64), pk * TK < K // 2, (mean, rstd, gamma, beta)
-    v0 = produced(x, z, norm, row, i, k, first, M, K, existing(m, M, k, K, EVEN), WHAT, ACT)
-    v1 = produced(x, z, norm, row + 1, i, k, first, M, K, existing(m + 1, M, k, K, EVEN), WHAT, ACT)
-    v2 = produced(x, z, norm, row + 2, i, k, first, M, K, existing(m + 2, M, k, K, EVEN), WHAT, ACT)
-    v3 = produced(x, z, norm, row + 3, i, k, first, M, K, existing(m + 3, M, k, K, EVEN), WHAT, ACT)
-    values = (v0, v1, v2, v3)
-    below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
-
-    if RECORD:
-        record(live, below)
-
-    row_scale = 1.0
-    if ROW == GIVEN or ROW == TENSOR:
-        row_scale = one_scale(
-            row_from, row_scales, P, pm, pk, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, N
-        )  # fmt: skip
-    elif SQUARE:
-        row_scale = square_scales(
-            below, row_scales, col_scales, pm, pk, M, K, row_largest, row_overflow, row_epsilon,
-            COL == SHARED, ROW_R, ROW_C, ROW_CODEC, False, H, TK,
-        )  # fmt: skip
-    if ROW != ABSENT:
-        lines = row_lines(
-            row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
-        )  # fmt: skip
-        for j in tl.static_range(4):
-            row_scale = scale_of_rows(
-                row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
-                ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
-            )  # fmt: skip
-            codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
-            tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
-
-    if COL != ABSENT:
-        scale = row_scale
-        if COL != SHARED:
-            scale = column_scales(
-                below, col_from, col_scales, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
-                COL, COL_R, COL_C, COL_CODEC, H, TK, N,
-            )  # fmt: skip
-        store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+from duotone.kernels.tile_scales import ABSENT, BLOCK, GIVEN, LINE, SHARED, TENSOR
+from duotone.kernels.tiles import cast_kernel
 
 
 class PlaneSpec(NamedTuple):
@@ -158,6 +36,12 @@ class PlaneSpec(NamedTuple):
 ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
 """Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
+
+ACTIVATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 2), BLOCKED: (128, 128, 4)}
+"""Those of activations and their gradients, which take registers."""
+
+GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
+"""Those of gated gradients, two tiles to a program."""
 
 
 Given = tuple[Tensor | None, Tensor | None]
@@ -181,32 +65,37 @@ class Cast:
 
         `live`, the bits of an fp32 amax as int32 (1,), becomes that of x where this is larger.
         """
-        count = 0
-        if self.needs_amax:
-            partial = tensor_amax(x)
-            count = partial.numel()
-            scales = self._given(scales, TENSOR.value, partial, partial)
-        if self.needs_lines:
-            scales = self._given(scales, LINE.value, *line_amax(x))
-        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
+        return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live)
 
     def produced(self, made: Produced, scales: Given = (None, None), live: Tensor | None = None) -> tuple[Made, Made]:
-        """As a call, of a matrix that is made on the way, where no amax of it has to be known before.
-
-        The amax of a norm is, from the kernel that takes its statistics; those of its lines are not.
-        """
-        if self.needs_lines or (self.needs_amax and made.norm is None) or not fits(made, self.tile[1]):
+        """As a call, of a matrix that is made on the way; where its amax has to be known before, that is taken as it is
+        made. The amax of a norm follows from its statistics."""
+        if self.needs_lines or not self._fits(made):
             return self(produce(made), scales, live)
-        count = 0
+        amax = None
+        if self.needs_amax and made.norm is None:
+            amax = torch.zeros(1, dtype=torch.int32, device=made.x.device)
+            return self._of(produce(made, amax), amax.view(torch.float32), scales, live)
         if self.needs_amax:
             amax = made.norm.measure_amax()
-            count = amax.numel()
-            scales = self._given(scales, TENSOR.value, amax, amax)
         elif made.norm is not None:
             made.norm.measure()
+        scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
         return self._enqueue(made.tensors, made.shape, (made.what, made.act), (*scales, live), count)
 
-    def _given(self, scales: Given, source: int, row: Tensor, col: Tensor) -> Given:
+    def _of(self, x: Tensor, amax: Tensor | None, scales: Given, live: Tensor | None) -> tuple[Made, Made]:
+        """The planes of x from its partial amaxes, where those are needed."""
+        scales = self._with(scales, TENSOR.value, amax, amax)
+        if self.needs_lines:
+            scales = self._with(scales, LINE.value, *line_amax(x))
+        count = 0 if amax is None else amax.numel()
+        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
+
+    def _fits(self, made: Produced) -> bool:
+        """Whether no tile lies in both halves of a gated gradient."""
+        return made.what != GATED_SLOPE.value or not made.shape[1] // 2 % GATED[self.tile][1]
+
+    def _with(self, scales: Given, source: int, row: Tensor | None, col: Tensor | None) -> Given:
         """`scales`, with the amaxes `row` and `col` for planes whose scale comes from `source`."""
         of_row, of_col = scales
         return row if self.sources[0] == source else of_row, col if self.sources[1] == source else of_col
@@ -228,24 +117,30 @@ class Cast:
         if self.col is not None:
             col_codes, col_scale = _empty(self.col, x, k, m, row_scale if self.shares_scale else None)
             col = {"codes": col_codes, "scale": col_scale}
-        tm, tk, _ = self.tile
+        tm, tk, _ = tile = self._tile_for(what[0])
         variant = (not (m % tm or k % tk), sources[2] is not None, what)
         launch = self._launches.get(variant)
         if launch is None:
-            launch = self._launches[variant] = self._bind(*variant)
+            launch = self._launches[variant] = self._bind(*variant, tile)
         tensors = (*inputs, row_codes, row_scale, col_codes, col_scale, *sources)
-        launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
+        wide = k // 2 if what[0] == GATED_SLOPE.value else k
+        launch(-(-m // tm) * -(-wide // tk), tensors, (m, k, count), self.floats)
         return row, col
 
-    def _bind(self, even: bool, record: bool, what: tuple[int, int]) -> Launch:
-        tm, tk, warps = self.tile
+    def _tile_for(self, what: int) -> tuple[int, int, int]:
+        if what in (NOTHING.value, NORMED.value):
+            return self.tile
+        return (GATED if what == GATED_SLOPE.value else ACTIVATED)[self.tile]
+
+    def _bind(self, even: bool, record: bool, what: tuple[int, int], tile: tuple[int, int, int]) -> Launch:
+        tm, tk, warps = tile
         constants = {
             **_constants("ROW", self.sources[0], self.row, turned=False),
             **_constants("COL", self.sources[1], self.col, turned=True),
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
-        # Masks and activations take registers.
-        return cast_kernel.bind(constants, warps if even and what[0] == NOTHING.value else 2 * warps)
+        # Masks and the statistics of norms take registers.
+        return cast_kernel.bind(constants, warps if even and what[0] != NORMED.value else 2 * warps)
 
 
 def _constants(side: str, source: int, spec: PlaneSpec | None, turned: bool) -> dict[str, Any]:

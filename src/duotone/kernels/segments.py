@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from duotone.kernels.activations import wide
-from duotone.kernels.amax import known
-from duotone.kernels.cast import codes_of, record, store_turned
+from duotone.kernels.amax import known, record
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
+from duotone.kernels.tiles import codes_of, store_turned
 
 STEP = tl.constexpr(16)
 """What a segment's columns are a multiple of where its product is one of its own."""

@@ -1,0 +1,162 @@
+"""The kernel of a cast: tiles of a matrix (M, K), their codes and scales for one plane or for both.
+
+The columnwise plane is written transposed, (K, M), so that its contraction lies next to each other.
+"""
+
+import functools
+
+import triton
+import triton.language as tl
+
+from duotone.kernels.activations import GATED_SLOPE, gated_slopes, produced
+from duotone.kernels.amax import record
+from duotone.kernels.launch import kernel
+from duotone.kernels.tile_scales import (
+    ABSENT,
+    BLOCK,
+    GIVEN,
+    LINE,
+    SHARED,
+    TENSOR,
+    column_scales,
+    one_scale,
+    row_lines,
+    scale_of_rows,
+    square_scales,
+)
+
+
+@triton.jit
+def existing(i, rows, j, cols, EVEN: tl.constexpr):
+    """Which elements exist; None where all do."""
+    if EVEN:
+        made = None
+    else:
+        made = (i < rows) & (j < cols)
+    return made
+
+
+@triton.jit
+def codes_of(value, ELEMENT: tl.constexpr):
+    """The conversion saturates, and gives NaN without a sign."""
+    return value.to(ELEMENT).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def store_turned(
+    values, scale, codes, stride, pm, pk, M, K,
+    ELEMENT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """The codes of a tile, transposed, into (K, M): four rows of a thread become one word of a row of the transpose."""
+    v0, v1, v2, v3 = values
+    fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
+    made = codes_of(tl.reshape(fours, [H, TK, 4]), ELEMENT)
+    made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
+    im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
+    out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
+    tl.store(out, made, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
+
+
+@triton.jit
+def _next_tile(across, BACKWARDS: tl.constexpr):
+    """Which tile is next; from the end behind amaxes, which read that last, so that L2 still holds it."""
+    tile = tl.program_id(0)
+    if BACKWARDS:
+        tile = tl.num_programs(0) - 1 - tile
+    return tile // across, tile % across
+
+
+@triton.jit
+def _cast_tile(
+    values, row_plane, col_plane, live, pm, pk, M, K, P,
+    ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
+    COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
+    RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits."""
+    H: tl.constexpr = TM // 4
+    SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
+    row_codes, row_scales, row_from, row_largest, row_overflow, row_epsilon = row_plane
+    col_codes, col_scales, col_from, col_largest, col_overflow, col_epsilon = col_plane
+    i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
+    m, row = pm * TM + i, (pm * TM).to(tl.int64)
+    v0, v1, v2, v3 = values
+    below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
+
+    if RECORD:
+        record(live, below)
+
+    row_scale = 1.0
+    if ROW == GIVEN or ROW == TENSOR:
+        row_scale = one_scale(
+            row_from, row_scales, P, pm, pk, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, N
+        )  # fmt: skip
+    elif SQUARE:
+        row_scale = square_scales(
+            below, row_scales, col_scales, pm, pk, M, K, row_largest, row_overflow, row_epsilon,
+            COL == SHARED, ROW_R, ROW_C, ROW_CODEC, False, H, TK,
+        )  # fmt: skip
+    if ROW != ABSENT:
+        lines = row_lines(
+            row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
+        )  # fmt: skip
+        for j in tl.static_range(4):
+            row_scale = scale_of_rows(
+                row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
+                ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
+            )  # fmt: skip
+            codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
+            tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
+
+    if COL != ABSENT:
+        scale = row_scale
+        if COL != SHARED:
+            scale = column_scales(
+                below, col_from, col_scales, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
+                COL, COL_R, COL_C, COL_CODEC, H, TK, N,
+            )  # fmt: skip
+        store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+
+
+@functools.partial(kernel, unspecialized=("P",))
+def cast_kernel(
+    x, z, mean, rstd, gamma, beta, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
+    row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
+    ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
+    COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
+    WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """One tile of the matrix that is made of x and z, or the norm: its amax where needed, codes and scales of planes.
+    Of gated gradients two, one in each half.
+
+    `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
+    Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows below each other, so that
+    the transposed codes move through shared memory as words.
+    """
+    H: tl.constexpr = TM // 4
+    TILES: tl.constexpr = 2 if WHAT == GATED_SLOPE else 1
+    W = K // TILES
+    pm, pk = _next_tile(tl.cdiv(W, TK), ROW == TENSOR or ROW == LINE or COL == TENSOR or COL == LINE)
+    i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
+    m, row, norm = pm * TM + i, (pm * TM).to(tl.int64), (mean, rstd, gamma, beta)
+    if TILES == 2:
+        a0, b0 = gated_slopes(x, z, row, i, k, W, existing(m, M, k, W, EVEN), ACT)
+        a1, b1 = gated_slopes(x, z, row + 1, i, k, W, existing(m + 1, M, k, W, EVEN), ACT)
+        a2, b2 = gated_slopes(x, z, row + 2, i, k, W, existing(m + 2, M, k, W, EVEN), ACT)
+        a3, b3 = gated_slopes(x, z, row + 3, i, k, W, existing(m + 3, M, k, W, EVEN), ACT)
+        made = (a0, a1, a2, a3), (b0, b1, b2, b3)
+    else:
+        v0 = produced(x, z, norm, row, i, k, M, K, existing(m, M, k, K, EVEN), WHAT, ACT)
+        v1 = produced(x, z, norm, row + 1, i, k, M, K, existing(m + 1, M, k, K, EVEN), WHAT, ACT)
+        v2 = produced(x, z, norm, row + 2, i, k, M, K, existing(m + 2, M, k, K, EVEN), WHAT, ACT)
+        v3 = produced(x, z, norm, row + 3, i, k, M, K, existing(m + 3, M, k, K, EVEN), WHAT, ACT)
+        made = ((v0, v1, v2, v3),)
+    row_plane = row_codes, row_scales, row_from, row_largest, row_overflow, row_epsilon
+    col_plane = col_codes, col_scales, col_from, col_largest, col_overflow, col_epsilon
+    for t in tl.static_range(TILES):
+        _cast_tile(
+            made[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,
+            ROW, ROW_ELEMENT, ROW_R, ROW_C, ROW_CODEC, COL, COL_ELEMENT, COL_R, COL_C, COL_CODEC,
+            RECORD, TM, TK, EVEN, N,
+        )  # fmt: skip
