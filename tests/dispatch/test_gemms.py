@@ -81,10 +81,29 @@ def test_the_chosen_rule_computes_the_product_of_the_decoded_operands(a, b, kern
         y = rule.run(left, right, out_dtype, bias)
         assert y.dtype == out_dtype
         # fp32 sums: at most K roundings of partial sums, three of scales; then one rounding to the result's dtype.
-        high = "torch" in kernel or "high" in kernel  # such products round to their operands' dtype
+        high = bias is not None and ("torch" in kernel or "high" in kernel)  # then torch rounds to the operands' dtype
         rounded = 2.0**-8 if out_dtype == torch.bfloat16 or high else 2.0**-24
         bound = (K + 4) * 2.0**-24 * (magnitude + 4) + rounded * exact.abs() + 1e-30
         assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("a", "b", "kernel"), PAIRS)
+def test_a_product_is_written_over_or_added_to_what_is_there(a, b, kernel, dtype) -> None:
+    """As a plan for bf16 has it: no rounding to bf16 on the way to a wider `main_grad`, whose memory may be strided."""
+    left, right = planes(a, b)
+    rule, _ = choose(GemmProblem(left.format, right.format, "cpu", torch.bfloat16))
+    exact, magnitude = reference(left, right)
+    out = torch.full((M, 2 * N), torch.nan, dtype=dtype)[:, ::2]
+    rule.run_into(left, right, out, False)
+    half_ulp = max(torch.finfo(dtype).eps / 2, 2.0**-24)
+    sums = (K + 4) * 2.0**-24 * (magnitude + 4)
+    assert ((out.double() - exact).abs() <= sums + half_ulp * exact.abs() + 1e-7).all()  # fp16's subnormals
+    before = torch.randn(M, N).to(dtype)
+    total = before.clone()
+    rule.run_into(left, right, total, True)
+    want, size = before.double() + exact, before.double().abs() + exact.abs()
+    assert ((total.double() - want).abs() <= sums + 2 * half_ulp * size + 1e-7).all()  # of the product, of the sum
 
 
 def test_every_pair_of_formats_has_a_rule() -> None:

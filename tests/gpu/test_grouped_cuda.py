@@ -251,6 +251,29 @@ def test_device_splits_give_the_values_of_host_splits_without_waiting(name, spli
 
 
 @on_hopper
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("name", SEGMENTED)
+def test_biases_are_added_and_get_their_gradients_without_waiting(name, splits, apart) -> None:
+    m, twin = group(ON_DEVICE[name], bias=True), group(ON_DEVICE[name], bias=True)
+    with torch.no_grad():
+        for one, other in zip(m.biases, twin.biases, strict=True):
+            one.normal_()
+            other.copy_(one)
+    x, dy = inputs(splits)
+    counts = torch.tensor(splits, device="cuda")
+    want = train(twin, x, dy, splits)
+    train(copy.deepcopy(m), x, dy, counts)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = train(m, x, dy, counts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(got) == 2 + 2 * len(splits)
+    close(got, want)
+    assert all(not g.any() for g, n in zip(got[5:], splits, strict=True) if n == 0)
+
+
+@on_hopper
 def test_host_splits_do_not_wait_either() -> None:
     m = group(recipes.load("fp8-delayed"))
     x, dy = inputs(SPLITS[1])
@@ -268,7 +291,6 @@ def test_counts_on_the_device_are_waited_for_where_no_grouped_product_takes_them
     counts = torch.tensor(SPLITS[0], device="cuda")
     for recipe, given in (
         (recipes.load("fp8-current"), {"delay_wgrad_compute": True}),
-        (recipes.load("fp8-rowwise"), {"bias": True}),
         (recipes.load("mxfp8"), {}),
     ):
         m = group(recipe, **given)

@@ -365,9 +365,11 @@ def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
     bf16, main = torch.bfloat16, torch.empty(8, 512, 256)
     places = segment_cast.Table(torch.arange(8) * 512 * 256, True)
     given = dy, xt, (rows, cols), segments, main, places, True
+    bias = matrix(8, 512)
     with mock.patch.object(grouped, "_multiprocessors", return_value=132):
         return [
             *launched(f"grouped rows, {name}", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16)),
+            *launched(f"grouped rows, {name}, bias", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16, bias)),
             *launched(f"grouped columns, {name}", lambda: made.of_columns(dy, xt, (rows, cols), segments, bf16)),
             *launched(f"grouped columns, {name}, adding", lambda: made.of_columns_into(*given)),
         ]
@@ -378,6 +380,10 @@ CASES += [
     *grouped_products("e5m2", False, False),
     *grouped_products("e4m3", True, True),
     *grouped_products("e4m3", False, True),
+    *launched(
+        "sums of segments",
+        lambda: grouped.sums(matrix(256, 512), segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)),
+    ),
 ]
 
 

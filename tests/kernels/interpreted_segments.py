@@ -163,12 +163,17 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
     wide = torch.full((k + n, found.width), torch.nan).to(torch.float8_e4m3fn)
     powers = [torch.exp2(torch.randint(-2, 3, size).float()) for size in ((sum(splits),), (e, n), (e, k))]
     of_x, of_w, of_k = powers if lines else ([torch.exp2(torch.arange(4.0 * e)).view(e, 4)[:, :1] / 16] * 3)
+    bias = torch.randint(-9, 9, (e, n)).float()
     y = made.of_rows(x, w, (of_x, of_w), found, torch.float32)
+    added = made.of_rows(x, w, (of_x, of_w), found, torch.float32, bias)
+    added, sums = added.split(splits), grouped.sums(ints[0], found)
     start = at = 0
     for i, rows in enumerate(splits):
         here, mine = slice(start, start + rows), slice(at, at + columns(rows, 128))
         scale = of_x[here, None] * of_w[i][None] if lines else of_x[i] * of_w[i]
         yield f"rows of {splits} {i}", y[here], (ints[0][here] @ ints[1][i].t()) * scale
+        yield f"rows of {splits} {i} and a bias", added[i], y[here] + bias[i]
+        yield f"sums of {splits} {i}", sums[i], ints[0][here].sum(0)
         wide[:, mine] = 0.0
         wide[:, at : at + rows] = torch.randint(-2, 3, (k + n, rows)).to(wide.dtype)
         start, at = start + rows, mine.stop

@@ -82,12 +82,12 @@ def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
     assert type(grouped_stage(members, SHAPE)) is GroupedStage
 
 
-def test_row_counts_stay_on_the_device_where_gradients_go_to_autograd(monkeypatch) -> None:
+def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch) -> None:
     assert stage("fp8-rowwise").takes_device_splits and stage("fp8-delayed").takes_device_splits
     weight = torch.nn.Parameter(torch.zeros(SHAPE))
-    for sink in (ToMainGrad(lambda: weight), Deferred(deque())):
+    for sink, stays in ((ToMainGrad(lambda: weight), True), (Deferred(deque()), False)):
         made = grouped_stage([replace(one, sink=sink) for one in linears(plan())], SHAPE)
-        assert type(made) is SegmentedStage and not made.takes_device_splits
+        assert type(made) is SegmentedStage and made.takes_device_splits is stays
         made = grouped_stage([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
         assert made.takes_device_splits
     monkeypatch.setattr(segments, "capability", lambda: (10, 0))
@@ -105,6 +105,42 @@ def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew(
     assert grouped_stage(deferred, below).on_host is Apart
 
 
+def test_gradients_go_to_their_places_in_one_product_or_after_it() -> None:
+    """All places of one dtype are filled by the product; others after it; without a place a gradient is let go."""
+    made, filled = torch.randn(3, 4, 5), []
+
+    class Product:
+        def of_columns(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return made.to(dtype)
+
+        def of_columns_into(self, x: torch.Tensor, first: torch.Tensor, table: object, adds: bool) -> None:
+            filled.append((first, adds))
+
+    x = torch.zeros(2)
+    for dtypes, adds in (([torch.float32] * 3, [True, False, True]), ([torch.bfloat16] * 3, [False] * 3)):
+        outs = [torch.full((4, 5), 3.0, dtype=dtype) for dtype in dtypes]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(segments, "table", lambda tensors: None)
+            segments.columns_into(Product(), (x,), list(zip(outs, adds, strict=True)))
+        assert filled.pop() == (outs[0], any(adds)) and not filled
+        assert [bool((out == 3).all()) for out in outs] == [add or not any(adds) for add in adds]  # zero, then added to
+    outs = [torch.full((4, 5), 3.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    wide = torch.full((4, 10), 3.0)
+    for places in (
+        [(outs[0], True), (outs[1], False), None],
+        [(wide[:, :5], True), None, (outs[2], False)],
+    ):
+        segments.columns_into(Product(), (x,), places)
+    assert not filled and torch.equal(outs[0], made[0] + 3) and torch.equal(outs[1], made[1].bfloat16())
+    assert torch.equal(wide, torch.cat([made[0] + 3, torch.full((4, 5), 3.0)], 1)) and torch.equal(outs[2], made[2])
+
+
+def test_biases_of_some_experts_are_zeros_for_the_others() -> None:
+    given = [None, torch.ones(4), None]
+    assert torch.equal(segments.stacked(given, 4), torch.tensor([[0.0], [1], [0]]).expand(3, 4))
+    assert segments.stacked([None, None], 4) is None
+
+
 def test_segments_are_padded_as_the_kernels_take_them() -> None:
     """Triton is imported late, so the constants are written twice."""
     from duotone.kernels import segments as kernels
@@ -119,7 +155,7 @@ def test_the_plan_names_what_multiplies(monkeypatch) -> None:
     cublas = [name.replace("grouped", "cuBLAS") for name in grouped]
     for sizes, given, want in (
         ((64, 32), {}, grouped),
-        ((64, 32), {"bias": True}, cublas),
+        ((64, 32), {"bias": True, "fuse_wgrad_accumulation": True}, grouped),
         ((64, 32), {"delay_wgrad_compute": True}, cublas),
         ((4096, 4096), {}, cublas),
     ):

@@ -30,11 +30,7 @@ class HighPrecision(GemmRule):
         return "" if problem.extents == {FULL} else "an operand is quantized"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        left, right = a.parts["codes"], b.parts["codes"]
-        if bias is None and left.dtype is torch.bfloat16 is not out_dtype:
-            return mm_fp32(left, right).to(out_dtype)
-        y = F.linear(left, right, bias)
-        return y if y.dtype is out_dtype else y.to(out_dtype)
+        return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         left, right = a.parts["codes"], b.parts["codes"]
@@ -144,7 +140,7 @@ class DecodeToHighPrecision(GemmRule):
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         dtype = (a if a.format.outer_extent == FULL else b).parts["codes"].dtype
-        return F.linear(a.dequantize(dtype), b.dequantize(dtype), bias).to(out_dtype)
+        return _linear(a.dequantize(dtype), b.dequantize(dtype), out_dtype, bias)
 
 
 class Unrotate(GemmRule):
@@ -186,6 +182,14 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
             where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.device}"
             return rule, f"{where}; {rule.note}" if rule.note else where
     raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.device}")
+
+
+def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """torch's own product; one of bf16 operands for another dtype, as gradients for `main_grad` are, stays in fp32."""
+    if bias is None and a.dtype is torch.bfloat16 is not out_dtype:
+        return mm_fp32(a, b).to(out_dtype)
+    y = F.linear(a, b, bias)
+    return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
 def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:

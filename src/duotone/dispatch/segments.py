@@ -197,6 +197,21 @@ def _takes_places(like: Tensor, outs: Sequence[Tensor]) -> bool:
     return dtype in DTYPES and all(placed) and all([type(one) in PLAIN_TYPES for one in outs])
 
 
+def stacked(biases: Sequence[Tensor | None], length: int) -> Tensor | None:
+    """(E, N) of all biases (N,), zeros where one is None; None where all are."""
+    given = next((bias for bias in biases if bias is not None), None)
+    if given is None:
+        return None
+    return torch.stack([given.new_zeros(length) if bias is None else bias for bias in biases])
+
+
+def row_sums(x: Tensor, segments: Any) -> Tensor:
+    """(E, N) sums over the rows of each segment of contiguous (M, N)."""
+    from duotone.kernels.grouped import sums
+
+    return sums(x, segments)
+
+
 def grouped_product(fast: bool, lines: bool) -> Any:
     """The `duotone.kernels.grouped.GroupedProduct` with scales per row (`lines`) or per segment."""
     found = _PRODUCTS.get((fast, lines))

@@ -64,9 +64,9 @@ def _sums(a, b, row, col, low, high, FAST: tl.constexpr, BM: tl.constexpr, BN: t
 
 
 @triton.jit
-def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr, ADDS: tl.constexpr = False):
-    """Scale, round and store a tile, ADDS with what is there; of_a and of_b are where the scales of rows and columns
-    begin, or the one scale."""
+def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: tl.constexpr = False):
+    """Scale, round and store a tile, with a bias unless None, ADDS with what is there; of_a and of_b are where the
+    scales of rows and columns begin, or the one scale."""
     if LINES:
         of_rows = tl.load(of_a + m, mask=m < M, other=0.0)
         scale = of_rows[:, None] * tl.load(of_b + n, mask=n < N, other=0.0)[None, :]
@@ -74,6 +74,8 @@ def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr, ADDS: tl.con
         scale = tl.load(of_a) * tl.load(of_b)
     at, inside = m.to(tl.int64)[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
     total = total * scale
+    if bias is not None:
+        total = total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ADDS and out.dtype.element_ty == tl.float32:
         tl.atomic_add(out + at, total, mask=inside, sem="relaxed")  # no registers for what is there
     else:
@@ -84,10 +86,10 @@ def _store(out, total, m, n, M, N, of_a, of_b, LINES: tl.constexpr, ADDS: tl.con
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def rows_kernel(
-    a, b, out, ends, of_a, of_b, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
+    a, b, out, ends, of_a, of_b, bias, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
     FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Segments of a (M, K) times the transpose of b (E N, K) of each -> (M, N).
+    """Segments of a (M, K) times the transpose of b (E N, K) of each, plus the bias (E N,) unless None -> (M, N).
 
     Scales of a lie NEXT_A apart or, LINES, one for each row; those of each b NEXT_B apart.
     """
@@ -101,8 +103,8 @@ def rows_kernel(
         row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
         total = _sums(a, b, row, e * N + jn * BN, 0, K, FAST, BM, BN)
         m, n = row + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
-        here = of_a if LINES else of_a + e * NEXT_A
-        _store(out, total, m, n, tl.load(ends + e), N, here, of_b + e * NEXT_B, LINES)
+        here, added = of_a if LINES else of_a + e * NEXT_A, None if bias is None else bias + e * N
+        _store(out, total, m, n, tl.load(ends + e), N, here, of_b + e * NEXT_B, added, LINES)
 
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
@@ -124,7 +126,35 @@ def columns_kernel(
         total = _sums(a, b, im * BM, jn * BN, low, tl.load(ends + E + e), FAST, BM, BN)
         m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
         here = out + (tl.multiple_of(tl.load(places + e), STEP) if STEP else e.to(tl.int64) * M * N)
-        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, LINES, ADDS)
+        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, None, LINES, ADDS)
+
+
+@functools.partial(kernel, unspecialized=("E",))
+def sums_kernel(x, out, ends, N, E, BM: tl.constexpr, BN: tl.constexpr):
+    """The sums over the rows of each segment of x (M, N) -> (E, N), in fp32, rounded once."""
+    across = tl.cdiv(N, BN)
+    e, n = tl.program_id(0) // across, tl.program_id(0) % across * BN + tl.arange(0, BN)
+    start, stop = tl.load(ends + e - 1, mask=e > 0, other=0), tl.load(ends + e)
+    total = tl.zeros([BM, BN], tl.float32)
+    for first in range(start, stop, BM):
+        m = first + tl.arange(0, BM)
+        inside = (m < stop)[:, None] & (n < N)[None, :]
+        total += tl.load(x + m.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    made = tl.sum(total, axis=0)
+    tl.store(out + e.to(tl.int64) * N + n, made.to(out.dtype.element_ty), mask=n < N)
+
+
+SUMS = (32, 64)
+"""Rows and columns that a program adds at a time."""
+_SUMS = sums_kernel.bind({"BM": SUMS[0], "BN": SUMS[1]})
+
+
+def sums(x: Tensor, segments: Any) -> Tensor:
+    """Sums over the rows of each segment: contiguous (M, N) -> (E, N)."""
+    out = torch.empty((segments.count, x.shape[1]), dtype=x.dtype, device=x.device)
+    programs = segments.count * -(-x.shape[1] // SUMS[1])
+    _SUMS(programs, (x, out, segments.ends), (x.shape[1], segments.count))
+    return out
 
 
 @functools.cache
@@ -143,15 +173,23 @@ class GroupedProduct:
         self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
         self._launches: dict[Any, Launch] = {}
 
-    def of_rows(self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Any, dtype: torch.dtype) -> Tensor:
-        """(M, K) by (E, N, K) -> (M, N). Scales (M,) or (E, 1), and (E, N) or (E, 1)."""
+    def of_rows(
+        self,
+        a: Tensor,
+        b: Tensor,
+        scales: tuple[Tensor, Tensor],
+        segments: Any,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """(M, K) by (E, N, K) -> (M, N). Scales (M,) or (E, 1), and (E, N) or (E, 1). A bias (E, N) is of `dtype`."""
         e, n, k = b.shape
         out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
         given = self._described(a, b.view(e * n, k))
         programs = self._programs(a, segments.width // self.tile.rows * -(-n // self.tile.cols))
         integers = n, k, e, programs, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
-        launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block})
-        launch(programs, (out, segments.ends, *scales), integers, descriptors=given)
+        launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block}, bias is not None)
+        launch(programs, (out, segments.ends, *scales, bias), integers, descriptors=given)
         return out
 
     def of_columns(
@@ -190,8 +228,10 @@ class GroupedProduct:
             for one, rows in ((a, self.tile.rows), (b, self.tile.cols))
         )  # type: ignore[return-value]
 
-    def _launch(self, function: Any, a: torch.dtype, b: torch.dtype, more: dict[str, int]) -> Launch:
-        key = (function, a, b, *more.values())
+    def _launch(
+        self, function: Any, a: torch.dtype, b: torch.dtype, more: dict[str, int], bias: bool = False
+    ) -> Launch:
+        key = (function, a, b, bias, *more.values())
         made = self._launches.get(key)
         if made is None:
             constants = {**self.constants, "PATCH": self.tile.patch, **more}

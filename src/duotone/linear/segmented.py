@@ -75,6 +75,9 @@ class Apart:
             start += length
         return made
 
+    def bias_gradients(self, dy: Tensor, asked: Sequence[bool]) -> list[Tensor | None]:
+        return [rows.sum(0) if wanted else None for rows, wanted in zip(dy.split(self.counts), asked, strict=True)]
+
 
 @dataclass(frozen=True, eq=False)
 class Together:
@@ -96,8 +99,8 @@ class Together:
         self, gemm: GemmPlan, left: Any, held: Fresh | Cached, right: Any, dtype: torch.dtype, biases: Sequence[Any]
     ) -> Tensor:
         (codes, scale), (weights, scales) = left, [held.together(one) for one in right]
-        codes = codes.view(gemm.a.code_dtype)
-        return _grouped(gemm).of_rows(codes, weights, (scale, scales), self.segments, dtype)
+        codes, bias = codes.view(gemm.a.code_dtype), native.stacked(biases, weights.shape[1])
+        return _grouped(gemm).of_rows(codes, weights, (scale, scales), self.segments, dtype, bias)
 
     def gradients(self, stage: "SegmentedStage", dy: Any, x: Any, like: Tensor, asked: Sequence[bool]) -> list[Any]:
         gemm = stage.plan.wgrad
@@ -110,6 +113,10 @@ class Together:
         places = [sink.place() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
         native.columns_into(multiply, given, places)
         return [sink.filled() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
+
+    def bias_gradients(self, dy: Tensor, asked: Sequence[bool]) -> list[Tensor | None]:
+        sums = native.row_sums(dy, self.segments).unbind(0)
+        return [made if wanted else None for made, wanted in zip(sums, asked, strict=True)]
 
 
 def _grouped(gemm: GemmPlan) -> Any:
@@ -145,7 +152,7 @@ class SegmentedStage(GroupedStage):
     gradient: Encoder
     takes_device_splits: bool = False
     on_host: type[Apart] | type[Together] = Apart
-    """The products of rows that the host knows, where no bias is added."""
+    """The products of rows that the host knows."""
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         splits, seed, *parameters = operands
@@ -156,7 +163,8 @@ class SegmentedStage(GroupedStage):
                 splits = host_splits(splits, count, None) if x.numel() else (0,) * count
             return super().forward(x, splits, seed, *parameters)
         flat = as_matrix(x).contiguous()
-        products = self._products(splits, flat, biases)
+        how: Any = Together if isinstance(splits, Tensor) else self.on_host
+        products = how.of(splits, flat)
         coded = self.input.encode(flat, products)
         row, kept_w = self.weight.encode(weights, products)
         for linear in self.linears:
@@ -181,14 +189,8 @@ class SegmentedStage(GroupedStage):
             coded = None
             dw = products.gradients(self, left, right, flat, needs[3 : 3 + count])
         if any(needs[3 + count :]):
-            parts = zip(flat.split(products.counts), needs[3 + count :], strict=True)  # type: ignore[union-attr]
-            db = [rows.sum(0) if asked else None for rows, asked in parts]
+            db = products.bias_gradients(flat, needs[3 + count :])
         return dx, None, None, *dw, *db
-
-    def _products(self, splits: Any, x: Tensor, biases: Sequence[Any]) -> Apart | Together:
-        if isinstance(splits, Tensor):
-            return Together.of(splits, x)
-        return (self.on_host if biases[0] is None else Apart).of(splits, x)
 
 
 def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> GroupedStage:

@@ -89,25 +89,20 @@ class PlannedGroup(Planned):
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
         plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
         stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
-        apart = self._adds_bias or self.fuse_wgrad_accumulation or self.delay_wgrad_compute
-        if apart or not stage.takes_device_splits or stage.on_host is not Together:
+        if self.delay_wgrad_compute or not stage.takes_device_splits or stage.on_host is not Together:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
     def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
         traced = torch.compiler.is_compiling()
-        stays = signal.device == "cuda" and not traced and stage.takes_device_splits and not self._adds_bias
+        stays = signal.device == "cuda" and not traced and stage.takes_device_splits
         if isinstance(splits, Rows):
             fits = splits.experts == self.num_gemms and splits.total == signal.rows
             splits = splits.counts if stays and fits and stage.on_host is Together else splits.splits
         if isinstance(splits, Tensor) and splits.is_cuda and stays:
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
-
-    @property
-    def _adds_bias(self) -> bool:
-        return not self.return_bias and any(bias is not None for bias in self.biases)
 
     def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
@@ -203,8 +198,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, gradients
-        go to autograd and no bias is added: then nothing looks at the sum, and results of rows beyond it are undefined.
+        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row and no
+        gradient is put off: then nothing looks at the sum, and results of rows beyond it are undefined.
         With `return_bias` the biases follow, not added.
         """
         y = run((self,), x, (m_splits,), is_first_microbatch, self)
