@@ -23,8 +23,10 @@ from torch import Tensor
 from duotone import formats
 from duotone.dispatch import segments
 from duotone.dispatch.casts import one_read
-from duotone.kernels import amax, grouped, nvfp4
+from duotone.kernels import activations as made_of
+from duotone.kernels import amax, cast, grouped, nvfp4
 
+ON_THE_WAY = ("fp8_e4m3_delayed", "fp8_e4m3_1x128", "mxfp8_e4m3")
 CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3")
 TILES = tuple(itertools.product((32, 64, 128), (32, 64, 128, 256), (1, 2, 4, 8)))
 NVFP4 = (("nvfp4", "nvfp4_rht"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16"))
@@ -57,9 +59,31 @@ def casts(x: Tensor) -> Iterator[Choice]:
         fmt = formats.get(name)
         made = one_read(fmt, fmt, x)
         for choice in (made.tile, *TILES):
-            cast = _like(made)
-            cast.tile = choice
-            yield name, choice, lambda cast=cast: _parts(cast(x))
+            other = _like(made)
+            other.tile = choice
+            yield name, choice, lambda other=other: _parts(other(x))
+
+
+def activations(x: Tensor) -> Iterator[Choice]:
+    """Tiles and warps of casts that make an activation or its gradient on the way."""
+    dy, half = x[:, : x.shape[1] // 2].contiguous(), x.shape[1] // 2
+    kinds = {
+        "gelu": (cast.ACTIVATED, made_of.value("gelu", x, False)),
+        "gelu gradient": (cast.ACTIVATED, made_of.gradient("gelu", x, x, False)),
+        "swiglu": (cast.ACTIVATED, made_of.value("silu", x, True)),
+        "swiglu gradient": (cast.GATED, made_of.gradient("silu", dy, x, True)),
+    }
+    scale = torch.ones(1, device=x.device)
+
+    def call(made: Any, what: Any, table: dict[Any, Any], tile: tuple[int, ...]) -> list[Tensor]:
+        with mock.patch.dict(table, {made.tile: tile}):
+            return _parts(made.produced(what, (scale, scale)))
+
+    for name, (kind, (table, what)) in itertools.product(ON_THE_WAY, kinds.items()):
+        plain = one_read(formats.get(name), formats.get(name), x)
+        for choice in (table[plain.tile], *TILES):
+            if half % choice[1] == 0:
+                yield f"{kind} to {name}", choice, partial(call, _like(plain), what, table, choice)
 
 
 def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
@@ -67,9 +91,9 @@ def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
     for pair in NVFP4:
         made = one_read(*map(formats.get, pair), x)
 
-        def call(cast: Any, tile: tuple[int, ...]) -> list[Tensor]:
+        def call(made: Any, tile: tuple[int, ...]) -> list[Tensor]:
             with mock.patch.object(nvfp4, "TILE", tile):
-                return _parts(cast(x, seed=seed))
+                return _parts(made(x, seed=seed))
 
         for choice in (nvfp4.TILE, *TILES):
             yield "/".join(pair), choice, partial(call, _like(made), choice)
@@ -90,16 +114,22 @@ def grouped_products(x: Tensor) -> Iterator[Choice]:
 
 def _like(made: Any) -> Any:
     """The same cast, none of whose kernels is bound."""
-    cast = copy.copy(made)
-    cast._launches = {}
-    return cast
+    other = copy.copy(made)
+    other._launches = {}
+    return other
 
 
 def _parts(planes: Any) -> list[Tensor]:
     return [part for plane in planes if plane is not None for part in plane.values()]
 
 
-SUBJECTS = {"line_amax": line_amaxes, "casts": casts, "nvfp4": nvfp4_casts, "grouped": grouped_products}
+SUBJECTS = {
+    "line_amax": line_amaxes,
+    "casts": casts,
+    "activations": activations,
+    "nvfp4": nvfp4_casts,
+    "grouped": grouped_products,
+}
 
 
 def milliseconds(call: Callable[[], object], calls: int = 30) -> float:
