@@ -98,3 +98,18 @@ def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
         got, kind = produce(made), torch.int16
         equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
         assert equal.all(), (got[~equal][:4], want[~equal][:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_gelu_is_finite_wherever_that_of_torch_is(dtype) -> None:
+    """All 2^16 inputs: no intermediate overflows first, and NaN stays NaN."""
+    from duotone.kernels.activations import produce
+
+    x = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype).view(256, 256)
+    dy, gelu = torch.ones_like(x), ACTIVATIONS["gelu"]
+    pairs = (produce(gelu.produced(x)), gelu.value(x)), (produce(gelu.produced_gradient(dy, x)), gelu.gradient(dy, x))
+    for made, want in pairs:
+        assert (made.isfinite() | ~want.isfinite()).all() and (made.isnan() == x.isnan())[want.isfinite()].all()
+        finite = want.isfinite()
+        far = (made[finite].float() - want[finite].float()).abs()
+        assert (far <= 2.0**-6 * want[finite].float().abs() + 1e-5).all()

@@ -82,13 +82,15 @@ def test_a_product_is_added_or_written_over_with_one_rounding(pair, shape, dtype
     assert called == [False, True] * 2 * takes
 
 
-@pytest.mark.parametrize("place", ["strided", "unaligned", "elsewhere", "empty"])
-def test_other_places_get_the_same(place, called) -> None:
-    a, b = planes(PAIRS[0], 64, 32, 0 if place == "empty" else 256)
+@pytest.mark.parametrize("place", ["strided", "unaligned", "elsewhere", "empty", "float64"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_other_places_get_the_same(pair, place, called) -> None:
+    a, b = planes(pair, 64, 32, 0 if place == "empty" else 256)
     rule, _ = gemms.choose(GemmProblem(a.format, b.format, "cuda", torch.bfloat16))
     flat = torch.ones(64 * 64 + 1, device="cuda")
     out = {"strided": flat[: 64 * 64].view(64, 64)[:, :32], "unaligned": flat[1:2049].view(64, 32)}.get(place)
     out = flat[:2048].view(64, 32) if out is None else out
+    out = out.double() if place == "float64" else out
     if place == "elsewhere":
         out = out.cpu()
         with pytest.raises(RuntimeError, match="device"):
@@ -96,8 +98,24 @@ def test_other_places_get_the_same(place, called) -> None:
         assert (out == 1).all()
     else:
         rule.run_into(a, b, out, True)
-        assert torch.equal(out, rule.run(a, b, torch.float32) + 1)
+        want = rule.run(a, b, torch.float32) + 1
+        assert ((out - want).abs() <= 1e-5 * (want.abs() + 16)).all()  # sums of some rules go in another order
     assert not called
+
+
+def test_experts_that_share_a_buffer_are_added_up_on_the_device() -> None:
+    """The kernel writes a place once: an expert whose buffer another has comes after."""
+    m, alone = group(RECIPES["fp8-current"]), group(RECIPES["fp8-current"])
+    counts = torch.tensor([40, 0, 24], device="cuda")
+    for make in (MAKES["fp32"], MAKES["bf16"]):
+        places(alone, make, 0.0)
+        step(alone, counts, 64)
+        want = sum(weight.main_grad.float() for weight in alone.weights)
+        main = make().fill_(0.0)
+        for weight in m.weights:
+            weight.main_grad = main
+        step(m, counts, 64)
+        assert ((main.float() - want).abs() <= 2.0**-6 * (want.abs() + 1)).all()
 
 
 def test_shapes_that_come_and_go_leave_no_descriptors(monkeypatch) -> None:
@@ -146,7 +164,7 @@ def test_no_gradient_is_made_on_the_way() -> None:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         y.backward(dy)
-    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 4
+    assert torch.cuda.max_memory_allocated() - before < 4096 * 4096 * 2  # not in bf16 either
 
 
 # --- experts

@@ -185,12 +185,14 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
         yield f"columns of {splits} {i}", dw[i], (here[:n] @ here[n:].t()) * scale
         at += columns(rows, 128)
     mains = [torch.randint(-9, 9, (n, k)).float() for _ in splits][::-1]  # not in the order of their addresses
-    before, offsets = torch.stack(mains), [(one.data_ptr() - mains[0].data_ptr()) // 4 for one in mains]
-    places = Table(torch.tensor(offsets), not any(one % 16 for one in offsets))
-    for adds in (True, False):
-        given = wide[:n].float().to(first), wide[n:], (of_w, of_k), found
+    given = wide[:n].float().to(first), wide[n:], (of_w, of_k), found
+    for dtype, adds in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+        mains = [one.to(dtype) for one in mains]
+        before, offsets = torch.stack(mains), [(one.data_ptr() - mains[0].data_ptr()) // one.itemsize for one in mains]
+        places = Table(torch.tensor(offsets), not any(one % 16 for one in offsets))
         made.of_columns_into(*given, mains[0], places, adds)
-        yield f"columns of {splits}, {adds=}", torch.stack(mains), dw + before if adds else dw
+        want = dw + before.float() if adds else dw
+        yield f"columns of {splits}, {dtype} {adds=}", torch.stack(mains), want.to(dtype)
 
 
 def checks() -> Check:

@@ -105,34 +105,91 @@ def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew(
     assert grouped_stage(deferred, below).on_host is Apart
 
 
-def test_gradients_go_to_their_places_in_one_product_or_after_it() -> None:
-    """All places of one dtype are filled by the product; others after it; without a place a gradient is let go."""
-    made, filled = torch.randn(3, 4, 5), []
+class Columns:
+    """A grouped product whose gradients (3, 4, 5) are known; it fills places in the order of segments."""
 
-    class Product:
-        def of_columns(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-            return made.to(dtype)
+    def __init__(self) -> None:
+        self.made, self.launches = torch.randn(3, 4, 5), []
 
-        def of_columns_into(self, x: torch.Tensor, first: torch.Tensor, table: object, adds: bool) -> None:
-            filled.append((first, adds))
+    def of_columns(self, a, b, scales, ends, dtype: torch.dtype) -> torch.Tensor:
+        return self.made.to(dtype)
 
-    x = torch.zeros(2)
-    for dtypes, adds in (([torch.float32] * 3, [True, False, True]), ([torch.bfloat16] * 3, [False] * 3)):
-        outs = [torch.full((4, 5), 3.0, dtype=dtype) for dtype in dtypes]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(segments, "table", lambda tensors: None)
-            segments.columns_into(Product(), (x,), list(zip(outs, adds, strict=True)))
-        assert filled.pop() == (outs[0], any(adds)) and not filled
-        assert [bool((out == 3).all()) for out in outs] == [add or not any(adds) for add in adds]  # zero, then added to
-    outs = [torch.full((4, 5), 3.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
-    wide = torch.full((4, 10), 3.0)
-    for places in (
-        [(outs[0], True), (outs[1], False), None],
-        [(wide[:, :5], True), None, (outs[2], False)],
-    ):
-        segments.columns_into(Product(), (x,), places)
-    assert not filled and torch.equal(outs[0], made[0] + 3) and torch.equal(outs[1], made[1].bfloat16())
-    assert torch.equal(wide, torch.cat([made[0] + 3, torch.full((4, 5), 3.0)], 1)) and torch.equal(outs[2], made[2])
+    def of_columns_into(self, a, b, scales, ends, first: torch.Tensor, outs: list, adds: bool) -> None:
+        self.launches.append(adds)
+        for out, one in zip(outs, self.made, strict=True):
+            _ = out.add_(one) if adds else out.copy_(one)
+
+
+def weights(mains: list, **flags) -> list:
+    """A weight for each main_grad, None where there is none; `flags` are attributes of the first."""
+    made = [None if main is None else torch.nn.Parameter(torch.zeros(4, 5)) for main in mains]
+    for weight, main in zip(made, mains, strict=True):
+        if weight is not None:
+            weight.main_grad = main
+    for name, value in flags.items():
+        setattr(made[0], name, value)
+    return made
+
+
+@pytest.fixture
+def fill(monkeypatch):
+    """Fills the main_grad of weights; the launches of the product that did."""
+
+    def filled(made: list, columns: Columns) -> list[bool]:
+        monkeypatch.setattr(segments, "table", list)
+        monkeypatch.setattr(segments, "grouped_product", lambda *kind: columns)
+        sinks = [ToMainGrad(lambda weight=weight: weight) for weight in made]
+        group = grouped_stage(
+            [replace(one, sink=sink) for one, sink in zip(linears(plan()), sinks, strict=True)], SHAPE
+        )
+        codes, like = torch.zeros(9, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.bfloat16)
+        operands = (codes[:4], None), (codes[4:], None)
+        assert isinstance(group, SegmentedStage)
+        found = Together(None).gradients(group, *operands, like, [weight is not None for weight in made])
+        assert found == [None] * 3
+        return columns.launches
+
+    return filled
+
+
+def test_gradients_of_a_group_go_to_their_places_in_one_product(fill) -> None:
+    columns = Columns()
+    for overwrites in (False, True):
+        mains = [torch.full((4, 5), 3.0) for _ in range(3)]
+        made = weights(mains, overwrite_main_grad=overwrites)
+        versions = [main._version for main in mains]
+        fill(made, columns)
+        want = columns.made + 3
+        want[0] = columns.made[0] if overwrites else want[0]
+        assert all(torch.equal(a, b) for a, b in zip(mains, want, strict=True))
+        assert all(main._version > before for main, before in zip(mains, versions, strict=True))
+    assert columns.launches == [True, True]
+
+
+def test_places_that_the_product_cannot_take_are_filled_after_it(fill) -> None:
+    """Strided, of another dtype, frozen; all of them."""
+    columns, wide = Columns(), torch.full((4, 10), 3.0)
+    half = torch.full((4, 5), 3.0, dtype=torch.bfloat16)
+    whole = torch.full((4, 5), 3.0)
+    assert fill(weights([wide[:, :5], whole, None]), columns) == [True]
+    assert fill(weights([half, None, whole]), columns) == [True, True]
+    assert torch.equal(wide, torch.cat([columns.made[0] + 3, torch.full((4, 5), 3.0)], 1))
+    assert torch.equal(whole, columns.made[1] + 3 + columns.made[2])
+    assert torch.equal(half, (columns.made[0] + 3).bfloat16())
+    assert fill(weights([wide[:, 5:], torch.zeros(4, 5, dtype=torch.float64), None]), columns) == [True, True]
+    assert torch.equal(wide[:, 5:], columns.made[0] + 3)
+
+
+def test_experts_that_share_a_buffer_are_added_up(fill) -> None:
+    """Tied experts in a first microbatch: the first overwrites, the second adds; so do buffers that are one."""
+    columns, main = Columns(), torch.full((4, 5), 9.0)
+    tied = weights([main] * 3)
+    tied = [tied[0]] * 3
+    tied[0].duotone_overwrite = True
+    fill(tied, columns)
+    assert torch.allclose(main, columns.made.sum(0), atol=1e-6)
+    fill(weights([main] * 3), columns)
+    assert torch.allclose(main, 2 * columns.made.sum(0), atol=1e-6)
 
 
 def test_biases_of_some_experts_are_zeros_for_the_others() -> None:

@@ -361,6 +361,30 @@ def test_evaluation_and_frozen_weights_need_no_main_grad(kind) -> None:
     call(m, x)
 
 
+@pytest.mark.parametrize("wrong", [torch.zeros(96, 64, device="meta"), torch.zeros(96, 64, dtype=torch.int32)], ids=str)
+def test_a_main_grad_that_holds_no_gradient_is_an_error_in_forward(wrong) -> None:
+    m, x = make("Linear", fuse_wgrad_accumulation=True), rows()
+    m.weight.main_grad = wrong
+    with pytest.raises(UsageError, match=r"in floating point on cpu; got \(96, 64\) in .* on (meta|cpu)$"):
+        call(m, x)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@every_class
+def test_gradients_that_were_put_off_have_no_graph(kind, fuse) -> None:
+    """In high precision the kept input is the caller's own, which may have a graph; nor does autocast cast."""
+    m = make(kind, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
+    give_main_grad(m)
+    before = torch.nn.Linear(64, 64, dtype=DTYPE)
+    for _ in range(2):
+        call(m, before(rows())).sum().backward()
+        with torch.autocast("cpu", dtype=torch.float16):
+            m.backward_dw()
+    for weight in matrices(m):
+        made = weight.main_grad if fuse else weight.grad
+        assert not made.requires_grad and made.grad_fn is None
+
+
 def test_one_weight_used_twice_in_a_first_microbatch_keeps_both_gradients() -> None:
     """Overwriting is for what an earlier step left, not for the other use: tied weights, and a module called twice."""
     a, b = (Linear(64, 64, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))

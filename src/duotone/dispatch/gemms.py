@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.blackwell import MXFP8, NVFP4
-from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
+from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.factors import finish, scaled
 from duotone.dispatch.products import adds_into, mm_fp32, mm_into
@@ -86,7 +86,7 @@ class Fp32Epilogue(GemmRule):
         return finish(scaled(y, left, right), out_dtype, bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not (has_kernels(out) and type(out) in PLAIN_TYPES and out.dtype in DTYPES and out.is_contiguous()):
+        if not (has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device):
             return super().run_into(a, b, out, adds)
         left, right = a.factors(), b.factors()
         self._in_one_kernel(mm_fp32(*_same_length(left.inner, right.inner)), left, right, None, out, adds)
@@ -185,8 +185,9 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
 
 
 def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """torch's own product; one of bf16 operands for another dtype, as gradients for `main_grad` are, stays in fp32."""
-    if bias is None and a.dtype is torch.bfloat16 is not out_dtype:
+    """torch's own product; of narrow operands for another dtype, as gradients for `main_grad` are, one that stays in
+    fp32."""
+    if bias is None and out_dtype is not a.dtype and a.dtype.itemsize == 2:
         return mm_fp32(a, b).to(out_dtype)
     y = F.linear(a, b, bias)
     return y if y.dtype is out_dtype else y.to(out_dtype)

@@ -1,24 +1,33 @@
 """Products of bf16 operands that leave fp32, as an own op: `mm(out_dtype=float32)` exists on CUDA only; and products
 that add to what is there."""
 
+import threading
+
 import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import PLAIN_TYPES
+
+_PRECISION = threading.Lock()
+"""A setting of the process is changed for a product: two threads at once would leave the change."""
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("mm_fp32(Tensor a, Tensor b) -> Tensor")
 
 
 def _cpu(a: Tensor, b: Tensor) -> Tensor:
+    left, right = a.to(torch.float32), b.to(torch.float32).t()
+    if a.dtype is not torch.bfloat16:
+        return torch.mm(left, right)
     # fp32 operands that hold bf16 values: the backend may use bf16 instructions, whose products are exact.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16"
-    try:
-        return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
-    finally:
-        matmul.fp32_precision = before
+    with _PRECISION:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "bf16"
+        try:
+            return torch.mm(left, right)
+        finally:
+            matmul.fp32_precision = before
 
 
 def _cuda(a: Tensor, b: Tensor) -> Tensor:
@@ -35,7 +44,7 @@ _LIBRARY.impl("mm_fp32", _meta, "Meta")
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """bf16 (M, K) and (N, K) -> fp32 (M, N) = a b^T, accumulated in fp32."""
+    """bf16 or fp16 (M, K) and (N, K) -> fp32 (M, N) = a b^T, accumulated in fp32."""
     return torch.ops.duotone.mm_fp32(a, b)
 
 

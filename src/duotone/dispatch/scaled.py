@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.capability import HOPPER, capability
-from duotone.dispatch.casts import PLAIN_TYPES
+from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.cuda import contiguous_rows
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.formats import Format
@@ -92,7 +92,7 @@ class ScaledProduct(GemmRule):
         left, right = _codes(a, 0, STEP), _codes(b, -cols % STEP, STEP)
         scale_a, scale_b, _ = self._scales(a, b, rows, right.shape[0])
         fused = _takes_bias(bias, cols, out_dtype)
-        direct = out_dtype is not torch.float16 and (bias is None or fused)
+        direct = out_dtype in (torch.bfloat16, torch.float32) and (bias is None or fused)
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left,
             right.t(),
@@ -106,14 +106,14 @@ class ScaledProduct(GemmRule):
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         rows, cols = out.shape
-        if not cublas_writes(a.parts["codes"], out) or not a.shape[1]:
-            return super().run_into(a, b, out, adds)
-        from duotone.kernels import cublas
+        if cublas_writes(a.parts["codes"], out) and a.shape[1]:
+            from duotone.kernels.cublas import Side, multiply
 
-        scale_a, scale_b, kind = self._scales(a, b, rows, cols)
-        left, right = cublas.Side(_codes(a, 0, STEP), scale_a, kind), cublas.Side(_codes(b, 0, STEP), scale_b, kind)
-        cublas.multiply(left, right, out, self.fast, adds)
-        return None
+            scale_a, scale_b, kind = self._scales(a, b, rows, cols)
+            left, right = Side(_codes(a, 0, STEP), scale_a, kind), Side(_codes(b, 0, STEP), scale_b, kind)
+            if multiply(left, right, out, self.fast, adds):
+                return
+        super().run_into(a, b, out, adds)
 
     def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, str]:
         """Decode scales, both of one element ("tensor") or (rows, 1) and (cols, 1) ("row")."""
@@ -154,16 +154,16 @@ class BlockScaledProduct(GemmRule):
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         rows, cols = out.shape
-        if not cublas_writes(a.parts["codes"], out) or not a.shape[1] or rows % STEP:
-            return super().run_into(a, b, out, adds)
-        from duotone.kernels import cublas
+        if cublas_writes(a.parts["codes"], out) and a.shape[1] and not rows % STEP:
+            from duotone.kernels.cublas import Side, multiply
 
-        left, right = (
-            cublas.Side(_codes(one, 0, BLOCK), _block_scales(one, n), _scaling(one.format))
-            for one, n in ((a, rows), (b, cols))
-        )
-        cublas.multiply(left, right, out, False, adds)
-        return None
+            left, right = (
+                Side(_codes(one, 0, BLOCK), _block_scales(one, n), _scaling(one.format))
+                for one, n in ((a, rows), (b, cols))
+            )
+            if multiply(left, right, out, False, adds):
+                return
+        super().run_into(a, b, out, adds)
 
 
 def _takes_bias(bias: Tensor | None, cols: int, out_dtype: torch.dtype) -> bool:
@@ -173,21 +173,20 @@ def _takes_bias(bias: Tensor | None, cols: int, out_dtype: torch.dtype) -> bool:
 
 def cublas_writes(codes: Tensor, out: Tensor) -> bool:
     """Whether cuBLASLt writes a product of such codes over `out` (M, N), or adds it."""
-    if not codes.is_cuda or out.device != codes.device or type(out) not in PLAIN_TYPES or not _calls_cublas():
+    if not has_kernels(out) or out.device != codes.device or not _calls_cublas():
         return False
     placed = out.stride() == (out.shape[1], 1) and out.data_ptr() % STEP == 0
-    return placed and out.dtype in (torch.float32, torch.bfloat16) and out.numel() > 0 and not out.shape[1] % STEP
+    return placed and out.dtype in (torch.float32, torch.bfloat16) and not out.shape[1] % STEP
 
 
 @functools.cache
 def _calls_cublas() -> bool:
-    """Checked on Hopper alone; scales per row came with CUDA 12.9."""
-    version = tuple(int(n) for n in (torch.version.cuda or "0").split("."))
-    if capability() != HOPPER or version < (12, 9):
+    """Checked on Hopper alone."""
+    if capability() != HOPPER:
         return False
-    from duotone.kernels import cublas
+    from duotone.kernels.cublas import library
 
-    return cublas.library() is not None
+    return library() is not None
 
 
 def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

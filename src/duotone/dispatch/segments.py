@@ -147,12 +147,9 @@ def product(
         )
         y = y if bias is None else y + bias.to(torch.float32)
         return y.to(dtype) if out is None else out.copy_(y)
-    if out is None:
-        return torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-            left, right, of_left, of_right, out_dtype=dtype, use_fast_accum=fast
-        )
+    given = {} if out is None else {"out": out}
     return torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-        left, right, of_left, of_right, bias=bias, out_dtype=dtype, use_fast_accum=fast, out=out
+        left, right, of_left, of_right, bias=bias, out_dtype=dtype, use_fast_accum=fast, **given
     )
 
 
@@ -161,40 +158,45 @@ def product_into(
 ) -> None:
     """As `product`, written over `out` (M, N) in any of torch's dtypes or, `adds`, added to it."""
     if left.shape[1] and cublas_writes(left, out):
-        from duotone.kernels import cublas
+        from duotone.kernels.cublas import Side, multiply
 
         kind = "tensor" if of_left.numel() == of_right.numel() == 1 else "row"
-        cublas.multiply(cublas.Side(left, of_left, kind), cublas.Side(right.t(), of_right, kind), out, fast, adds)
-        return
+        if multiply(Side(left, of_left, kind), Side(right.t(), of_right, kind), out, fast, adds):
+            return
     made = product(left, right, of_left, of_right, fast, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
     _ = out.add_(made) if adds else out.copy_(made)
 
 
-def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[tuple[Tensor, bool] | None]) -> None:
-    """The columnwise product of a `GroupedProduct`, each segment's written over or, where so said, added to its place.
+Place = tuple[Tensor, bool]
+"""Where a product goes, and whether it is added to what is there."""
 
-    Without a place it is let go.
+
+def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[Place | None]) -> list[Tensor | None]:
+    """The columnwise product of a `GroupedProduct`, each segment's in its place, if it has one.
+
+    The product itself, (M, N), of those whose place the kernel cannot take, or has taken for another segment.
     """
-    taken = [place for place in places if place is not None]
-    outs, adds = [out for out, _ in taken], any(add for _, add in taken)
-    if len(taken) == len(places) and _takes_places(given[0], outs):
-        for out, add in taken:
-            if adds and not add:
-                out.zero_()
-        multiply.of_columns_into(*given, outs[0], table(outs), adds)
-        return
-    whole = multiply.of_columns(*given, torch.float32)
-    for made, place in zip(whole.unbind(0), places, strict=True):
-        if place is not None:
-            out, add = place
-            _ = out.add_(made) if add else out.copy_(made)
+    dtypes = [place[0].dtype for place in places if place is not None]
+    dtype = torch.float32 if torch.float32 in dtypes else next((one for one in dtypes if one in DTYPES), torch.float32)
+    first: dict[int, int] = {}
+    for i, place in enumerate(places):
+        if place is not None and _takes(given[0], place[0], dtype):
+            first.setdefault(place[0].data_ptr(), i)
+    if not first:
+        return list(multiply.of_columns(*given, torch.float32).unbind(0))
+    taken: dict[int, Any] = {i: places[i] for i in first.values()}
+    adds, size = any(add for _, add in taken.values()), (given[0].shape[0], given[1].shape[0])
+    outs = []
+    for i in range(len(places)):
+        out, add = taken[i] if i in taken else (torch.empty(size, dtype=dtype, device=given[0].device), False)
+        outs.append(out if add or not adds else out.zero_())
+    multiply.of_columns_into(*given, outs[0], table(outs), adds)
+    return [None if i in taken else out for i, out in enumerate(outs)]
 
 
-def _takes_places(like: Tensor, outs: Sequence[Tensor]) -> bool:
-    """Whether the grouped product of operands like this one writes over these results (M, N), or adds to them."""
-    dtype, device = outs[0].dtype, like.device
-    placed = [one.dtype is dtype and one.device == device and one.is_contiguous() for one in outs]
-    return dtype in DTYPES and all(placed) and all([type(one) in PLAIN_TYPES for one in outs])
+def _takes(like: Tensor, out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the grouped product of operands like this one writes over a result (M, N) in `dtype`, or adds to it."""
+    return out.dtype is dtype and out.device == like.device and out.is_contiguous() and type(out) in PLAIN_TYPES
 
 
 def stacked(biases: Sequence[Tensor | None], length: int) -> Tensor | None:

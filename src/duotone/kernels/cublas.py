@@ -6,6 +6,7 @@ same memory. Numbers are those of cublasLt.h of CUDA 12.9 and 13.
 
 import ctypes
 import functools
+import os
 import threading
 import weakref
 from ctypes import c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
@@ -29,6 +30,10 @@ WORKSPACE = 32 << 20
 ALIGNED = 256
 """Bytes of alignment beyond which no algorithm asks."""
 REMEMBERED = 1024
+OLDEST = 120900
+"""The version that brought scales per row and per block."""
+NOT_SUPPORTED = 15
+"""cublasStatus_t where no algorithm takes a product."""
 
 ZERO, ONE = c_float(0.0), c_float(1.0)
 
@@ -43,7 +48,8 @@ class Side(NamedTuple):
 
     def shape(self) -> tuple[Any, ...]:
         """What an algorithm depends on."""
-        return *self.codes.shape, self.codes.stride(0), self.codes.dtype, self.kind, _alignment(self.codes)
+        rows, cols = self.codes.shape
+        return rows, cols, max(self.codes.stride(0), cols), self.codes.dtype, self.kind, _alignment(self.codes)
 
 
 class _Found(ctypes.Structure):
@@ -60,19 +66,23 @@ class _Found(ctypes.Structure):
 
 @functools.cache
 def library() -> Any:
-    """cuBLASLt as torch for CUDA brings it, or None where it is no library of its own."""
+    """cuBLASLt as torch has loaded it, or None where that is no library of its own or older than `OLDEST`."""
+    name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
-        found = ctypes.CDLL(f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}")
-    except OSError:
+        found = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except (OSError, AttributeError):  # not loaded; no such flags on Windows
+        return None
+    if found.cublasLtGetVersion() < OLDEST:
         return None
     found.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
     return found
 
 
-def _call(name: str, *given: Any) -> None:
+def _call(name: str, *given: Any, allowed: int = 0) -> int:
     status = getattr(library(), f"cublasLt{name}")(*given)
-    if status:
+    if status not in (0, allowed):
         raise RuntimeError(f"cublasLt{name} failed with cublasStatus_t {status}")
+    return status
 
 
 def _made(name: str, *given: Any) -> c_void_p:
@@ -83,12 +93,12 @@ def _made(name: str, *given: Any) -> c_void_p:
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
-    """Of the current device. Threads share it."""
+    """For the device, which has to be the current one. Threads share it."""
     return _made("")
 
 
 class _Product:
-    """A product of one shape: descriptors and an algorithm."""
+    """A product of one shape: descriptors and an algorithm, which is None where there is none."""
 
     def __init__(self, a: tuple[Any, ...], b: tuple[Any, ...], out: tuple[Any, ...], fast: bool, device: int) -> None:
         self.device, self.lock = device, threading.Lock()
@@ -102,8 +112,7 @@ class _Product:
             self._own("MatrixLayout", TYPES[dtype], c_uint64(cols), c_uint64(rows), c_int64(stride))
             for rows, cols, stride, dtype, *_ in (b, a, out)
         ]
-        found = self._heuristic((b[-1], a[-1], out[-1], out[-1]))
-        self.algorithm, self.workspace = found.algorithm, found.workspace
+        self.algorithm, self.workspace = self._heuristic((b[-1], a[-1], out[-1], out[-1]))
 
     def __call__(self, a: Side, b: Side, out: Tensor, adds: bool) -> None:
         space = torch.empty(self.workspace, dtype=torch.uint8, device=out.device) if self.workspace else None
@@ -121,7 +130,7 @@ class _Product:
     def _set(self, which: int, value: Any) -> None:
         _call("MatmulDescSetAttribute", self.product, which, ctypes.byref(value), c_size_t(sizeof(value)))
 
-    def _heuristic(self, alignments: tuple[int, ...]) -> _Found:
+    def _heuristic(self, alignments: tuple[int, ...]) -> tuple[Any, int]:
         wanted, found, count = _made("MatmulPreference"), _Found(), c_int()
         given = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
         for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *given):
@@ -131,10 +140,12 @@ class _Product:
         shapes = self.product, of_b, of_a, of_out, of_out
         try:
             results = 1, ctypes.byref(found), ctypes.byref(count)
-            _call("MatmulAlgoGetHeuristic", _handle(self.device), *shapes, wanted, *results)
+            given = _handle(self.device), *shapes, wanted, *results
+            status = _call("MatmulAlgoGetHeuristic", *given, allowed=NOT_SUPPORTED)
         finally:
             _call("MatmulPreferenceDestroy", wanted)
-        return found
+        none = status or not count.value or found.state
+        return (None, 0) if none else (found.algorithm, found.workspace)
 
     def _own(self, name: str, *given: Any) -> c_void_p:
         made = _made(name, *given)
@@ -150,8 +161,10 @@ def _alignment(tensor: Tensor) -> int:
     return min(address & -address, ALIGNED)
 
 
-def multiply(a: Side, b: Side, out: Tensor, fast: bool, adds: bool) -> None:
+def multiply(a: Side, b: Side, out: Tensor, fast: bool, adds: bool) -> bool:
     """The product (M, K) by (N, K) written over `out` (M, N), fp32 or bf16, or added to it and rounded once.
+
+    False, and nothing done, where cuBLASLt has no algorithm for it.
 
     K is a multiple of 16, of 128 with scales of blocks; so are N and, with those, M of 16. `out` is contiguous at a
     multiple of 16 bytes.
@@ -159,4 +172,7 @@ def multiply(a: Side, b: Side, out: Tensor, fast: bool, adds: bool) -> None:
     device = out.get_device()
     with torch.cuda.device(device):
         of_out = *out.shape, out.stride(0), out.dtype, _alignment(out)
-        _product(a.shape(), b.shape(), of_out, fast, device)(a, b, out, adds)
+        product = _product(a.shape(), b.shape(), of_out, fast, device)
+        if product.algorithm is not None:
+            product(a, b, out, adds)
+        return product.algorithm is not None

@@ -111,8 +111,11 @@ class Together:
             whole = multiply.of_columns(*given, like.dtype)
             return [made if wanted else None for made, wanted in zip(whole.unbind(0), asked, strict=True)]
         places = [sink.place() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
-        native.columns_into(multiply, given, places)
-        return [sink.filled() if wanted else None for sink, wanted in zip(sinks, asked, strict=True)]
+        rest = native.columns_into(multiply, given, places)
+        return [
+            None if place is None else sink.filled(place[0]) if made is None else sink.take(Made(made), like)
+            for sink, place, made in zip(sinks, places, rest, strict=True)
+        ]
 
     def bias_gradients(self, dy: Tensor, asked: Sequence[bool]) -> list[Tensor | None]:
         sums = native.row_sums(dy, self.segments).unbind(0)
@@ -137,6 +140,18 @@ class Gradient(NamedTuple):
 
     def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
         native.product_into(*self, out, adds)
+
+
+class Made(NamedTuple):
+    """A weight gradient (N, K) that is there."""
+
+    gradient: Tensor
+
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
+        return self.gradient.to(dtype)
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        _ = out.add_(self.gradient) if adds else out.copy_(self.gradient)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from duotone.errors import UsageError
 
@@ -71,7 +72,7 @@ class ToMainGrad:
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         out, adds = self.place()
         product.compute_into(out, adds, dy.dtype)
-        return self.filled()
+        return self.filled(out)
 
     def place(self) -> tuple[Tensor, bool]:
         """Where the next gradient goes, and whether it is added."""
@@ -79,9 +80,10 @@ class ToMainGrad:
         overwrites = vars(weight).get("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False)
         return main_grad(weight), not overwrites
 
-    def filled(self) -> Tensor | None:
-        """What autograd is given once the gradient is in its place."""
+    def filled(self, out: Tensor) -> Tensor | None:
+        """What autograd is given once the gradient is in its place, `out`."""
         weight = self._held()
+        increment_version(out)  # kernels write to addresses
         vars(weight).pop("duotone_overwrite", None)
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
@@ -96,12 +98,14 @@ class ToMainGrad:
 
 
 def main_grad(weight: Any) -> Tensor:
-    """The buffer that gradients of `weight` are added to. UsageError where there is none."""
+    """The buffer that gradients of `weight` are added to. UsageError where there is none that can hold them."""
     found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
-    if not isinstance(found, Tensor) or found.shape != weight.shape:
-        got = "none" if found is None else f"{tuple(getattr(found, 'shape', ()))}"
-        raise UsageError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {tuple(weight.shape)}; got {got}")
-    return found
+    if isinstance(found, Tensor) and found.shape == weight.shape and found.device == weight.device:
+        if found.dtype.is_floating_point and found.dtype.itemsize > 1:
+            return found
+    got = f"{tuple(found.shape)} in {found.dtype} on {found.device}" if isinstance(found, Tensor) else "none"
+    needed = f"{tuple(weight.shape)} in floating point on {weight.device}"
+    raise UsageError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +50,7 @@ def clear_caches(module: Any) -> None:
         cache.clear()
 
 
+@torch.no_grad()
 def backward_dw(module: Any) -> None:
     """Compute the oldest gradient of each weight that a backward put off."""
     queues = module.__dict__.get("_queues", {})
@@ -60,14 +62,21 @@ def backward_dw(module: Any) -> None:
         raise UsageError(f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward")
     for member, queue in queues.items():
         if queue:
-            product, like, then = queue.popleft()
+            product, like, then = queue[0]
             weight = module.weights[member]
-            gradient = then.take(product, like)
+            with _without_autocast(weight.device.type):
+                gradient = then.take(product, like)
+            queue.popleft()  # once its gradient is there
             if gradient is not None and then is GRADIENT:
                 gradient = gradient.to(weight.dtype)
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
     for hook in module.__dict__.get("_wgrad_hooks", ()):
         hook()
+
+
+def _without_autocast(device: str) -> AbstractContextManager[Any]:
+    """Products have their dtypes, as in backward."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 def _cache(module: Any, member: int) -> WeightCache:
