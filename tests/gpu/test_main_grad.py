@@ -123,7 +123,9 @@ def test_shapes_that_come_and_go_leave_no_descriptors(monkeypatch) -> None:
     from duotone.kernels import cublas
 
     lost, plain = [], cublas._call
-    monkeypatch.setattr(cublas, "_call", lambda name, *given: (lost.append(name), plain(name, *given))[1])
+    monkeypatch.setattr(
+        cublas, "_call", lambda name, *given, **more: (lost.append(name), plain(name, *given, **more))[1]
+    )
     cublas._product.cache_clear()
     main, rule = torch.zeros(64, 32, device="cuda"), gemms.RULES[1]
     for k in range(16, 16 + 16 * (cublas.REMEMBERED + 8), 16):

@@ -85,7 +85,7 @@ def sigmoid_and_silu(x, DTYPE: tl.constexpr):
         inverse = tl.fma(near, tl.fma(-divisor, near, 1.0), near)
         inverse = tl.where(d <= LARGEST, inverse, 0.0)
         sigmoid, near = inverse * SCALE, x * inverse
-        silu = tl.fma(tl.fma(divisor, near, -x), -inverse, near) * SCALE  # in this order -0 stays -0
+        silu = tl.fma(tl.fma(divisor, near, -x), inverse * -1.0, near) * SCALE  # signs by which -0 is made where it is
         silu = tl.where(tl.abs(x) < 1e9, silu, x * sigmoid)  # beyond, d is 1 or infinite
     return sigmoid, silu
 
