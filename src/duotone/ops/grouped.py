@@ -198,8 +198,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row and no
-        gradient is put off: then nothing looks at the sum, and results of rows beyond it are undefined.
+        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, no weight
+        is held so and no gradient put off: then nothing looks at the sum, and results of rows beyond it are undefined.
         With `return_bias` the biases follow, not added.
         """
         y = run((self,), x, (m_splits,), is_first_microbatch, self)
