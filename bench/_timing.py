@@ -1,7 +1,8 @@
-"""Side-by-side timing: candidates take turns in one process."""
+"""Timing: candidates side by side, taking turns in one process, and one call on a GPU."""
 
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -22,6 +23,20 @@ def turns(candidates: dict[str, Callable[[], object]], rounds: int = 15, repeats
                 run()
             seconds[name].append((time.perf_counter() - start) / repeats)
     return seconds
+
+
+def milliseconds(call: Callable[[], object], calls: int = 30) -> float:
+    """The median of five turns on a CUDA device that does nothing else."""
+    turns = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        turns.append(start.elapsed_time(end) / calls)
+    return statistics.median(turns)
 
 
 def record(question: str, **values: object) -> None:

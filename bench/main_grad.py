@@ -8,13 +8,13 @@ of the product that adds. Solo, on a device that does nothing else. Needs a GPU 
 
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import torch
 from torch import Tensor
 
+from _timing import milliseconds
 from duotone import formats
 from duotone.dispatch import gemms, segments
 from duotone.dispatch.rule import GemmProblem
@@ -36,20 +36,6 @@ MATRICES = ((2048, 2048), (4096, 4096), (14336, 4096))
 Times = dict[str, float]
 
 
-def milliseconds(call: Callable[[], object], calls: int = 10) -> float:
-    """The median of five turns."""
-    turns = []
-    for _ in range(6):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        turns.append(start.elapsed_time(end) / calls)
-    return round(statistics.median(turns[1:]), 4)  # the first compiles
-
-
 def linear(shape: tuple[int, int, int], kind: str) -> Times:
     """The weight gradient of a linear."""
     n, tokens, k = shape
@@ -60,9 +46,9 @@ def linear(shape: tuple[int, int, int], kind: str) -> Times:
     rule, _ = gemms.choose(GemmProblem(a.format, b.format, "cuda", torch.bfloat16))
     main = torch.zeros(n, k, device="cuda")
     return {
-        "product": milliseconds(lambda: rule.run(a, b, torch.float32)),
-        "then_added": milliseconds(lambda: main.add_(rule.run(a, b, torch.float32))),
-        "adding": milliseconds(lambda: rule.run_into(a, b, main, True)),
+        "product": _rounded(lambda: rule.run(a, b, torch.float32)),
+        "then_added": _rounded(lambda: main.add_(rule.run(a, b, torch.float32))),
+        "adding": _rounded(lambda: rule.run_into(a, b, main, True)),
     }
 
 
@@ -83,10 +69,15 @@ def grouped(shape: tuple[int, int], lines: bool, fast: bool) -> Times:
         return made
 
     return {
-        "product": milliseconds(lambda: product.of_columns(*given, torch.float32)),
+        "product": _rounded(lambda: product.of_columns(*given, torch.float32)),
         "then_added": milliseconds(apart),
-        "adding": milliseconds(lambda: product.of_columns_into(*given, mains[0], places, True)),
+        "adding": _rounded(lambda: product.of_columns_into(*given, mains[0], places, True)),
     }
+
+
+def _rounded(call: Callable[[], object]) -> float:
+    call()  # compiles
+    return round(milliseconds(call, 10), 4)
 
 
 def records() -> Iterator[tuple[str, str, Times]]:

@@ -10,7 +10,6 @@ import argparse
 import copy
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
@@ -20,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from _timing import milliseconds
 from duotone import formats
 from duotone.dispatch import segments
 from duotone.dispatch.casts import one_read
@@ -130,20 +130,6 @@ SUBJECTS = {
     "nvfp4": nvfp4_casts,
     "grouped": grouped_products,
 }
-
-
-def milliseconds(call: Callable[[], object], calls: int = 30) -> float:
-    """The median of five turns on a device that does nothing else."""
-    turns = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            call()
-        end.record()
-        end.synchronize()
-        turns.append(start.elapsed_time(end) / calls)
-    return statistics.median(turns)
 
 
 def tune(choices: Iterator[Choice], clock: Callable[[Callable[[], object]], float]) -> Iterator[dict[str, Any]]:
