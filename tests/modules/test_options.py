@@ -385,6 +385,19 @@ def test_gradients_that_were_put_off_have_no_graph(kind, fuse) -> None:
         assert not made.requires_grad and made.grad_fn is None
 
 
+def test_a_gradient_that_was_put_off_waits_until_it_is_stored(monkeypatch) -> None:
+    """Out of memory while it is added to `.grad`: the next call takes the same one."""
+    m = make("Linear", delay_wgrad_compute=True)
+    m.weight.grad = torch.zeros_like(m.weight)
+    backward(m, rows())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "add_", lambda *given: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            m.backward_dw()
+    m.backward_dw()
+    assert m.weight.grad.any()
+
+
 def test_one_weight_used_twice_in_a_first_microbatch_keeps_both_gradients() -> None:
     """Overwriting is for what an earlier step left, not for the other use: tied weights, and a module called twice."""
     a, b = (Linear(64, 64, bias=False, fuse_wgrad_accumulation=True) for _ in range(2))

@@ -17,13 +17,11 @@ _LIBRARY.define("mm_fp32(Tensor a, Tensor b) -> Tensor")
 
 def _cpu(a: Tensor, b: Tensor) -> Tensor:
     left, right = a.to(torch.float32), b.to(torch.float32).t()
-    if a.dtype is not torch.bfloat16:
-        return torch.mm(left, right)
-    # fp32 operands that hold bf16 values: the backend may use bf16 instructions, whose products are exact.
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with _PRECISION:
         before = matmul.fp32_precision
-        matmul.fp32_precision = "bf16"
+        if a.dtype is torch.bfloat16:  # whose products are exact in bf16 instructions, which the backend may use
+            matmul.fp32_precision = "bf16"
         try:
             return torch.mm(left, right)
         finally:

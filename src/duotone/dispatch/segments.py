@@ -186,9 +186,12 @@ def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[Place |
         return list(multiply.of_columns(*given, torch.float32).unbind(0))
     taken: dict[int, Any] = {i: places[i] for i in first.values()}
     adds, size = any(add for _, add in taken.values()), (given[0].shape[0], given[1].shape[0])
-    outs = []
-    for i in range(len(places)):
-        out, add = taken[i] if i in taken else (torch.empty(size, dtype=dtype, device=given[0].device), False)
+    outs, nowhere = [], None
+    for i, place in enumerate(places):
+        out, add = taken[i] if i in taken else (nowhere, True)
+        if out is None:
+            out, add = torch.empty(size, dtype=dtype, device=given[0].device), place is None
+            nowhere = out if place is None else nowhere
         outs.append(out if add or not adds else out.zero_())
     multiply.of_columns_into(*given, outs[0], table(outs), adds)
     return [None if i in taken else out for i, out in enumerate(outs)]

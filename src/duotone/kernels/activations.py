@@ -74,7 +74,7 @@ def sigmoid_and_silu(x, DTYPE: tl.constexpr):
     Narrow inputs go without the branches of a division, which keep instructions from overlapping: one of Newton's steps
     for the reciprocal and one for the quotient (Markstein), by d / 2^32 so that no reciprocal is subnormal. Both are
     rounded to nearest but next to x = 0, where one is an ulp off; values and gradients of normal size then round as if
-    it were not, tested for all of those inputs.
+    it were not, which was checked for all of those inputs.
     """
     d = 1.0 + libdevice.exp(-x)
     if DTYPE == tl.float32:
@@ -109,7 +109,7 @@ def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """dy f'(x)."""
     if ACT == GELU:
         part = gelu_sigmoid(x)
-        inner = x * tl.fma(tl.minimum(x * x, 1e6), 6.0 * BETA * KAPPA, 2.0 * BETA)  # finite where its factor is 0
+        inner = x * tl.fma(tl.minimum(x * x, 1e6), 6.0 * BETA * KAPPA, 2.0 * BETA)  # finite where torch's is
         made = dy * tl.fma(inner, tl.fma(-part, part, part), part)
     elif ACT == SILU:
         gate, _ = sigmoid_and_silu(x, DTYPE)

@@ -131,14 +131,14 @@ class _Product:
         _call("MatmulDescSetAttribute", self.product, which, ctypes.byref(value), c_size_t(sizeof(value)))
 
     def _heuristic(self, alignments: tuple[int, ...]) -> tuple[Any, int]:
-        wanted, found, count = _made("MatmulPreference"), _Found(), c_int()
-        given = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
-        for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *given):
-            size = c_size_t(sizeof(value))
-            _call("MatmulPreferenceSetAttribute", wanted, which, ctypes.byref(value), size)
         of_b, of_a, of_out = self.layouts
         shapes = self.product, of_b, of_a, of_out, of_out
+        asked = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
+        wanted, found, count = _made("MatmulPreference"), _Found(), c_int()
         try:
+            for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *asked):
+                size = c_size_t(sizeof(value))
+                _call("MatmulPreferenceSetAttribute", wanted, which, ctypes.byref(value), size)
             results = 1, ctypes.byref(found), ctypes.byref(count)
             given = _handle(self.device), *shapes, wanted, *results
             status = _call("MatmulAlgoGetHeuristic", *given, allowed=NOT_SUPPORTED)

@@ -77,7 +77,9 @@ def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: 
     if bias is not None:
         total = total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ADDS and out.dtype.element_ty == tl.float32:
-        tl.atomic_add(out + at, total, mask=inside, sem="relaxed")  # takes no registers; 0 for subnormal sums
+        tl.atomic_add(
+            out + at, total, mask=inside, sem="relaxed"
+        )  # needs no registers for what is there; 0 for subnormal sums
     else:
         if ADDS:
             total = total + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)

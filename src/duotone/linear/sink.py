@@ -101,7 +101,7 @@ def main_grad(weight: Any) -> Tensor:
     """The buffer that gradients of `weight` are added to. UsageError where there is none that can hold them."""
     found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if isinstance(found, Tensor) and found.shape == weight.shape and found.device == weight.device:
-        if found.dtype.is_floating_point and found.dtype.itemsize > 1:
+        if found.dtype.is_floating_point and found.dtype.itemsize > 1 and not found.is_inference():
             return found
     got = f"{tuple(found.shape)} in {found.dtype} on {found.device}" if isinstance(found, Tensor) else "none"
     needed = f"{tuple(weight.shape)} in floating point on {weight.device}"

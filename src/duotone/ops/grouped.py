@@ -63,8 +63,8 @@ class PlannedGroup(Planned):
             raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
         if not self.single_grouped_weight:
             self._require_alike("weight", weights, weights[0].shape, weights[0].device)
-        if not self.single_grouped_bias:
-            self._require_alike("bias", self.biases, weights[0].shape[:1], weights[0].device)
+        biases = self.biases[:1] if self.single_grouped_bias else self.biases
+        self._require_alike("bias", biases, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
         stage = self.stage_for(signal)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:

@@ -66,10 +66,10 @@ def backward_dw(module: Any) -> None:
             weight = module.weights[member]
             with _without_autocast(weight.device.type):
                 gradient = then.take(product, like)
-            queue.popleft()  # once its gradient is there
             if gradient is not None and then is GRADIENT:
                 gradient = gradient.to(weight.dtype)
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+            queue.popleft()  # once its gradient is in its place
     for hook in module.__dict__.get("_wgrad_hooks", ()):
         hook()
 
