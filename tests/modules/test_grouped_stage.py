@@ -173,10 +173,13 @@ def test_places_that_the_product_cannot_take_are_filled_after_it(fill) -> None:
     whole = torch.full((4, 5), 3.0)
     assert fill(weights([wide[:, :5], whole, None]), columns) == [True]
     assert fill(weights([half, None, whole]), columns) == [True, True]
+    late = torch.full((4, 10), 1.0)[:, ::2]
+    assert fill(weights([None, torch.zeros(4, 5), late]), columns) == [True] * 3
+    assert torch.equal(late, columns.made[2] + 1)
     assert torch.equal(wide, torch.cat([columns.made[0] + 3, torch.full((4, 5), 3.0)], 1))
     assert torch.equal(whole, columns.made[1] + 3 + columns.made[2])
     assert torch.equal(half, (columns.made[0] + 3).bfloat16())
-    assert fill(weights([wide[:, 5:], torch.zeros(4, 5, dtype=torch.float64), None]), columns) == [True, True]
+    assert fill(weights([wide[:, 5:], torch.zeros(4, 5, dtype=torch.float64), None]), columns) == [True] * 3
     assert torch.equal(wide[:, 5:], columns.made[0] + 3)
 
 

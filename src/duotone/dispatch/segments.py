@@ -4,6 +4,7 @@ Segments whose rows the host knows are multiplied by one cuBLAS product each; th
 those of small weights, by a kernel that takes all of them.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -185,13 +186,11 @@ def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[Place |
     if not first:
         return list(multiply.of_columns(*given, torch.float32).unbind(0))
     taken: dict[int, Any] = {i: places[i] for i in first.values()}
-    adds, size = any(add for _, add in taken.values()), (given[0].shape[0], given[1].shape[0])
-    outs, nowhere = [], None
+    own = functools.partial(torch.empty, given[0].shape[0], given[1].shape[0], dtype=dtype, device=given[0].device)
+    nowhere: Any = own() if None in places else None  # of all without a place, whatever comes of it
+    adds, outs = any(add for _, add in taken.values()), []
     for i, place in enumerate(places):
-        out, add = taken[i] if i in taken else (nowhere, True)
-        if out is None:
-            out, add = torch.empty(size, dtype=dtype, device=given[0].device), place is None
-            nowhere = out if place is None else nowhere
+        out, add = taken[i] if i in taken else (nowhere, True) if place is None else (own(), False)
         outs.append(out if add or not adds else out.zero_())
     multiply.of_columns_into(*given, outs[0], table(outs), adds)
     return [None if i in taken else out for i, out in enumerate(outs)]
