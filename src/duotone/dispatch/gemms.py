@@ -12,7 +12,7 @@ from duotone.dispatch.blackwell import MXFP8, NVFP4
 from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.factors import finish, scaled
-from duotone.dispatch.products import adds_into, mm_fp32, mm_into
+from duotone.dispatch.products import mm_fp32, mm_into
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
@@ -33,10 +33,7 @@ class HighPrecision(GemmRule):
         return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        left, right = a.parts["codes"], b.parts["codes"]
-        if adds_into(left, out):
-            mm_into(left, right, out, adds)
-        else:
+        if not mm_into(a.parts["codes"], b.parts["codes"], out, adds):
             super().run_into(a, b, out, adds)
 
 
@@ -60,10 +57,7 @@ class ExactBf16(GemmRule):
         return torch.mm(left, right.t())
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        left, right = _same_length(a.factors().inner, b.factors().inner)
-        if adds_into(left, out):
-            mm_into(left, right, out, adds)
-        else:
+        if not mm_into(*_same_length(a.factors().inner, b.factors().inner), out, adds):
             super().run_into(a, b, out, adds)
 
 
@@ -86,11 +80,11 @@ class Fp32Epilogue(GemmRule):
         return finish(scaled(y, left, right), out_dtype, bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not (has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device):
-            return super().run_into(a, b, out, adds)
-        left, right = a.factors(), b.factors()
-        self._in_one_kernel(mm_fp32(*_same_length(left.inner, right.inner)), left, right, None, out, adds)
-        return None
+        if has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device:
+            left, right = a.factors(), b.factors()
+            self._in_one_kernel(mm_fp32(*_same_length(left.inner, right.inner)), left, right, None, out, adds)
+        else:
+            super().run_into(a, b, out, adds)
 
     def _in_one_kernel(
         self, y: Tensor, left: Factors, right: Factors, bias: Tensor | None, out: Tensor, adds: bool

@@ -46,15 +46,24 @@ def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
     return torch.ops.duotone.mm_fp32(a, b)
 
 
-def adds_into(a: Tensor, out: Tensor) -> bool:
-    """Whether `mm_into` takes operands like `a` and this result."""
+def mm_into(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> bool:
+    """a b^T of (M, K) and (N, K), written over `out` (M, N) or, `adds`, added to it: a sum in fp32, rounded once.
+
+    False, and nothing done, where torch has no such product.
+    """
     same = out.device == a.device and type(out) in PLAIN_TYPES and out.is_contiguous()
-    return a.is_cuda and same and out.dtype in (a.dtype, torch.float32)
-
-
-def mm_into(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> None:
-    """a b^T of (M, K) and (N, K), written over `out` (M, N) or, `adds`, added to it: a sum in fp32, rounded once."""
+    if not (a.is_cuda and same and out.dtype in (a.dtype, torch.float32)):
+        return False
     if out.dtype is a.dtype:
         torch.addmm(out, a, b.t(), beta=int(adds), out=out)
     else:
         torch.addmm(out, a, b.t(), out.dtype, beta=int(adds), out=out)
+    return True
+
+
+def put(made: Tensor, out: Tensor, adds: bool) -> None:
+    """A product that is there, written over `out` or, `adds`, added to it."""
+    if adds:
+        out.add_(made)
+    else:
+        out.copy_(made)

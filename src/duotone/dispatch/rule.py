@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from duotone.dispatch.products import put
 from duotone.formats import Factors, Format, Parts
 
 
@@ -62,8 +63,4 @@ class GemmRule:
 
         Rules whose product adds by itself round the sum once; here the product is rounded to that dtype before.
         """
-        y = self.run(a, b, out.dtype)
-        if adds:
-            out.add_(y)
-        else:
-            out.copy_(y)
+        put(self.run(a, b, out.dtype), out, adds)

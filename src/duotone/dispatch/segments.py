@@ -15,6 +15,7 @@ from torch import Tensor
 from duotone.dispatch.capability import HOPPER, capability
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels, one_read
 from duotone.dispatch.cuda import DTYPES
+from duotone.dispatch.products import put
 from duotone.dispatch.scaled import STEP, ScaledProduct, cublas_writes
 from duotone.formats import Format
 
@@ -165,7 +166,7 @@ def product_into(
         if multiply(Side(left, of_left, kind), Side(right.t(), of_right, kind), out, fast, adds):
             return
     made = product(left, right, of_left, of_right, fast, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
-    _ = out.add_(made) if adds else out.copy_(made)
+    put(made, out, adds)
 
 
 Place = tuple[Tensor, bool]
@@ -187,11 +188,14 @@ def columns_into(multiply: Any, given: tuple[Any, ...], places: Sequence[Place |
         return list(multiply.of_columns(*given, torch.float32).unbind(0))
     taken: dict[int, Any] = {i: places[i] for i in first.values()}
     own = functools.partial(torch.empty, given[0].shape[0], given[1].shape[0], dtype=dtype, device=given[0].device)
-    nowhere: Any = own() if None in places else None  # of all without a place, whatever comes of it
+    nowhere = own() if None in places else None  # of all without a place
     adds, outs = any(add for _, add in taken.values()), []
     for i, place in enumerate(places):
-        out, add = taken[i] if i in taken else (nowhere, True) if place is None else (own(), False)
-        outs.append(out if add or not adds else out.zero_())
+        if place is None:
+            outs.append(nowhere)
+        else:
+            out, add = taken[i] if i in taken else (own(), False)
+            outs.append(out if add or not adds else out.zero_())
     multiply.of_columns_into(*given, outs[0], table(outs), adds)
     return [None if i in taken else out for i, out in enumerate(outs)]
 

@@ -25,7 +25,7 @@ NOTHING, VALUE, GATED, SLOPE, GATED_SLOPE, NORMED = (tl.constexpr(i) for i in ra
 """What is made of the inputs: x as it is; f(x); f(a) b of x = [a, b]; the gradients of the two; the norm of x."""
 
 BETA, KAPPA = tl.constexpr(0.7978845608028654), tl.constexpr(0.044715)
-EXPONENT = tl.constexpr(-2 * 0.7978845608028654 * 1.4426950408889634)
+EXPONENT = tl.constexpr(-2 * BETA.value * 1.4426950408889634)
 """-2 BETA log2 e."""
 
 LARGEST, SCALE = tl.constexpr(3.4028234663852886e38), tl.constexpr(2.0**-32)
@@ -85,7 +85,7 @@ def sigmoid_and_silu(x, DTYPE: tl.constexpr):
         inverse = tl.fma(near, tl.fma(-divisor, near, 1.0), near)
         inverse = tl.where(d <= LARGEST, inverse, 0.0)
         sigmoid, near = inverse * SCALE, x * inverse
-        silu = tl.fma(tl.fma(divisor, near, -x), inverse * -1.0, near) * SCALE  # signs by which -0 is made where it is
+        silu = tl.fma(tl.fma(divisor, near, -x), inverse * -1.0, near) * SCALE  # with these signs -0 stays -0
         silu = tl.where(tl.abs(x) < 1e9, silu, x * sigmoid)  # beyond, d is 1 or infinite
     return sigmoid, silu
 

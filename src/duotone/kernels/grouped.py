@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     walk: bool
 
 
-STEP = 16
+ALIGNED = 16
 """What places are multiples of where a `Table` is aligned."""
 
 TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(64, 128, 4, 3, 8, False)}
@@ -77,9 +77,8 @@ def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: 
     if bias is not None:
         total = total + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if ADDS and out.dtype.element_ty == tl.float32:
-        tl.atomic_add(
-            out + at, total, mask=inside, sem="relaxed"
-        )  # needs no registers for what is there; 0 for subnormal sums
+        # Needs no registers for what is there; subnormal sums become 0.
+        tl.atomic_add(out + at, total, mask=inside, sem="relaxed")
     else:
         if ADDS:
             total = total + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
@@ -113,11 +112,11 @@ def rows_kernel(
 def columns_kernel(
     a, b, out, ends, of_a, of_b, places, M, N, E, PROGRAMS, NEXT_A, NEXT_B,
     FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr,
-    STEP: tl.constexpr, ADDS: tl.constexpr,
+    ALIGNED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart.
 
-    Where there is a STEP, each result lies as many elements behind the first one's as `places` says, multiples of it;
+    Where ALIGNED, each result lies as many elements behind the first one's as `places` says, multiples of it; where
     ADDS, it is added to what is there.
     """
     down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -127,7 +126,7 @@ def columns_kernel(
         low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
         total = _sums(a, b, im * BM, jn * BN, low, tl.load(ends + E + e), FAST, BM, BN)
         m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
-        here = out + (tl.multiple_of(tl.load(places + e), STEP) if STEP else e.to(tl.int64) * M * N)
+        here = out + (tl.multiple_of(tl.load(places + e), ALIGNED) if ALIGNED else e.to(tl.int64) * M * N)
         _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, None, LINES, ADDS)
 
 
@@ -216,8 +215,8 @@ class GroupedProduct:
         m, n, e = a.shape[0], b.shape[0], segments.count
         programs = self._programs(a, e * -(-m // self.tile.rows) * -(-n // self.tile.cols))
         integers = m, n, e, programs, scales[0].stride(0), scales[1].stride(0)
-        places, step = (None, 0) if table is None else (table.offsets, STEP if table.aligned else 1)
-        launch = self._launch(columns_kernel, a.dtype, b.dtype, {"STEP": step, "ADDS": adds})
+        places, step = (None, 0) if table is None else (table.offsets, ALIGNED if table.aligned else 1)
+        launch = self._launch(columns_kernel, a.dtype, b.dtype, {"ALIGNED": step, "ADDS": adds})
         tensors = out, segments.ends, *scales, places
         launch(programs, tensors, integers, descriptors=self._described(a, b))
 

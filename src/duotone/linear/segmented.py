@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch import segments as native
+from duotone.dispatch.products import put
 from duotone.linear.cache import Refreshed, Reused
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.encoders import Cached, Encoder, Fresh
@@ -151,7 +152,7 @@ class Made(NamedTuple):
         return self.gradient.to(dtype)
 
     def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
-        _ = out.add_(self.gradient) if adds else out.copy_(self.gradient)
+        put(self.gradient, out, adds)
 
 
 @dataclass(frozen=True, eq=False)
