@@ -95,14 +95,14 @@ def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch)
 
 
 def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
-    below, beyond = (4096, 4080), (4096, 4096)
-    assert grouped_stage(linears(plan()), below).on_host is Together
+    small, beyond = (4096, 4096), (4096, 4112)
+    assert grouped_stage(linears(plan()), small).on_host is Together
     assert grouped_stage(linears(plan()), beyond).on_host is Apart
     cache = WeightCache(tuple)
     cached = [replace(one, weight_from=cache.refreshed) for one in linears(plan())]
-    assert grouped_stage(cached, below).on_host is Apart
+    assert grouped_stage(cached, small).on_host is Apart
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
-    assert grouped_stage(deferred, below).on_host is Apart
+    assert grouped_stage(deferred, small).on_host is Apart
 
 
 class Columns:

@@ -23,7 +23,7 @@ MOST = 1024
 """Segments at most: kernels look at them at once."""
 
 SMALL = 1 << 24
-"""Elements of a weight below which products of rows that the host knows are grouped too: one launch, instead of one for
+"""Elements of a weight up to which products of rows that the host knows are grouped too: one launch, instead of one for
 each segment, is then worth more than cuBLAS's faster slow accumulation. Measured, see docs/hopper.md."""
 
 CHUNK = 128

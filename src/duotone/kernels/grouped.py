@@ -34,9 +34,9 @@ class Tile(NamedTuple):
 ALIGNED = 16
 """What places are multiples of where a `Table` is aligned."""
 
-TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(64, 128, 4, 3, 8, False)}
-"""By `fast`. Sums that leave the tensor cores take the registers of two tiles: those are small, three to a
-multiprocessor, and new ones fill what ended ones leave."""
+TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(128, 128, 4, 3, 8, False)}
+"""By `fast`. Sums that leave the tensor cores take registers of their own, of half a tile at a time: two programs share
+a multiprocessor, one adding while the other multiplies, and new ones fill what ended ones leave."""
 
 
 @triton.jit
@@ -49,18 +49,24 @@ def _place(p, down, across, PATCH: tl.constexpr):
 
 
 @triton.jit
-def _sums(a, b, row, col, low, high, FAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows of a times rows of b over columns from low to high, in fp32; not FAST, the tensor cores' sums, which keep 14
-    bits, are added up after each CHUNK."""
+def _sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+    """BM rows of a times BN rows of b over columns from low to high, as the tensor cores add up: with 14 bits."""
     total = tl.zeros([BM, BN], tl.float32)
     for k in range(low, high, CHUNK):
-        left = a.load([row, k])
-        right = b.load([col, k])
-        if FAST:
-            total = tl.dot(left, right.T, total)
-        else:
-            total = total + tl.dot(left, right.T)
+        total = tl.dot(a.load([row, k]), b.load([col, k]).T, total)
     return total
+
+
+@triton.jit
+def _exact_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+    """The same twice, of these rows of a and of the next ones, added up in fp32 after each CHUNK."""
+    upper = tl.zeros([BM, BN], tl.float32)
+    lower = tl.zeros([BM, BN], tl.float32)
+    for k in range(low, high, CHUNK):
+        right = b.load([col, k]).T
+        upper = upper + tl.dot(a.load([row, k]), right)
+        lower = lower + tl.dot(a.load([row + BM, k]), right)
+    return upper, lower
 
 
 @triton.jit
@@ -85,6 +91,24 @@ def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: 
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _tile(
+    a, b, row, col, low, high, out, n, M, N, of_a, of_b, bias,
+    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ADDS: tl.constexpr = False,
+):  # fmt: skip
+    """The tile of `out` at (row, n), from BM rows of a and the BN rows of b at `col`, over columns from low to high."""
+    n += tl.arange(0, BN)
+    if FAST:
+        total = _sums(a, b, row, col, low, high, BM, BN)
+        _store(out, total, row + tl.arange(0, BM), n, M, N, of_a, of_b, bias, LINES, ADDS)
+    else:
+        HALF: tl.constexpr = BM // 2
+        upper, lower = _exact_sums(a, b, row, col, low, high, HALF, BN)
+        m = row + tl.arange(0, HALF)
+        _store(out, upper, m, n, M, N, of_a, of_b, bias, LINES, ADDS)
+        _store(out, lower, m + HALF, n, M, N, of_a, of_b, bias, LINES, ADDS)
+
+
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def rows_kernel(
     a, b, out, ends, of_a, of_b, bias, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
@@ -102,10 +126,9 @@ def rows_kernel(
         e = tl.sum((stops <= im * BM).to(tl.int32), axis=0)
         start = tl.load(ends + e - 1, mask=e > 0, other=0)
         row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
-        total = _sums(a, b, row, e * N + jn * BN, 0, K, FAST, BM, BN)
-        m, n = row + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
         here, added = of_a if LINES else of_a + e * NEXT_A, None if bias is None else bias + e * N
-        _store(out, total, m, n, tl.load(ends + e), N, here, of_b + e * NEXT_B, added, LINES)
+        n, stop = jn * BN, tl.load(ends + e)
+        _tile(a, b, row, e * N + n, 0, K, out, n, stop, N, here, of_b + e * NEXT_B, added, FAST, LINES, BM, BN)
 
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
@@ -123,11 +146,10 @@ def columns_kernel(
     for p in tl.range(tl.program_id(0), E * down * across, PROGRAMS):
         e = p // (down * across)
         im, jn = _place(p % (down * across), down, across, PATCH)
-        low = tl.load(ends + E + e - 1, mask=e > 0, other=0)
-        total = _sums(a, b, im * BM, jn * BN, low, tl.load(ends + E + e), FAST, BM, BN)
-        m, n = im * BM + tl.arange(0, BM), jn * BN + tl.arange(0, BN)
+        low, high = tl.load(ends + E + e - 1, mask=e > 0, other=0), tl.load(ends + E + e)
         here = out + (tl.multiple_of(tl.load(places + e), ALIGNED) if ALIGNED else e.to(tl.int64) * M * N)
-        _store(here, total, m, n, M, N, of_a + e * NEXT_A, of_b + e * NEXT_B, None, LINES, ADDS)
+        m, n, left, right = im * BM, jn * BN, of_a + e * NEXT_A, of_b + e * NEXT_B
+        _tile(a, b, m, n, low, high, here, n, M, N, left, right, None, FAST, LINES, BM, BN, ADDS)
 
 
 @functools.partial(kernel, unspecialized=("E",))
@@ -172,6 +194,7 @@ class GroupedProduct:
     def __init__(self, fast: bool, lines: bool, tile: Tile | None = None) -> None:
         self.lines, self.tile = lines, tile or TILES[fast]
         self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
+        self.loaded_rows = self.tile.rows if fast else self.tile.rows // 2
         self._launches: dict[Any, Launch] = {}
 
     def of_rows(
@@ -226,7 +249,7 @@ class GroupedProduct:
     def _described(self, a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
         return tuple(
             TensorDescriptor(one, list(one.shape), list(one.stride()), [rows, CHUNK.value])
-            for one, rows in ((a, self.tile.rows), (b, self.tile.cols))
+            for one, rows in ((a, self.loaded_rows), (b, self.tile.cols))
         )  # type: ignore[return-value]
 
     def _launch(

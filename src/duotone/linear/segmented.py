@@ -224,7 +224,7 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
     on_device = at_once and native.takes_all_segments(len(linears))
     fresh, (n, k) = linears[0].weight_from is ENCODED, shape
-    on_host = Together if on_device and fresh and n * k < native.SMALL else Apart
+    on_host = Together if on_device and fresh and n * k <= native.SMALL else Apart
     return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, on_host)
 
 
