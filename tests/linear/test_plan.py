@@ -40,7 +40,7 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
 @pytest.fixture
 def hopper(monkeypatch) -> None:
     """Plans for "cuda" as on a device of compute capability 9.0."""
-    for reader in ("scaled", "worth", "casts", "blackwell"):
+    for reader in ("scaled", "worth", "cuda", "blackwell"):
         monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
 
 

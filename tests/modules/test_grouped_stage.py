@@ -8,7 +8,7 @@ import torch
 
 import duotone
 from duotone import recipes
-from duotone.dispatch import casts, gemms, scaled, segments
+from duotone.dispatch import casts, cuda, scaled, segments
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage, device_splits
@@ -26,7 +26,7 @@ SHAPE = (64, 32)
 def hopper(monkeypatch) -> None:
     """Plans for a GPU that is not there."""
     monkeypatch.setattr(casts, "_CASTS", {})
-    for module in (casts, scaled, segments):
+    for module in (cuda, scaled, segments):
         monkeypatch.setattr(module, "capability", lambda: (9, 0))
 
 
@@ -209,7 +209,6 @@ def test_segments_are_padded_as_the_kernels_take_them() -> None:
 
 
 def test_the_plan_names_what_multiplies(monkeypatch) -> None:
-    monkeypatch.setattr(gemms, "has_triton", lambda: True, raising=False)
     recipe = recipes.load("fp8-delayed")
     grouped = ["grouped FP8 product, fast accumulation", "grouped FP8 product", "grouped FP8 product"]
     cublas = [name.replace("grouped", "cuBLAS") for name in grouped]

@@ -165,3 +165,16 @@ def test_quantized_parameters_of_an_fp32_model_run_under_torch_autocast(name) ->
 def test_what_is_no_tensor_is_one_line() -> None:
     with pytest.raises(UserError, match=r"takes a tensor .*; got str"):
         duotone.Linear(64, 32)("x")
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8-current", "mxfp8"])
+@pytest.mark.parametrize(("shape", "device"), [((5,), "cpu"), ((32, 1), "cpu"), ((32,), "meta")])
+def test_a_bias_that_does_not_fit_is_one_clear_error(name, shape, device) -> None:
+    """Kernels see its address alone."""
+    module = duotone.Linear(64, 32, recipe=recipes.load(name))
+    good = module.bias
+    module.bias = nn.Parameter(torch.zeros(shape, device=device))
+    with pytest.raises(UserError, match=r"its bias is \(.*its weight asks for \(32,\) on cpu"):
+        module(torch.randn(16, 64))
+    module.bias = good
+    assert module(torch.randn(16, 64)).isfinite().all()

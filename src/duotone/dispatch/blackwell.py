@@ -1,4 +1,4 @@
-"""Scaled products of compute capability 10: MXFP8 and NVFP4 codes multiplied as they are.
+"""Scaled products of compute capability 10 and above: MXFP8 and NVFP4 codes multiplied as they are.
 
 Written from the documented layouts of torch and cuBLAS and gated by capability: no one has run them on such a device.
 """
@@ -47,7 +47,7 @@ class NativeBlocks(GemmRule):
 
     def reject(self, problem: GemmProblem) -> str:
         if problem.device != "cuda" or capability() < NEEDED:
-            return "it needs compute capability 10.0"
+            return "it needs compute capability 10.0 or above"
         for fmt in (problem.a, problem.b):
             if fmt.scale_codec != self.codec or fmt.outer_block.cols != self.width:
                 return f"it takes {self.codec} scales over {self.width} elements"

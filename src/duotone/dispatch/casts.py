@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.dispatch.capability import capability
-from duotone.dispatch.cuda import DTYPES, contiguous_rows, has_triton
+from duotone.dispatch.cuda import DTYPES, contiguous_rows, runs_kernels
 from duotone.formats import Format, Parts, hadamard
 
 WIDEST = 128
@@ -71,7 +70,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
 
 def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
     """What a kernel that decodes the format has to know of it, or None where there is none."""
-    if not has_triton() or capability() < (8, 9) or dtype not in DTYPES:
+    if not runs_kernels() or dtype not in DTYPES:
         return None
     if fmt.scale_codec == _TWO_LEVEL:
         return fmt.scale_limits(dtype)[0] if _is_two_level(fmt) else None
@@ -80,7 +79,7 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
-    return x.is_cuda and _is_real(x) and x.dtype in DTYPES and has_triton() and capability() >= (8, 9)
+    return x.is_cuda and _is_real(x) and x.dtype in DTYPES and runs_kernels()
 
 
 def _is_real(x: Tensor) -> bool:
@@ -93,7 +92,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _find(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
-    if not has_triton() or capability() < (8, 9) or dtype not in DTYPES:
+    if not runs_kernels() or dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
     if any(fmt is not None and fmt.scale_codec == _TWO_LEVEL for fmt in (row, col)):

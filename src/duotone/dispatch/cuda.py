@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from duotone.dispatch.capability import capability
 from duotone.formats.elements import Element
 from duotone.formats.stages import Stages
 
@@ -111,9 +112,14 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def runs_kernels() -> bool:
+    """Whether kernels run on the current CUDA device: Triton is there, and the device converts to FP8."""
+    return has_triton() and capability() >= (8, 9)
+
+
 def contiguous_rows(codes: Tensor) -> Tensor:
     """Codes (M, K), uint8, whose rows are contiguous: themselves, or a copy."""
-    if torch.compiler.is_compiling() or codes.is_contiguous() or not has_triton() or codes.numel() == 0:
+    if torch.compiler.is_compiling() or codes.is_contiguous() or not runs_kernels() or codes.numel() == 0:
         return codes.contiguous()
     return torch.ops.duotone.contiguous_rows(codes)
 

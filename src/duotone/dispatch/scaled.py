@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.capability import HOPPER, capability
+from duotone.dispatch.capability import BLOCKS_SINCE, HOPPER, capability, cublas_is_old
 from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.cuda import contiguous_rows
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
@@ -20,6 +20,7 @@ BLOCK = 128
 QUAD = 4
 """What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
 FP32_CODECS = ("fp32", "power of two")
+SINCE = ".".join(map(str, BLOCKS_SINCE))
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define(
@@ -68,6 +69,19 @@ def _refusal(problem: GemmProblem) -> str:
     return ""
 
 
+def _calls_hopper() -> bool:
+    """Whether products are those of cuBLAS for compute capability 9 that take scales per row and per block."""
+    return capability()[0] == 9 and not cublas_is_old()
+
+
+def dtype_of_product(dtype: torch.dtype, per_row: bool) -> torch.dtype:
+    """The dtype in which torch gives an FP8 product whose result is `dtype`: bf16 or fp32. With scales per row other
+    devices than Hopper have bf16 alone."""
+    if dtype is torch.bfloat16 or (per_row and not _calls_hopper()):
+        return torch.bfloat16
+    return torch.float32
+
+
 @dataclass(frozen=True)
 class ScaledProduct(GemmRule):
     """torch._scaled_mm with a scale per tensor or per row of each operand.
@@ -83,6 +97,9 @@ class ScaledProduct(GemmRule):
             return "the recipe asks for the other accumulation"
         if not {_scaling(problem.a), _scaling(problem.b)} <= {"tensor", "row"}:
             return "it takes one fp32 scale per tensor or per row"
+        per_row = "row" in {_scaling(problem.a), _scaling(problem.b)}
+        if per_row and problem.dtype is not torch.bfloat16 and not _calls_hopper():
+            return f"with scales per row it gives bf16 on this device, not {problem.dtype}"
         return _refusal(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
@@ -90,16 +107,16 @@ class ScaledProduct(GemmRule):
         if 0 in (rows, cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         left, right = _codes(a, 0, STEP), _codes(b, -cols % STEP, STEP)
-        scale_a, scale_b, _ = self._scales(a, b, rows, right.shape[0])
+        scale_a, scale_b, kind = self._scales(a, b, rows, right.shape[0])
         fused = _takes_bias(bias, cols, out_dtype)
-        direct = out_dtype in (torch.bfloat16, torch.float32) and (bias is None or fused)
+        direct = bias is None or fused
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left,
             right.t(),
             scale_a=scale_a,
             scale_b=scale_b.t(),
             bias=bias if fused else None,
-            out_dtype=out_dtype if direct else torch.float32,
+            out_dtype=dtype_of_product(out_dtype if direct else torch.float32, kind == "row"),
             use_fast_accum=self.fast,
         )
         return _cut(y, cols, out_dtype, None if fused else bias)
@@ -134,8 +151,9 @@ class BlockScaledProduct(GemmRule):
         scalings = {_scaling(problem.a), _scaling(problem.b)}
         if not scalings <= self.scalings or scalings == {"128x128"}:
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
-        refusal = _refusal(problem)
-        return refusal or ("" if capability()[0] == 9 else "cuBLAS has it for compute capability 9.0 alone")
+        if refusal := _refusal(problem):
+            return refusal
+        return "" if _calls_hopper() else f"cuBLAS has it for compute capability 9.0 alone, since CUDA {SINCE}"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         cols = b.shape[0]

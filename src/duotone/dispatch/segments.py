@@ -16,7 +16,7 @@ from duotone.dispatch.capability import HOPPER, capability
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels, one_read
 from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.products import put
-from duotone.dispatch.scaled import STEP, ScaledProduct, cublas_writes
+from duotone.dispatch.scaled import STEP, ScaledProduct, cublas_writes, dtype_of_product
 from duotone.formats import Format
 
 MOST = 1024
@@ -141,11 +141,13 @@ def product(
     Into `out` (M, N) or a new one in `dtype`. Scales are both of one element, or (M, 1) and (1, N).
     """
     dtype = out.dtype if out is not None else dtype
+    assert dtype is not None
     if not left.shape[1]:
         return torch.zeros((left.shape[0], right.shape[1]), dtype=dtype, device=left.device)
-    if dtype is torch.float16 or not (bias is None or dtype is bias.dtype is torch.bfloat16):
+    per_row = of_left.numel() > 1 or of_right.numel() > 1
+    if dtype_of_product(dtype, per_row) is not dtype or not (bias is None or dtype is bias.dtype is torch.bfloat16):
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-            left, right, of_left, of_right, out_dtype=torch.float32, use_fast_accum=fast
+            left, right, of_left, of_right, out_dtype=dtype_of_product(torch.float32, per_row), use_fast_accum=fast
         )
         y = y if bias is None else y + bias.to(torch.float32)
         return y.to(dtype) if out is None else out.copy_(y)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED, compiler_reason
-from duotone.dispatch.cuda import CUDA, has_triton
+from duotone.dispatch.cuda import CUDA, runs_kernels
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
 
@@ -20,7 +20,7 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if torch.compiler.is_compiling():
         return PLAIN
-    if x.device.type == "cuda" and has_triton():
+    if x.device.type == "cuda" and runs_kernels():
         return CUDA
     if x.numel() < COMPILE_FROM or x.device.type != "cpu":
         return PLAIN

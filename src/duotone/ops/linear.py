@@ -12,7 +12,7 @@ from duotone.linear.layout import Layout
 from duotone.linear.stage import Stage
 from duotone.ops import boundary, options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Op, Signal, require_fit, run, signal_of
+from duotone.ops.op import Op, Signal, require_bias, require_fit, run, signal_of
 from duotone.ops.planned import Planned, holds_codes
 from duotone.ops.splitting import Splits, is_split, joined, pieces, split_parameters
 from duotone.recipes.recipe import Recipe
@@ -85,8 +85,9 @@ class PlannedLinear(Planned):
         (weight,), bias = self.weights, None if self.return_bias else self._bias
         if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(signal.dtype)
-        if bias is not None and bias.dtype is not signal.dtype:
-            bias = bias.to(signal.dtype)
+        if bias is not None:
+            require_bias(self.module_name or "Linear", weight, bias)
+            bias = bias if bias.dtype is signal.dtype else bias.to(signal.dtype)
         plan = stage.plan
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
 

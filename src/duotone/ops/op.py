@@ -166,6 +166,15 @@ def require_fit(name: str, signal: Signal, weight: Tensor) -> None:
         )
 
 
+def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
+    """UserError unless `bias` goes with `weight` (out, width): kernels see its address alone."""
+    if bias.shape != weight.shape[:1] or bias.device != weight.device:
+        raise UserError(
+            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
+            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
+        )
+
+
 def region_of_call(module: Any, mode: int) -> Region | None:
     """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
     if in_backward() and module._region is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce
-from duotone.dispatch.cuda import has_triton
+from duotone.dispatch.cuda import runs_kernels
 from duotone.formats.scales import FLT_MAX
 from duotone.formats.stages import divide
 from duotone.tensor.history import History
@@ -19,7 +19,7 @@ LONGEST = 8192
 def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """Roll the history (L, n) and the scales (n,) in place; gives the scales before."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
-    if simple and scale.is_cuda and has_triton() and scale.numel() and history.shape[0] <= LONGEST:
+    if simple and scale.is_cuda and runs_kernels() and scale.numel() and history.shape[0] <= LONGEST:
         in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
         return in_one_kernel(history, scale, recent=parameters.amax_compute_algo != "max")
     with torch.no_grad():
