@@ -178,3 +178,19 @@ def test_a_bias_that_does_not_fit_is_one_clear_error(name, shape, device) -> Non
         module(torch.randn(16, 64))
     module.bias = good
     assert module(torch.randn(16, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("given", ["mxfp8", 3, recipes.MXFP8BlockScaling])
+def test_what_is_no_recipe_is_refused_at_construction(given) -> None:
+    makers = (
+        lambda: duotone.Linear(32, 32, recipe=given),
+        lambda: duotone.LayerNormLinear(32, 32, recipe=given),
+        lambda: duotone.LayerNormMLP(32, 64, recipe=given),
+        lambda: duotone.GroupedLinear(2, 32, 32, recipe=given),
+        lambda: duotone.MultiheadAttention(32, 2, recipe=given),
+        lambda: duotone.DotProductAttention(2, 16, recipe=given),
+        lambda: duotone.plan(nn.Linear(32, 32), given),
+    )
+    for make in makers:
+        with pytest.raises(RecipeError, match=rf"takes a recipe; got {type(given).__name__}: use duotone.recipes.load"):
+            make()

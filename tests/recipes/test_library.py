@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -312,3 +313,26 @@ def test_an_error_in_a_file_that_another_names_says_both(tmp_path: Path) -> None
     with pytest.raises(RecipeError, match=r"a\.toml: .*b\.toml: rule 1: format 'mxfp9' is unknown") as raised:
         recipes.load(str(tmp_path / "a.toml"))
     assert "\n" not in str(raised.value)
+
+
+def test_a_recipe_whose_fields_changed_has_another_name_than_the_built_in() -> None:
+    """Tables and records of both stand side by side. `strict` changes no result, and no name."""
+    plain = recipes.load("fp8-current")
+    assert plain.name == replace(plain, strict=True).name == "fp8-current"
+    assert replace(plain, backward_override="high_precision").name == "fp8-current (backward_override = high_precision)"
+    both = recipes.DelayedScaling(amax_history_len=4, evaluation=recipes.load("bf16"))
+    assert both.name == "fp8-delayed (evaluation = bf16, amax_history_len = 4)"
+    named = {recipes.load(name).name for name in recipes.names()}
+    assert named == set(recipes.names())
+
+
+@pytest.mark.parametrize("given", [None, 3, ["mxfp8"]])
+def test_what_is_neither_a_name_nor_a_path_is_not_loaded(given) -> None:
+    with pytest.raises(RecipeError, match=r"loaded by its name or the path of its file; got"):
+        recipes.load(given)
+
+
+def test_a_path_is_as_good_as_its_name(tmp_path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('recipe = "mxfp8"\n')
+    assert recipes.load(path) == recipes.load(str(path)) == recipes.load("mxfp8")

@@ -13,7 +13,7 @@ from duotone.attention.request import SLOTS, answer
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.ops.consumers import BoundaryRoles
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
@@ -64,6 +64,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
         self.recipe = recipe or HIGH_PRECISION
+        require_recipe(type(self).__name__, self.recipe)
         self._roles: tuple[QuantizerRole | None, QuantizerRole | None] = (None, None)
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 

@@ -18,7 +18,7 @@ from duotone.convert.naming import sites_of
 from duotone.convert.targets import CONVERTED, original_class, targets
 from duotone.errors import UserError
 from duotone.ops.planned import Planned
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast import HIGH_PRECISION
@@ -101,8 +101,8 @@ def _release(module: Any) -> None:
 
 
 def _validate(recipe: Recipe | Schedule, rules: Sequence[Rule]) -> None:
-    if not isinstance(recipe, Recipe | Schedule):
-        raise UserError(f"convert takes a recipe; got {type(recipe).__name__}; use duotone.recipes.load(name)")
+    if not isinstance(recipe, Schedule):
+        require_recipe("convert", recipe)
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
         raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")

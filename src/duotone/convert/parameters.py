@@ -17,7 +17,7 @@ from duotone.ops import states
 from duotone.ops.parameters import quantized_parameter, replace
 from duotone.ops.planned import Planned
 from duotone.ops.splitting import is_split
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
@@ -41,8 +41,7 @@ def convert_parameters(
     that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
     modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
     """
-    if not isinstance(recipe, Recipe):
-        raise UserError(f"convert_parameters takes a recipe; got {type(recipe).__name__}")
+    require_recipe("convert_parameters", recipe)
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
     _refuse_parametrized(planned)
     plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]

@@ -11,7 +11,7 @@ from duotone.convert.left_alone import FAST_PATH, left_alone
 from duotone.convert.matching import unmatched_rules
 from duotone.convert.naming import sites_of
 from duotone.ops.planned import Planned
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ def plan(
 
     `recipe` stands for an enclosing autocast; device and dtype are the weights' where None.
     """
+    if recipe is not None:
+        require_recipe("plan", recipe)
     rows: list[PlanRow] = []
     left = left_alone(model)
     for name, module in model.named_modules():

@@ -103,7 +103,9 @@ def main_grad(weight: Any) -> Tensor:
     if isinstance(found, Tensor) and found.shape == weight.shape and found.device == weight.device:
         if found.dtype.is_floating_point and found.dtype.itemsize > 1 and not found.is_inference():
             return found
-    got = f"{tuple(found.shape)} in {found.dtype} on {found.device}" if isinstance(found, Tensor) else "none"
+    got = "none" if found is None else type(found).__name__
+    if isinstance(found, Tensor):
+        got = f"{tuple(found.shape)} in {found.dtype} on {found.device}"
     needed = f"{tuple(weight.shape)} in floating point on {weight.device}"
     raise UsageError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
 

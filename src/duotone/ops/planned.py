@@ -22,7 +22,7 @@ from duotone.ops.consumers import BoundaryRoles
 from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced
@@ -91,6 +91,7 @@ class Planned(BoundaryRoles, Op):
 
         `given` is what the recipe gave the slots, where it was asked already.
         """
+        require_recipe(type(self).__name__, recipe)
         self._register()
         self.recipe, self.rules = recipe, rules
         self.layout = getattr(self, "layout", WHOLE)

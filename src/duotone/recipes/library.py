@@ -67,6 +67,8 @@ def _as_recipe(found: Recipe | Schedule, where: str) -> Recipe:
 
 def _load(name_or_path: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
     """What `name_or_path` names, a path from `folder` on; `chain` are the files that led here."""
+    if not isinstance(name_or_path, str | Path):
+        raise RecipeError(f"a recipe is loaded by its name or the path of its file; got {name_or_path!r}")
     if name_or_path in BUILTIN:
         return BUILTIN[name_or_path]()
     shipped = {**_shipped("files"), **_shipped("files/schedules")}

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from duotone.errors import RecipeError
@@ -83,7 +83,13 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        return self.kind
+        """The kind, and the fields that are not as the kind has them; not `strict`, which changes no result."""
+        own = [field for field in fields(self) if field.name != "strict" and field.default is not MISSING]
+        given = {field.name: getattr(self, field.name) for field in own}
+        changed = [
+            f"{f.name} = {getattr(given[f.name], 'name', given[f.name])}" for f in own if given[f.name] != f.default
+        ]
+        return f"{self.kind} ({', '.join(changed)})" if changed else self.kind
 
     @property
     def alignment(self) -> int:
@@ -152,6 +158,14 @@ def plain(value: Any) -> Any:
     if callable(value):
         return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return value
+
+
+def require_recipe(taker: str, value: Any) -> None:
+    """RecipeError unless `value` is a recipe; `taker` was given it."""
+    if not isinstance(value, Recipe):
+        raise RecipeError(
+            f"{taker} takes a recipe; got {type(value).__name__}: use duotone.recipes.load(name) or one of its classes"
+        )
 
 
 def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from duotone.errors import RecipeError, UserError
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,7 @@ class Phase:
     convert_parameters: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            raise RecipeError(
-                f"a phase takes a recipe; got {type(self.recipe).__name__}: use duotone.recipes.load(name)"
-            )
+        require_recipe("a phase", self.recipe)
         start = self.start
         fraction = isinstance(start, float) and 0 <= start < 1
         if not fraction and (not isinstance(start, int) or isinstance(start, bool) or start < 0):

@@ -5,7 +5,7 @@ from typing import Any
 
 from duotone.errors import UserError
 from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.state.rolling import PENDING
 
 DEFAULT_RECIPE = Float8CurrentScaling()
@@ -55,9 +55,8 @@ class autocast:
             enabled, recipe = True, enabled
         if not isinstance(enabled, bool):
             raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe once, as recipe=")
-        if recipe is not None and not isinstance(recipe, Recipe):
-            hint = "use duotone.recipes.load(name) or one of its classes"
-            raise UserError(f"autocast takes a recipe; got {type(recipe).__name__}; {hint}")
+        if recipe is not None:
+            require_recipe("autocast", recipe)
         chosen = recipe or DEFAULT_RECIPE
         group = "" if amax_reduction_group is None else amax_reduction_group.group_name
         self.region = Region(

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from duotone.errors import UserError
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class quantized_model_init:
     def __init__(
         self, enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise UserError(f"quantized_model_init takes a recipe; got {type(recipe).__name__}")
+        if recipe is not None:
+            require_recipe("quantized_model_init", recipe)
         self.construction = Construction(enabled, recipe, preserve_high_precision_init_val)
         self._before: Construction | None = None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ATTENTION_TYPES, QuantizerRole
 from duotone.state.autocast import active_region
 from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
@@ -52,8 +52,7 @@ class RecipeState:
         """`mode` is "forward" or "backward". Without roles, slots are input, weight and output, or grad_output and
         grad_input, in turn. Raises UserError, a ValueError, where the arguments do not fit each other.
         """
-        if not isinstance(recipe, Recipe):
-            raise UserError(f"RecipeState takes a recipe; got {type(recipe).__name__}: use duotone.recipes.load(name)")
+        require_recipe("RecipeState", recipe)
         if mode not in TYPES:
             raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
         if not isinstance(num_quantizers, int) or num_quantizers < 0:
