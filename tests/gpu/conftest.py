@@ -26,7 +26,7 @@ def poisoned(t: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("empty", "empty_like"):
+    for name in ("empty", "empty_like", "empty_strided"):
         plain = getattr(torch, name)
 
         def filled(*args: Any, _plain: Any = plain, **kwargs: Any) -> Tensor:

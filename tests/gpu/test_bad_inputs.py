@@ -1,5 +1,8 @@
 """On a CUDA device: awkward and bad inputs give the right result or one clear error, and the module stays usable."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,8 +11,9 @@ from torch import Tensor
 
 import duotone
 from duotone import formats, recipes
+from duotone.dispatch import blackwell, casts, cuda, scaled, segments, worth
 from duotone.errors import UserError
-from duotone.tensor import Quantizer
+from duotone.tensor import Plane, Quantizer
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -62,10 +66,30 @@ def test_an_input_on_another_device_is_one_clear_error(name) -> None:
     assert step(module, x.cuda())[0].isfinite().all()
 
 
+class Experts(torch.nn.Module):
+    """A grouped linear whose rows are split evenly."""
+
+    def __init__(self, **given) -> None:
+        super().__init__()
+        self.linear = duotone.GroupedLinear(4, 4096, 4096, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, [x.shape[0] // 4] * 4)
+
+
+def large(kind: str, name: str) -> torch.nn.Module:
+    given = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+    torch.manual_seed(3)
+    if kind == "mlp":
+        return duotone.LayerNormMLP(4096, 8192, activation="swiglu", normalization="RMSNorm", bias=False, **given)
+    return Experts(**given) if kind == "experts" else duotone.Linear(4096, 4096, **given)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "experts"])
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-block"])
-def test_out_of_memory_in_a_backward_leaves_the_module_usable(name) -> None:
+def test_out_of_memory_in_a_backward_leaves_the_module_usable(name, kind) -> None:
     x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
-    module, twin = linear(name, 4096, 4096), linear(name, 4096, 4096)
+    module, twin = large(kind, name), large(kind, name)
     twin(x)  # as the module's forward whose backward fails
     want = step(twin, x)
     y = module(x.detach().requires_grad_())
@@ -83,20 +107,28 @@ def test_out_of_memory_in_a_backward_leaves_the_module_usable(name) -> None:
         assert torch.equal(a, b)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def pair(data: st.DataObject, m: int, k: int, spread: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A random matrix (m, k) with random strides, on the CPU and on the device."""
+    down, across = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    turned = data.draw(st.booleans())
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    shape = (k * down, m * across) if turned else (m * down, k * across)
+    x = torch.randn(shape, generator=generator)
+    x = (x * torch.exp2(spread * torch.randn(shape, generator=generator))).to(dtype)
+    here, there = (t[::down, ::across] for t in (x, x.cuda()))
+    return (here.t(), there.t()) if turned else (here, there)
+
+
+RANDOM = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SIZES = st.integers(1, 300)
+
+
+@settings(RANDOM, max_examples=150)
 @given(data=st.data())
 def test_random_shapes_and_strides_have_the_bits_of_the_plain_stages(data) -> None:
     fmt = formats.get(data.draw(st.sampled_from(NAMES)))
-    m, k = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 300))
-    down, across = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16]))
-    spread = data.draw(st.floats(0, 12))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    x = torch.randn(m * down, k * across, generator=generator)
-    x = (x * torch.exp2(spread * torch.randn(x.shape, generator=generator))).to(dtype)
-    here, there = x[::down, ::across], x.cuda()[::down, ::across]
-    if data.draw(st.booleans()):
-        here, there = here.t(), there.t()
+    here, there = pair(data, data.draw(SIZES), data.draw(SIZES), data.draw(st.floats(0, 12)), dtype)
     row, col = Quantizer(fmt, fmt).encode(there)
     plain = fmt.encode(here)
     turned = fmt.derive(plain, here.shape[1]) if fmt.is_derivable else fmt.encode(here.t(), plane="col")
@@ -106,3 +138,63 @@ def test_random_shapes_and_strides_have_the_bits_of_the_plain_stages(data) -> No
             got = made[part].cpu()
             assert got.shape == value.shape
             assert torch.equal(got.float().nan_to_num(-1.0), value.float().nan_to_num(-1.0)), (fmt.name, part)
+    for plane, parts in ((row, plain), (col, turned)):
+        got, want = plane.values(dtype).cpu(), fmt.decode(parts, dtype)
+        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0)), fmt.name
+
+
+@settings(RANDOM, max_examples=60)
+@given(data=st.data())
+def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(data) -> None:
+    """Forward and input gradient against float64 products of the decoded planes."""
+    recipe = recipes.load(data.draw(st.sampled_from([name for name in RECIPES if name != "fp8-delayed"])))
+    m, k, n = (data.draw(SIZES) for _ in range(3))
+    _, x = pair(data, m, k, 1.0, torch.bfloat16)
+    module = duotone.Linear(k, n, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
+    x = x.detach().requires_grad_()
+    y = module(x)
+    _, dy = pair(data, m, n, 1.0, torch.bfloat16)
+    (dx,) = torch.autograd.grad(y, [x], dy)
+    plan = module.plan_for(x)
+    rounded = recipe.name == "nvfp4"  # whose gradients are rounded at random
+    for made, a, b, gemm in ((y, x.detach(), module.weight, plan.fprop), (dx, dy, module.weight.t(), plan.dgrad)):
+        if made is dx and rounded:
+            assert made.isfinite().all()
+            continue
+        left, right = (
+            Plane.encode(f, t.detach().contiguous()).dequantize(torch.float32) for f, t in ((gemm.a, a), (gemm.b, b))
+        )
+        exact, size = left.double() @ right.double().t(), left.double().abs() @ right.double().abs().t()
+        # bf16's rounding, and Hopper's fast sums: each of up to 300 / 32 steps may lose 2^-11 of what there is.
+        assert ((made.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-7 + 1e-30).all(), recipe.name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_device_that_does_not_convert_to_fp8_multiplies_what_torch_decodes(name, monkeypatch) -> None:
+    """As on compute capability 8.0, where no kernel compiles: no native product, and the CPU's planes."""
+    for module in (cuda, scaled, segments, blackwell, worth):
+        monkeypatch.setattr(module, "capability", lambda: (8, 0))
+    for cache in ("_CASTS", "_DECODERS"):
+        monkeypatch.setattr(casts, cache, {})
+    module = linear(name)
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
+    assert not any(row.native for row in duotone.plan(module, device="cuda", dtype=torch.bfloat16))
+    with no_launches(monkeypatch):
+        y, *gradients = step(module, x)
+    twin = linear(name).cpu()
+    want = step(twin, x.cpu())[0]
+    assert all(g.isfinite().all() for g in gradients)
+    # The same planes; cuBLAS sums in another order, and bf16 rounds.
+    assert ((y.cpu().double() - want.double()).abs() <= want.double().abs() * 2**-7 + 2**-7).all()
+
+
+@contextlib.contextmanager
+def no_launches(monkeypatch) -> Iterator[None]:
+    from duotone.kernels import launch
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a kernel was launched")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.Launch, "__call__", refuse)
+        yield

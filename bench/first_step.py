@@ -1,0 +1,56 @@
+"""Seconds until a first training step is done: `import duotone` after torch, then forward and backward of one linear.
+
+    PYTHONPATH=src python bench/first_step.py > bench/results/DATE-first-step.jsonl
+
+A record for each recipe, in a process of its own with empty caches of compilers. Without a GPU it runs on the CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+
+RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+
+
+def measure(recipe: str) -> dict[str, float]:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    x = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16, requires_grad=True)
+    torch.nn.Linear(1024, 1024, device=device, dtype=torch.bfloat16)(x).sum().backward()  # CUDA and cuBLAS are there
+    start = time.perf_counter()
+    import duotone
+    from duotone import recipes
+
+    imported = time.perf_counter()
+    module = duotone.Linear(1024, 1024, device=device, params_dtype=torch.bfloat16, recipe=recipes.load(recipe))
+    module(x).backward(torch.ones_like(x))
+    if cuda:
+        torch.cuda.synchronize()
+    return {"import_s": imported - start, "step_s": time.perf_counter() - imported}
+
+
+def main() -> None:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device, "torch": torch.__version__}
+    for recipe in RECIPES:
+        with tempfile.TemporaryDirectory() as cache:
+            given = {**os.environ, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
+            made = subprocess.run(
+                [sys.executable, __file__, recipe], env=given, check=True, capture_output=True, text=True
+            )
+        print(json.dumps({**about, "recipe": recipe, **json.loads(made.stdout)}), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(measure(sys.argv[1])))
+    else:
+        main()
