@@ -1,5 +1,7 @@
 """Devices other than the measured one: plain stages below compute capability 8.9, products that torch has there."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,3 +107,13 @@ def test_segments_do_likewise(monkeypatch) -> None:
     out = torch.full((48, 32), float("nan"))
     segments.product_into(*codes, rows, cols, False, out, False)
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-7.9 + 1e-4).all()
+
+
+def test_a_trace_takes_the_dtype_of_a_product_as_a_constant(monkeypatch) -> None:
+    on(monkeypatch, (12, 0))
+    traced = torch.compile(
+        lambda x: x.to(scaled.dtype_of_product(torch.float32, True)), fullgraph=True, backend="eager"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Dynamo warns where it looks into a cache
+        assert traced(torch.ones(3)).dtype is torch.bfloat16

@@ -74,6 +74,10 @@ def _calls_hopper() -> bool:
     return capability()[0] == 9 and not cublas_is_old()
 
 
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_calls_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def dtype_of_product(dtype: torch.dtype, per_row: bool) -> torch.dtype:
     """The dtype in which torch gives an FP8 product whose result is `dtype`: bf16 or fp32. With scales per row other
     devices than Hopper have bf16 alone."""
