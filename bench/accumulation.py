@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python bench/accumulation.py > bench/results/DATE-accumulation.jsonl
 
-A record of errors for each distribution, K and way of adding up: the norm of the error over that of the exact product,
+A record of errors for each distribution, K and kind of scales: the norm of the error over that of the exact product,
 and the mean of (result - exact) / exact where all terms are positive. A record of times for each shape and kind of
 scales. Results are bf16. Needs a GPU of compute capability 9.0.
 """
@@ -24,11 +24,6 @@ from duotone.tensor import Plane
 
 TENSOR, ROW, BLOCK, SQUARE = "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 SLOW, FAST = (ScaledProduct("", fast) for fast in (False, True))
-WAYS: dict[str, tuple[GemmRule, str, str]] = {
-    "fast": (FAST, TENSOR, TENSOR),
-    "slow": (SLOW, TENSOR, TENSOR),
-    "blocks": (BlockScaledProduct(), BLOCK, SQUARE),
-}
 LENGTHS = (1024, 4096, 16384, 65536)
 SIDE = 512
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192), (8192, 8192, 28672))
@@ -40,24 +35,26 @@ PRODUCTS: dict[str, tuple[GemmRule, str, str]] = {
     "1x128 x 128x128": (BlockScaledProduct(), BLOCK, SQUARE),
     "1x128 x 1x128": (BlockScaledProduct(), BLOCK, BLOCK),
 }
+WAYS = ("tensor, fast", "tensor, slow", "1x128 x 128x128")
+"""The products whose errors are taken."""
 
 
 def operand(rows: int, k: int, positive: bool) -> Tensor:
-    x = torch.randn(rows, k, device="cuda")
-    return (torch.rand_like(x) if positive else x).to(torch.bfloat16)
+    return (torch.rand if positive else torch.randn)(rows, k, device="cuda").to(torch.bfloat16)
 
 
 def errors() -> Iterator[dict[str, Any]]:
     for positive, k in itertools.product((False, True), LENGTHS):
         x, w = operand(SIDE, k, positive), operand(SIDE, k, positive)
-        for way, (rule, of_x, of_w) in WAYS.items():
+        for kind in WAYS:
+            rule, of_x, of_w = PRODUCTS[kind]
             a, b = Plane.encode(formats.get(of_x), x), Plane.encode(formats.get(of_w), w)
             exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
             lost = rule.run(a, b, torch.bfloat16).double() - exact
             found = {"error": (lost.norm() / exact.norm()).item()}
             if positive:
                 found["bias"] = (lost / exact).mean().item()
-            yield {"values": "positive" if positive else "normal", "k": k, "sums": way, **found}
+            yield {"values": "positive" if positive else "normal", "k": k, "kind": kind, **found}
 
 
 def times() -> Iterator[dict[str, Any]]:

@@ -99,12 +99,15 @@ class ScaledProduct(GemmRule):
     def reject(self, problem: GemmProblem) -> str:
         if problem.fast != self.fast:
             return "the recipe asks for the other accumulation"
-        if not {_scaling(problem.a), _scaling(problem.b)} <= {"tensor", "row"}:
+        scalings = {_scaling(problem.a), _scaling(problem.b)}
+        if not scalings <= {"tensor", "row"}:
             return "it takes one fp32 scale per tensor or per row"
-        per_row = "row" in {_scaling(problem.a), _scaling(problem.b)}
-        if per_row and problem.dtype is not torch.bfloat16 and not _calls_hopper():
+        if refusal := _refusal(problem):
+            return refusal
+        made = dtype_of_product(problem.dtype, "row" in scalings)
+        if made is torch.bfloat16 and problem.dtype is not made:
             return f"with scales per row it gives bf16 on this device, not {problem.dtype}"
-        return _refusal(problem)
+        return ""
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         rows, cols = a.shape[0], b.shape[0]

@@ -49,7 +49,7 @@ def _place(p, down, across, PATCH: tl.constexpr):
 
 
 @triton.jit
-def _sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+def _fast_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
     """BM rows of a times BN rows of b over columns from low to high, as the tensor cores add up: with 14 bits."""
     total = tl.zeros([BM, BN], tl.float32)
     for k in range(low, high, CHUNK):
@@ -58,7 +58,7 @@ def _sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _exact_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+def _promoted_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
     """The same twice, of these rows of a and of the next ones, added up in fp32 after each CHUNK."""
     upper = tl.zeros([BM, BN], tl.float32)
     lower = tl.zeros([BM, BN], tl.float32)
@@ -99,11 +99,11 @@ def _tile(
     """The tile of `out` at (row, n), from BM rows of a and the BN rows of b at `col`, over columns from low to high."""
     n += tl.arange(0, BN)
     if FAST:
-        total = _sums(a, b, row, col, low, high, BM, BN)
+        total = _fast_sums(a, b, row, col, low, high, BM, BN)
         _store(out, total, row + tl.arange(0, BM), n, M, N, of_a, of_b, bias, LINES, ADDS)
     else:
         HALF: tl.constexpr = BM // 2
-        upper, lower = _exact_sums(a, b, row, col, low, high, HALF, BN)
+        upper, lower = _promoted_sums(a, b, row, col, low, high, HALF, BN)
         m = row + tl.arange(0, HALF)
         _store(out, upper, m, n, M, N, of_a, of_b, bias, LINES, ADDS)
         _store(out, lower, m + HALF, n, M, N, of_a, of_b, bias, LINES, ADDS)
@@ -194,7 +194,7 @@ class GroupedProduct:
     def __init__(self, fast: bool, lines: bool, tile: Tile | None = None) -> None:
         self.lines, self.tile = lines, tile or TILES[fast]
         self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
-        self.loaded_rows = self.tile.rows if fast else self.tile.rows // 2
+        self.rows_at_once = self.tile.rows if fast else self.tile.rows // 2  # of a, as sums load them
         self._launches: dict[Any, Launch] = {}
 
     def of_rows(
@@ -249,7 +249,7 @@ class GroupedProduct:
     def _described(self, a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
         return tuple(
             TensorDescriptor(one, list(one.shape), list(one.stride()), [rows, CHUNK.value])
-            for one, rows in ((a, self.loaded_rows), (b, self.tile.cols))
+            for one, rows in ((a, self.rows_at_once), (b, self.tile.cols))
         )  # type: ignore[return-value]
 
     def _launch(

@@ -84,12 +84,10 @@ class Recipe:
     @property
     def name(self) -> str:
         """The kind, and the fields that are not as the kind has them; not `strict`, which changes no result."""
-        own = [field for field in fields(self) if field.name != "strict" and field.default is not MISSING]
-        given = {field.name: getattr(self, field.name) for field in own}
-        changed = [
-            f"{f.name} = {getattr(given[f.name], 'name', given[f.name])}" for f in own if given[f.name] != f.default
-        ]
-        return f"{self.kind} ({', '.join(changed)})" if changed else self.kind
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.default not in (MISSING, getattr(self, f.name))}
+        own.pop("strict", None)
+        changed = ", ".join(f"{field} = {getattr(value, 'name', value)}" for field, value in own.items())
+        return f"{self.kind} ({changed})" if changed else self.kind
 
     @property
     def alignment(self) -> int:
