@@ -166,7 +166,8 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
             if value is None or (isinstance(value, int) and value == 1):
                 constants[key] = value
             elif isinstance(value, torch.Tensor):
-                types[key] = f"*{NAMES[value.dtype]}:16"
+                aligned = key not in launch.function.do_not_specialize_on_alignment
+                types[key] = f"*{NAMES[value.dtype]}" + ":16" * aligned
             elif isinstance(value, TensorDescriptor):
                 types[key] = f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape}>"
             else:

@@ -11,9 +11,6 @@ from triton.language.extra import libdevice
 
 from duotone.formats.hadamard import SIGN_MASK
 
-SIGNS = tl.constexpr(SIGN_MASK)
-ODD = tl.constexpr(0x6996)
-"""Bit n: whether n < 16 has an odd number of ones."""
 BASE = tl.constexpr(8388608.0 + 8.0)
 """What a magnitude's code is added to; its sign then moves the sum by 4 down, or up."""
 LARGEST_CODE = tl.constexpr(8388608.0 + 15.0)
@@ -87,19 +84,23 @@ def rotated(v):
     """
     made = (v[0] * _quarter(0, 0),)
     for i in tl.static_range(1, 16):
-        sums = (tl.fma(v[i], _quarter(i, 0), made[0]),)  # the product is exact
-        for j in tl.static_range(1, 16):
-            if j < (2 if i < 2 else 4 if i < 4 else 8 if i < 8 else 16):
-                before = made[j % (1 if i < 2 else 2 if i < 3 else 4 if i < 5 else 8 if i < 9 else 16)]
-                sums += (tl.fma(v[i], _quarter(i, j), before),)
+        sums = ()
+        for j in tl.static_range(_distinct(i)):
+            sums += (tl.fma(v[i], _quarter(i, j), made[j % _distinct(i - 1)]),)  # the product is exact
         made = sums
     return made
 
 
-@triton.jit
-def _quarter(INPUT: tl.constexpr, OUTPUT: tl.constexpr):
+@triton.constexpr_function
+def _distinct(i):
+    """How many outputs differ after the products of inputs 0 to i."""
+    return 1 << i.bit_length()
+
+
+@triton.constexpr_function
+def _quarter(i, j):
     """Element (i, j) of the transform."""
-    return -0.25 if ((SIGNS >> INPUT) ^ (ODD >> (INPUT & OUTPUT))) & 1 else 0.25
+    return -0.25 if (SIGN_MASK >> i ^ (i & j).bit_count()) & 1 else 0.25
 
 
 @triton.jit
