@@ -15,6 +15,11 @@ def test_the_version_and_the_help(duotone):
     assert duotone("--help")[1] == out
 
 
+def test_the_module_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "duotone", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"duotone {library.__version__}\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
