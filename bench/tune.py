@@ -31,7 +31,9 @@ CASTS = ("fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 TILES = tuple(itertools.product((32, 64, 128), (32, 64, 128, 256), (1, 2, 4, 8)))
 NVFP4 = (("nvfp4", "nvfp4_rht"), ("nvfp4_sr", "nvfp4_rht_sr"), ("nvfp4_16x16", "nvfp4_16x16"))
 WALKS = tuple(itertools.product((8, 16, 32, 64), (128, 256, 512), (256, 512, 1024), (2, 4, 8)))
-GROUPED = tuple(itertools.product((64, 128), (128, 256), (4, 8), (3, 4), (4, 8, 16), (True, False)))
+ROWS = {True: (64, 128), False: (128,)}
+"""By kind of accumulation: slow sums are of half as many rows, and Hopper's products of 64 at least."""
+GROUPED = (128, 256), (4, 8), (3, 4), (4, 8, 16), (True, False)
 SEGMENTS = 8
 
 Choice = tuple[str, tuple[int, ...], Callable[[], list[Tensor]]]
@@ -105,10 +107,8 @@ def grouped_products(x: Tensor) -> Iterator[Choice]:
     codes, weights = x.to(e4m3), torch.randn(SEGMENTS, k, k, device=x.device).to(e4m3)
     given = segments.host_segments([m // SEGMENTS] * SEGMENTS, x, segments.CHUNK)
     ones = (torch.ones(SEGMENTS, 4, device=x.device)[:, :1],) * 2
-    for fast in (False, True):
-        for choice in (grouped.TILES[fast], *GROUPED):
-            if not fast and choice[0] < 128:  # half of its rows are too few for Hopper's products
-                continue
+    for fast, rows in ROWS.items():
+        for choice in (grouped.TILES[fast], *itertools.product(rows, *GROUPED)):
             product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice))
             of_rows = partial(product.of_rows, codes, weights, ones, given, torch.bfloat16)
             yield f"grouped rows{', fast' * fast}", choice, lambda of_rows=of_rows: [of_rows()]

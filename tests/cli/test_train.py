@@ -54,7 +54,7 @@ def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(duotone,
         code, text, _ = duotone(*arguments, "--out", tmp_path / "parts")
     assert code == 130 and "stopped at step 4" in text
     assert json.loads((tmp_path / "parts" / "result.json").read_text())["partial"]
-    command = [sys.executable, "-m", "duotone.cli.main", "train", "--resume", "--out", tmp_path / "parts"]
+    command = [sys.executable, "-m", "duotone", "train", "--resume", "--out", tmp_path / "parts"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "from step 4" in done.stderr

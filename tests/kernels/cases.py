@@ -161,13 +161,13 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
         rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
         arguments = *descriptors, *tensors, *integers, *floats
         given = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
-        anywhere = {p.name for p in launch.function.params if p.do_not_specialize_on_alignment}
+        any_alignment = {p.name for p in launch.function.params if p.do_not_specialize_on_alignment}
         types = {}
         for key, value in given.items():
             if value is None or (isinstance(value, int) and value == 1):
                 constants[key] = value
             elif isinstance(value, torch.Tensor):
-                types[key] = f"*{NAMES[value.dtype]}" + ":16" * (key not in anywhere)
+                types[key] = f"*{NAMES[value.dtype]}" + ":16" * (key not in any_alignment)
             elif isinstance(value, TensorDescriptor):
                 types[key] = f"tensordesc<{NAMES[value.base.dtype]}{value.block_shape}>"
             else:

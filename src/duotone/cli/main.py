@@ -50,7 +50,3 @@ def main() -> None:
 def _refuse(message: str) -> int:
     click.echo(f"duotone: {' '.join(message.split())}", err=True)
     return 2
-
-
-if __name__ == "__main__":
-    main()

@@ -192,7 +192,7 @@ def gated_slopes(x, z, row, m, k, F, inside, ACT: tl.constexpr):
     return slope(rounded(dy * b, DTYPE), a, ACT, DTYPE), rounded(dy * activated(a, ACT, DTYPE), DTYPE)
 
 
-@functools.partial(kernel, anywhere=("live",))
+@functools.partial(kernel, any_alignment=("live",))
 def produce_kernel(
     x, z, out, live, M, K,
     WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,

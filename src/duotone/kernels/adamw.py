@@ -70,7 +70,7 @@ def adamw_kernel(
         tl.store(out + start + i, p.to(out.dtype.element_ty), mask=inside)
 
 
-@functools.partial(kernel, anywhere=("given", "live"))
+@functools.partial(kernel, any_alignment=("given", "live"))
 def adamw_cast_kernel(
     grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, given, live, M, K,
     sign, decay, first, beta2, second, step_size, correction, eps,

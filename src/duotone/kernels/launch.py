@@ -90,8 +90,8 @@ class Launch:
         return with_scratch if needs_scratch else directly
 
 
-def kernel(function: Any, unspecialized: tuple[str, ...] = (), anywhere: tuple[str, ...] = ()) -> Kernel:
-    """`triton.jit` and a `Kernel` over it. `unspecialized` numbers make no variants, nor does where the tensors
-    `anywhere` start: slots of a history, of which one in four is aligned to 16 bytes."""
-    apart = {"do_not_specialize": list(unspecialized), "do_not_specialize_on_alignment": list(anywhere)}
-    return Kernel(triton.jit(function, **apart))
+def kernel(function: Any, unspecialized: tuple[str, ...] = (), any_alignment: tuple[str, ...] = ()) -> Kernel:
+    """`triton.jit` and a `Kernel` over it. `unspecialized` numbers make no variants, nor does the alignment of the
+    tensors `any_alignment`: slots of a history, 4 bytes apart."""
+    given = {"do_not_specialize": list(unspecialized), "do_not_specialize_on_alignment": list(any_alignment)}
+    return Kernel(triton.jit(function, **given))

@@ -24,7 +24,7 @@ IN_FLIGHT = 65536
 """Bytes of x and dy that a backward program reads ahead into shared memory at most."""
 
 
-@functools.partial(kernel, anywhere=("live",))
+@functools.partial(kernel, any_alignment=("live",))
 def norm_kernel(x, gamma, beta, y, mean, rstd, live, K, eps, TK: tl.constexpr):
     """mean, if there is one, and rstd of one row; the norm itself into y, and its amax into `live`, where these are."""
     row, k = tl.program_id(0).to(tl.int64), tl.arange(0, TK)

@@ -141,7 +141,7 @@ def _column(
     return scale
 
 
-@functools.partial(kernel, unspecialized=("E", "SLOT"), anywhere=("row_from", "col_from", "live"))
+@functools.partial(kernel, unspecialized=("E", "SLOT"), any_alignment=("row_from", "col_from", "live"))
 def segment_cast_kernel(
     x, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, ends, table, K, WIDTH, E, SLOT,
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,

@@ -118,7 +118,7 @@ def _cast_tile(
         store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
 
 
-@functools.partial(kernel, unspecialized=("P",), anywhere=("row_from", "col_from", "live"))
+@functools.partial(kernel, unspecialized=("P",), any_alignment=("row_from", "col_from", "live"))
 def cast_kernel(
     x, z, mean, rstd, gamma, beta, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, M, K, P,
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
