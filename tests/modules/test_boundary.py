@@ -4,10 +4,14 @@ import warnings
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import duotone
-from duotone import CustomRecipe, QuantizedTensor, Quantizer, QuantizerRole, formats
+from duotone import CustomRecipe, QuantizedTensor, Quantizer, QuantizerRole, formats, recipes
+from duotone.ops.boundary import BOUNDARY
+from duotone.recipes import Rule, RuleRecipe
 from duotone.tensor import MXFP8Quantizer
+from duotone.tensor.context import QuantizeContext
 
 E5M2 = formats.get("fp8_e5m2_row")
 
@@ -69,3 +73,103 @@ def test_a_quantized_output_is_the_next_modules_input_as_it_is(module) -> None:
     assert torch.equal(quantized, plain)
     for got, want in zip(gradients, (x.grad, following.weight.grad, module.weight.grad), strict=True):
         assert torch.equal(got, want)
+
+
+POSITIONS = {
+    "fp8-current": ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
+    "fp8-delayed": ("fp8_e4m3_delayed", "fp8_e5m2_delayed"),
+    "mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "nvfp4": ("nvfp4", "nvfp4_sr"),
+}
+"""What a recipe gives an output and a grad_input whose consumers are not known: its forward and its backward format."""
+
+
+@pytest.mark.filterwarnings("ignore:.*consumer that is not known")
+@pytest.mark.parametrize("kind", [duotone.Linear, duotone.LayerNormLinear])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_boundary_slots_without_a_role_go_by_their_position(name, kind) -> None:
+    """hybrid 7.3: the gradient of the input has the format of gradients; nvfp4 rounds it stochastically."""
+    module = kind(64, 32, recipe=recipes.load(name), name="this", params_dtype=torch.bfloat16)
+    x = torch.randn(16, 64).bfloat16().requires_grad_()
+    start = duotone.rng_state(module)
+    y = module(x, fp8_output=True, fp8_grad=True)
+    y.sum().backward()
+    quantized, x.grad = x.grad, None
+    assert isinstance(quantized, QuantizedTensor)
+    assert (y.planes.rowwise.format.name, quantized.planes.rowwise.format.name) == POSITIONS[name]
+    duotone.load_rng_state(module, start)
+    plain = module(x)
+    plain.sum().backward()
+    if name == "fp8-delayed":
+        return  # the second forward has other scales
+    assert torch.equal(y.dequantize(), y.quantizer.quantize(plain.detach()).dequantize())
+    seed = start["duotone_seed"] + BOUNDARY
+    wanted = quantized.quantizer.quantize(x.grad, ctx=QuantizeContext(seed=seed))
+    assert torch.equal(quantized.dequantize(), wanted.dequantize())
+
+
+@pytest.mark.filterwarnings("ignore:.*consumer that is not known")
+def test_every_forward_rounds_its_boundary_gradient_anew_and_a_recompute_as_its_forward_did() -> None:
+    module = duotone.Linear(64, 32, recipe=recipes.load("nvfp4"), name="this")
+    x = torch.randn(16, 64).requires_grad_()
+
+    def gradient(call) -> torch.Tensor:
+        x.grad = None
+        call(x).square().sum().backward()
+        return x.grad.dequantize()
+
+    start = duotone.rng_state(module)
+    first, second = (gradient(lambda t: module(t, fp8_grad=True)) for _ in range(2))
+    assert not torch.equal(first, second)
+    for reentrant in (True, False):
+        duotone.load_rng_state(module, start)
+        again = gradient(lambda t, how=reentrant: checkpoint(lambda u: module(u, fp8_grad=True), t, use_reentrant=how))
+        assert torch.equal(again, first)
+
+
+@pytest.mark.filterwarnings("ignore:.*consumer that is not known")
+def test_a_boundary_slot_alone_may_be_stochastic() -> None:
+    """The seed advances for it where no operand of the linear draws."""
+    stochastic = Quantizer(formats.get("nvfp4_sr"), formats.get("nvfp4_sr"))
+    recipe = CustomRecipe(qfactory=lambda role: stochastic if role is None else Quantizer())
+    module = duotone.Linear(64, 32, recipe=recipe, name="this")
+    x = torch.randn(16, 64).requires_grad_()
+    outputs = [module(x, fp8_output=True).detach().dequantize() for _ in range(2)]
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.filterwarnings("ignore:.*consumer that is not known")
+@pytest.mark.parametrize("base", [None, recipes.load("mxfp8")])
+def test_rules_name_the_output_and_the_gradient_of_the_input(base) -> None:
+    """They match the slot of the module that they name, consumer or not; rules for all tensors leave it alone."""
+    rules = (
+        Rule(module="this", tensor_type="grad_input", format="fp8_e5m2_row"),
+        Rule(tensor_type="output", rowwise="fp8_e4m3_row", columnwise="fp8_e4m3_row"),
+        Rule(format="mxfp8_e5m2"),
+    )
+    module = duotone.Linear(64, 32, recipe=RuleRecipe(rules=rules, base=base), name="this")
+    x = torch.randn(16, 64).requires_grad_()
+    for role in (None, QuantizerRole("linear", "input", "next")):
+        module.output_quantizer_role, x.grad = role, None
+        y = module(x, fp8_output=True, fp8_grad=True)
+        y.sum().backward()
+        assert y.planes.rowwise.format.name == "fp8_e4m3_row"
+        assert x.grad.planes.rowwise.format.name == "fp8_e5m2_row"
+    other = duotone.Linear(64, 32, recipe=module.recipe, name="other")
+    unknown = other.plan_for(x).grad_input.rowwise.name
+    assert unknown == ("identity" if base is None else "mxfp8_e4m3")
+    other.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", "this")
+    assert other.plan_for(x).grad_input.rowwise.name == "mxfp8_e5m2"
+
+
+@pytest.mark.filterwarnings("ignore:.*consumer that is not known")
+def test_rules_of_convert_name_boundaries_too_and_are_not_reported() -> None:
+    rules = (Rule(module="0", tensor_type="output", format="fp8_e5m2_row"), Rule(module="0", format="mxfp8_e5m2"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), rules)
+    assert not [row for row in duotone.plan(model) if row.module == "a rule"]
+    assert model[0](torch.randn(4, 64), fp8_output=True).planes.rowwise.format.name == "fp8_e5m2_row"
+    lost = (Rule(module="9", tensor_type="grad_input", format="fp8_e5m2_row"),)
+    with pytest.warns(UserWarning, match="matches no tensor of the model"):
+        duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), lost)

@@ -33,12 +33,28 @@ def test_positions_stand_for_roles_that_are_absent(name, count, mode, explicit) 
         assert [h.value for h in state.make_quantizers()] == wanted
 
 
-def test_attention_types_keep_what_they_are() -> None:
-    """hybrid 82: a role goes before a position."""
-    recipe = recipes.load("fp8-block")
-    roles = [QuantizerRole("dpa", "qkv"), QuantizerRole("dpa", "qkv")]
-    made = RecipeState.create(recipe, mode="forward", num_quantizers=2, roles=roles).make_quantizers()
-    assert made[1].value == recipe(roles[1]) != recipe(FORWARD[1])
+def test_attention_types_fall_back_by_position() -> None:
+    """hybrid 7.3: a tensor type that no linear has is no signal, and the slot decides."""
+    forward = [
+        QuantizerRole("dpa", "qkv", "a"),
+        QuantizerRole("dpa", "qkv", "a"),
+        QuantizerRole("", "", "a.dpa_output"),
+    ]
+    backward = [QuantizerRole("dpa", kind, "a") for kind in ("do", "do", "dp", "dp")]
+    for name in BUILTIN:
+        recipe = recipes.load(name)
+        for mode, roles, explicit in (("forward", forward, FORWARD), ("backward", backward, BACKWARD * 2)):
+            state = RecipeState.create(recipe, mode=mode, num_quantizers=len(roles), roles=roles)
+            assert [handle.value for handle in state.make_quantizers()] == [recipe(role) for role in explicit], name
+
+
+def test_square_blocks_of_mxfp8_need_a_weight_of_a_linear() -> None:
+    """hybrid 7.3: no fall-back by position."""
+    recipe = recipes.MXFP8BlockScaling(weight_2d=True)
+    state = RecipeState.create(recipe, mode="forward", num_quantizers=3)
+    assert {handle.value.rowwise.name for handle in state.make_quantizers()} == {"mxfp8_e4m3"}
+    for module_type in ("linear", "grouped_linear"):
+        assert recipe(QuantizerRole(module_type, "weight")).rowwise.name == "mxfp8_e4m3_32x32"
 
 
 @pytest.mark.parametrize(

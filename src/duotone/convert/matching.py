@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from duotone.errors import RecipeError
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match, unmatched
+from duotone.recipes.roles import BOUNDARIES, TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, undecided, unmatched
 
 Place = tuple[str, str, Site]
 """(module type, name, site) of what a model multiplies with."""
@@ -25,10 +25,11 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Pl
 
     Rules by type alone are for models in general; that a model has no such tensor is no mistake.
     """
-    subjects = [(QuantizerRole(module, kind, name), site) for module, name, site in places for kind in TENSOR_TYPES]
+    kinds = (*TENSOR_TYPES, *BOUNDARIES)
+    subjects = [(QuantizerRole(module, kind, name), site) for module, name, site in places for kind in kinds]
     given = OUTPUT_HEAD if set(OUTPUT_HEAD) <= set(rules) else ()
-    left = [subject for subject in subjects if first_match(rules, *subject) is None]
-    found = [rule for rule in unmatched(rules, subjects) if rule not in given] + _unmatched_in(recipe, left)
+    found = [rule for rule in unmatched(rules, subjects) if rule not in given]
+    found += _unmatched_in(recipe, undecided(rules, subjects))
     return [rule for rule in found if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
 
 
@@ -38,5 +39,5 @@ def _unmatched_in(recipe: Recipe, subjects: Sequence[tuple[QuantizerRole, Site]]
     found = unmatched(rules, subjects)
     base = getattr(recipe, "base", None)
     if base is not None:
-        found += _unmatched_in(base, [subject for subject in subjects if first_match(rules, *subject) is None])
+        found += _unmatched_in(base, undecided(rules, subjects))
     return found + ([] if recipe.evaluation is None else _unmatched_in(recipe.evaluation, subjects))

@@ -180,7 +180,7 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
 
 def ask_recipe(setting: Setting) -> dict[str, Quantizer]:
     """What rules and recipe give each slot, each asked once."""
-    return {slot: _quantizer(setting, role) for slot, role in setting.slots.items()}
+    return {slot: _quantizer(setting, role, setting.role(slot)) for slot, role in setting.slots.items()}
 
 
 def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> LinearPlan:
@@ -267,9 +267,9 @@ def _recomputes(setting: Setting, quantizer: Quantizer) -> bool:
     return asked and not quantizer.delayed[1]
 
 
-def _quantizer(setting: Setting, role: QuantizerRole | None) -> Quantizer:
-    found = None if role is None else first_match(setting.rules, role, setting.site)
-    return found or setting.recipe.quantizer(role, setting.site)
+def _quantizer(setting: Setting, role: QuantizerRole | None, slot: QuantizerRole) -> Quantizer:
+    found = first_match(setting.rules, role, setting.site, slot=slot)
+    return found or setting.recipe.quantizer(role, setting.site, slot)
 
 
 def _hold(setting: Setting, made: dict[str, Any]) -> tuple[Operand, Operand]:

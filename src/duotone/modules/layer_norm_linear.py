@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.ops import boundary
 from duotone.ops.basic import MakeExtraOutput
 from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
@@ -37,9 +38,22 @@ class LayerNormLinear(Linear):
         norm.make_parameters(self.in_features, linear.get("params_dtype"), linear.get("device"))
         self._ops: tuple[Op, ...] = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
-        """(*lead, in_features) -> (*lead, out_features), then the bias and the normalised input if asked for."""
-        made = run(self._ops, x, (), is_first_microbatch, self)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """(*lead, in_features) -> (*lead, out_features), then the bias and the normalised input if asked for.
+
+        `fp8_output` and `fp8_grad` are those of Linear; the gradient is that of the norm's input.
+        """
+        if fp8_output or fp8_grad:
+            made = boundary.run_with_boundary(self._ops, x, is_first_microbatch, self, fp8_output, fp8_grad)
+        else:
+            made = run(self._ops, x, (), is_first_microbatch, self)
         y, *normalised = made if isinstance(made, tuple) else (made,)
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y

@@ -129,8 +129,8 @@ class TappedRecipe(Recipe):
     def __call__(self, role: QuantizerRole | None) -> Any:
         return self._tapped(self.inner(role), role)
 
-    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Any:
-        return self._tapped(self.inner.quantizer(role, site), role)
+    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None) -> Any:
+        return self._tapped(self.inner.quantizer(role, site, slot), role)
 
     def _tapped(self, made: Quantizer, role: QuantizerRole | None) -> Any:
         return made if role is None else TappedQuantizer(made, role, self.store)

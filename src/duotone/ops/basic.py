@@ -1,5 +1,6 @@
 """Small ops: bias, scale, dropout, reshape, further inputs and outputs, quantize."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from duotone.ops.initialising import materialise
 from duotone.ops.op import Op, Signal, region_of_call
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
+from duotone.state import seeds
 from duotone.state.autocast import HIGH_PRECISION, active_region
 from duotone.state.delayed import mode_now
+from duotone.tensor.context import LOCAL
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -114,17 +117,31 @@ class ExtraOutputStage(Stage):
 
 @dataclass(frozen=True, eq=False)
 class QuantizeStage(Stage):
-    """x to a quantized tensor, and its gradient too, where there are quantizers for them."""
+    """x, seed int64 (1,) or None -> x quantized, and its gradient too, where there are quantizers for them."""
 
     forward_to: Quantizer | None
     backward_to: Quantizer | None
     columnwise: bool
+    arity = (1,)
+
+    @property
+    def draws(self) -> tuple[bool, bool]:
+        """Whether forward and backward round stochastically."""
+        forward, backward = (to is not None and to.is_stochastic for to in (self.forward_to, self.backward_to))
+        return forward, backward
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return x if self.forward_to is None else self.forward_to.make(x, Usage(True, self.columnwise)), ()
+        (seed,) = operands
+        if self.forward_to is not None:
+            x = self.forward_to.make(x, Usage(True, self.columnwise), LOCAL.with_seed(seed))
+        return x, ((seed,),)
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (dy if self.backward_to is None else self.backward_to.make(dy),)
+        if self.backward_to is not None:
+            ((seed,),) = kept
+            own = None if seed is None else seed + int(self.draws[0])
+            dy = self.backward_to.make(dy, ctx=LOCAL.with_seed(own))
+        return dy, None
 
 
 class BasicOp(Op, nn.Module):
@@ -241,6 +258,7 @@ class MakeExtraOutput(BasicOp):
     stage = ExtraOutputStage()
 
 
+_NUMBERS = itertools.count(1)
 INPUT, GRAD_OUTPUT = QuantizerRole("linear", "input"), QuantizerRole("linear", "grad_output")
 
 
@@ -263,6 +281,9 @@ class Quantize(BasicOp):
         super().__init__()
         self.roles = (role if forward else None, grad_role if backward else None)
         self.recipe = recipe
+        if backward:
+            seed = seeds.initial_seed(f"Quantize_{next(_NUMBERS)}")
+            self.register_buffer(seeds.BUFFER, seed, persistent=False)
         self._by_recipe: dict[Any, QuantizeStage] = {}
         self._region: Any = None
 
@@ -282,6 +303,11 @@ class Quantize(BasicOp):
             self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad)
         stage = self._by_recipe[key]
         return stage, signal if stage.forward_to is None else signal._replace(held=stage.forward_to)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        count = sum(stage.draws)
+        buffer = self._buffers.get(seeds.BUFFER)
+        return (seeds.take(buffer, count) if count and buffer is not None else None,)
 
     def _quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
         made = recipe.quantizer(role, ANYWHERE)

@@ -1,37 +1,62 @@
 """Quantized tensors across the boundary of a module: its output, and the gradient that it hands back."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import Function
 
 from duotone.linear.plan import LinearPlan
+from duotone.ops.op import Op, run, signal_of
 from duotone.ops.planned import Planned
+from duotone.state import seeds
+from duotone.tensor.context import LOCAL
 from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+BOUNDARY = 1 << 62
+"""From the seeds of a forward's own operands to those of its boundary slots."""
 
 
-def quantize_output(y: Tensor, plan: LinearPlan) -> Tensor:
-    """The output in the formats of its consumer; columnwise only where a backward will read it."""
-    return plan.output.quantize(y, usage=Usage(True, plan.weight_grad or plan.input_grad))
-
-
-def quantize_gradient(x: Tensor, plan: LinearPlan) -> Tensor:
-    """`x`, whose gradient comes quantized; under a backward override it stays as it is."""
-    return QuantizedGradient.apply(x, plan) if plan.source.quantizes_gradient else x  # type: ignore[no-any-return]
+def run_with_boundary(
+    ops: Sequence[Op], x: Tensor, first: bool | None, module: Planned, fp8_output: bool, fp8_grad: bool
+) -> Any:
+    """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
+    `fp8_grad`, which stays as it is under a backward override.
+    """
+    warn_without_role(module, fp8_output, fp8_grad)
+    signal = signal_of(x, module.module_name)
+    for op in ops:  # refuses a bad input before anything happens
+        stage, signal = op.link(signal, first)
+    plan: LinearPlan = stage.plan  # type: ignore[attr-defined]
+    fp8_grad = fp8_grad and plan.source.quantizes_gradient
+    seed = None
+    if (fp8_output and plan.output.is_stochastic) or (fp8_grad and plan.grad_input.is_stochastic):
+        buffer = getattr(module, seeds.BUFFER)
+        seed = (seeds.upcoming(buffer, plan.seeds) if plan.seeds else seeds.take(buffer, 1)) + BOUNDARY
+    if fp8_grad:
+        x = QuantizedGradient.apply(x, plan.grad_input, seed)  # type: ignore[no-untyped-call]
+    y = run(ops, x, (), first, module)
+    if not fp8_output:
+        return y
+    y, *more = y if isinstance(y, tuple) else (y,)
+    usage = Usage(True, plan.weight_grad or plan.input_grad)
+    y = plan.output.quantize(y, usage=usage, ctx=LOCAL.with_seed(None if seed is None else seed + 1))
+    return (y, *more) if more else y
 
 
 class QuantizedGradient(Function):
     """Identity in forward; backward quantizes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: LinearPlan) -> Tensor:
-        ctx.plan = plan
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, seed: Tensor | None) -> Tensor:
+        ctx.quantizer, ctx.context = quantizer, LOCAL.with_seed(seed)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.plan.grad_input.make(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.quantizer.make(gradients[0], ctx=ctx.context), None, None
 
 
 def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
@@ -42,4 +67,4 @@ def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
     ):
         if asked and role is None:
             message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
-            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=4)
+            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=5)

@@ -12,7 +12,7 @@ from duotone.linear.layout import Layout
 from duotone.linear.stage import Stage
 from duotone.ops import boundary, options
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Op, Signal, require_bias, require_fit, run, signal_of
+from duotone.ops.op import Op, Signal, require_bias, require_fit, run
 from duotone.ops.planned import Planned, holds_codes
 from duotone.ops.splitting import Splits, is_split, joined, pieces, split_parameters
 from duotone.recipes.recipe import Recipe
@@ -46,22 +46,14 @@ class PlannedLinear(Planned):
         the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
         """
         if fp8_output or fp8_grad:
-            return self._with_boundary(x, is_first_microbatch, fp8_output, fp8_grad)
-        y = run((self,), x, (), is_first_microbatch, self)
+            y = boundary.run_with_boundary((self,), x, is_first_microbatch, self, fp8_output, fp8_grad)
+        else:
+            y = run((self,), x, (), is_first_microbatch, self)
         return (y, self.bias) if self.return_bias else y
 
     @property
     def pipeline(self) -> tuple[Op, ...] | None:
         return (self,) if type(self).forward is PlannedLinear.forward and not self.return_bias else None
-
-    def _with_boundary(self, x: Tensor, first: bool | None, fp8_output: bool, fp8_grad: bool) -> Any:
-        boundary.warn_without_role(self, fp8_output, fp8_grad)
-        self.link(signal_of(x), first)  # refuses a bad input before anything happens
-        plan = self.plan_for(x)
-        x = boundary.quantize_gradient(x, plan) if fp8_grad else x
-        y = run((self,), x, (), first, self)
-        y = boundary.quantize_output(y, plan) if fp8_output else y
-        return (y, self.bias) if self.return_bias else y
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:

@@ -10,7 +10,7 @@ from duotone import formats
 from duotone.errors import RecipeError
 from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element, history_of
 from duotone.recipes.recipe import Recipe, one_of
-from duotone.recipes.roles import QuantizerRole
+from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
 from duotone.tensor.quantizer import Quantizer
 
 
@@ -137,7 +137,7 @@ class MXFP8BlockScaling(Recipe):
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
-        square = self.weight_2d and _is(role, "weight")
+        square = self.weight_2d and _is(role, "weight") and role.module_type in LINEAR
         return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
 
@@ -158,7 +158,8 @@ class NVFP4BlockScaling(Recipe):
         if _is(role, "weight"):
             return _uniform("nvfp4" if self.disable_2d_quantization else "nvfp4_16x16")
         rotation = "" if self.disable_rht else "_rht"
-        stochastic = _is(role, "grad_output") and not self.disable_stochastic_rounding
+        gradient = role is not None and role.tensor_type in SLOTS["backward"]
+        stochastic = gradient and not self.disable_stochastic_rounding
         rounding = "_sr" * stochastic
         return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
 

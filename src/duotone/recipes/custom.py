@@ -58,7 +58,10 @@ class CustomRecipe(Recipe):
             raise RecipeError(f"qfactory returned {_words(made)} for {slot}; {remedy}")
         return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
-    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
+    def quantizer(
+        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
+    ) -> Quantizer:
+        """What the function gives the role as it is: None where the consumer of a boundary slot is not known."""
         return self(role)
 
 

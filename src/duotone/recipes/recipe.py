@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from duotone.errors import RecipeError
-from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot
 from duotone.tensor.quantizer import Quantizer
 
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -97,10 +97,16 @@ class Recipe:
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
         raise NotImplementedError(f"{type(self).__name__} does not define __call__(role)")
 
-    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
-        """What a module at `site` gets for `role`: what plans ask. Recipes that look at the site override it."""
+    def quantizer(
+        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
+    ) -> Quantizer:
+        """What a module at `site` gets for `role`: what plans ask. Recipes that look at the site override it.
+
+        `slot` is the module's own place for the tensor, such as the "grad_input" of the linear of that name. It decides
+        where the role names no tensor of a linear: None, a consumer that is not known, or attention.
+        """
         del site
-        return self(QuantizerRole() if role is None else role)
+        return self(in_slot(role, slot))
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
         """Whether a role of attention is to run in low precision: formats for all alike are meant for linears."""

@@ -1,6 +1,6 @@
 """What a tensor is to the module that consumes it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,12 @@ class Site:
 ANYWHERE = Site()
 
 TENSOR_TYPES = ("input", "weight", "grad_output")
+SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
+"""The slots of a linear in each mode, in order."""
+
+BOUNDARIES = ("output", "grad_input")
+"""The slots whose tensors another module consumes."""
+
 ATTENTION_TYPES = ("qkv", "s", "do", "dp", "dqkv")
 GRADIENTS = ("grad_output", "grad_input", "do", "dp", "dqkv")
 LINEAR = ("linear", "grouped_linear")
@@ -48,3 +54,11 @@ PLANES_OF_GEMM = {
     "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
 }
 """The two operands of each GEMM: which tensor, read in which direction."""
+
+
+def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> QuantizerRole:
+    """The role of a tensor in a module's `slot`: of the slot's tensor type where it names none that a linear has."""
+    if role is None or slot is None:
+        return role or QuantizerRole(tensor_type=slot.tensor_type if slot else "")
+    known = role.tensor_type in (*SLOTS["forward"], *SLOTS["backward"])
+    return role if known else replace(role, tensor_type=slot.tensor_type)

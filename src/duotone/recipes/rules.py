@@ -13,6 +13,7 @@ from duotone.recipes.recipe import Recipe, one_of, plain
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
+    BOUNDARIES,
     GEMMS,
     PLANES_OF_GEMM,
     TENSOR_TYPES,
@@ -38,7 +39,9 @@ class Rule:
 
     `module` is a glob and `module_regex` a regular expression on the full name, `module_type` a glob. `layer` is an
     index into the stack of layers or a range of them, from either end: 0, "-1", "0:2", "-2:". `in_features` and
-    `out_features` compare the weight's sizes: ">=4096", "<1024", "==4096", "%32" for multiples.
+    `out_features` compare the weight's sizes: ">=4096", "<1024", "==4096", "%32" for multiples. A `tensor_type` of
+    "output" or "grad_input" is that slot of the module which the other conditions name, whoever consumes the tensor;
+    every other rule looks at the consumer.
 
     Formats are given for both planes (`format`), per plane (`rowwise`, `columnwise`), or per GEMM for both of its
     operands (`fprop`, `dgrad`, `wgrad`). A plane's own format goes before its GEMM's, that before `format`.
@@ -78,7 +81,7 @@ class Rule:
                     f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
                 )
         if self.tensor_type is not None:
-            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *ATTENTION_TYPES))
+            one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES))
         if self.layer is not None:
             check_layer(self.layer)
         for size in SIZES:
@@ -202,10 +205,12 @@ class RuleRecipe(Recipe):
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
         return self.quantizer(role)
 
-    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> Quantizer:
-        found = first_match(self.rules, role, site, self.history)
+    def quantizer(
+        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
+    ) -> Quantizer:
+        found = first_match(self.rules, role, site, self.history, slot)
         if found is None and self.base is not None:
-            return self.base.quantizer(role, site)
+            return self.base.quantizer(role, site, slot)
         if found is None and role is not None and self.strict:
             remedy = "correct a rule, or end with one that has format = 'identity'"
             raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
@@ -232,18 +237,50 @@ class RuleRecipe(Recipe):
 
 
 def first_match(
-    rules: Sequence[Rule], role: QuantizerRole | None, site: Site = ANYWHERE, history: History | None = None
+    rules: Sequence[Rule],
+    role: QuantizerRole | None,
+    site: Site = ANYWHERE,
+    history: History | None = None,
+    slot: QuantizerRole | None = None,
 ) -> Quantizer | None:
-    """The quantizer of the first rule that matches, or None; a boundary slot (None) matches no rule."""
-    if role is None:
-        return None
-    return next((rule.quantizer(role, history) for rule in rules if rule.matches(role, site)), None)
+    """The quantizer of the first rule that matches, or None.
+
+    `role` is what the tensor is to its consumer, None where nobody is known; `slot` is the module's own place for it,
+    which rules that name "output" or "grad_input" match.
+    """
+    found = _first(rules, role, site, slot)
+    return None if found is None else rules[found[0]].quantizer(found[1], history)
 
 
 def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:
-    """The rules that decide none of the subjects: no role is theirs, or an earlier rule takes it."""
-    used = {next((i for i, rule in enumerate(rules) if rule.matches(role, site)), None) for role, site in subjects}
+    """The rules that decide none of the subjects: no role is theirs, or an earlier rule takes it.
+
+    A subject whose tensor type is "output" or "grad_input" is that slot of a module, with a consumer that is not known.
+    """
+    used = {found[0] for subject in subjects if (found := _decides(rules, subject))}
     return [rule for i, rule in enumerate(rules) if i not in used]
+
+
+def undecided(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Subject]:
+    """The subjects that no rule decides."""
+    return [subject for subject in subjects if _decides(rules, subject) is None]
+
+
+def _decides(rules: Sequence[Rule], subject: Subject) -> tuple[int, QuantizerRole] | None:
+    role, site = subject
+    is_slot = role is not None and role.tensor_type in BOUNDARIES
+    return _first(rules, None if is_slot else role, site, role)
+
+
+def _first(
+    rules: Sequence[Rule], role: QuantizerRole | None, site: Site, slot: QuantizerRole | None
+) -> tuple[int, QuantizerRole] | None:
+    """The place of the first rule that matches the role, or the slot where it names that, and which of both."""
+    for i, rule in enumerate(rules):
+        for found in (role, slot if rule.tensor_type in BOUNDARIES else None):
+            if found is not None and rule.matches(found, site):
+                return i, found
+    return None
 
 
 OUTPUT_HEAD = tuple(

@@ -6,7 +6,7 @@ Modules of this library resolve plans instead; this is Transformer Engine's inte
 import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,17 +16,12 @@ from duotone.errors import UserError
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, require_recipe
-from duotone.recipes.roles import ATTENTION_TYPES, QuantizerRole
+from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole
 from duotone.state.autocast import active_region
 from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 from duotone.tensor.vocabulary import QuantizerHandle
-
-TYPES = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
-"""What the slots of a module are where no role says so, by position, over and over."""
-
-KNOWN = (*TYPES["forward"], *TYPES["backward"], *ATTENTION_TYPES)
 
 
 class RecipeState:
@@ -50,10 +45,11 @@ class RecipeState:
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> "RecipeState":
         """`mode` is "forward" or "backward". Without roles, slots are input, weight and output, or grad_output and
-        grad_input, in turn. Raises UserError, a ValueError, where the arguments do not fit each other.
+        grad_input, in turn; so are slots whose role names no tensor of a linear. Raises UserError, a ValueError, where
+        the arguments do not fit each other.
         """
         require_recipe("RecipeState", recipe)
-        if mode not in TYPES:
+        if mode not in SLOTS:
             raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
         if not isinstance(num_quantizers, int) or num_quantizers < 0:
             raise UserError(f"num_quantizers is {num_quantizers!r}; it must be an integer of at least 0")
@@ -89,12 +85,8 @@ class RecipeState:
             self.delayed.roll()
 
     def _value(self, i: int) -> Quantizer:
-        role = self.roles[i]
-        if not isinstance(self.recipe, CustomRecipe):
-            kind = next(itertools.islice(_positions(self.mode), i, None))
-            role = QuantizerRole() if role is None else role
-            role = role if role.tensor_type in KNOWN else replace(role, tensor_type=kind)
-        return self.recipe.quantizer(role)
+        kinds = SLOTS[self.mode]
+        return self.recipe.quantizer(self.roles[i], ANYWHERE, QuantizerRole(tensor_type=kinds[i % len(kinds)]))
 
     def _shared_state(self, device: torch.device | str | None) -> DelayedState | None:
         delayed = {self._slot_name(i): value for i, value in enumerate(self.values) if any(value.delayed)}
@@ -154,7 +146,7 @@ class LiveSlot(Slot):
 
 
 def _positions(mode: str) -> "itertools.cycle[str]":
-    return itertools.cycle(TYPES[mode])
+    return itertools.cycle(SLOTS[mode])
 
 
 def _largest(value: Quantizer) -> list[float]:

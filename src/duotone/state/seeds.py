@@ -29,8 +29,14 @@ def take(buffer: Tensor, count: int) -> Tensor:
     return torch.ops.duotone.take_seed(buffer, count)
 
 
+def upcoming(buffer: Tensor, count: int) -> Tensor:
+    """The seed that the next `take` of so many gives; nothing advances."""
+    return torch.ops.duotone.upcoming_seed(buffer, count)
+
+
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("take_seed(Tensor(a!) buffer, int count) -> Tensor")
+_LIBRARY.define("upcoming_seed(Tensor buffer, int count) -> Tensor")
 
 
 def _take_seed(buffer: Tensor, count: int) -> Tensor:
@@ -41,12 +47,17 @@ def _take_seed(buffer: Tensor, count: int) -> Tensor:
     return seed
 
 
+def _upcoming_seed(buffer: Tensor, count: int) -> Tensor:
+    return buffer - count if torch._C._current_graph_task_id() != -1 else buffer.clone()
+
+
 def _meta(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-for _key, _kernel in (("CPU", _take_seed), ("CUDA", _take_seed), ("Meta", _meta)):
-    _LIBRARY.impl("take_seed", _kernel, _key)
+for _name, _eager in (("take_seed", _take_seed), ("upcoming_seed", _upcoming_seed)):
+    for _key, _kernel in (("CPU", _eager), ("CUDA", _eager), ("Meta", _meta)):
+        _LIBRARY.impl(_name, _kernel, _key)
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:
