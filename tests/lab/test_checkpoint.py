@@ -88,6 +88,7 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "removed"])
 def test_damage_to_any_file_is_told_in_one_line(tmp_path, name, damage):
+    checkpoint.save(tmp_path, make(0))
     path = checkpoint.save(tmp_path, make(1))
     content = (path / name).read_bytes()
     flipped = bytes([content[10] ^ 1])
@@ -102,6 +103,13 @@ def test_damage_to_any_file_is_told_in_one_line(tmp_path, name, damage):
     with pytest.raises(UserError, match=r"step-00000001 cannot be used .* remove that folder") as raised:
         checkpoint.load(path)
     assert "\n" not in str(raised.value)
+
+
+def test_without_another_checkpoint_the_way_out_is_a_new_run(tmp_path):
+    path = checkpoint.save(tmp_path, make(1))
+    (path / "meta.json").write_bytes(b"")
+    with pytest.raises(UserError, match=r"does not match SHA256SUMS\): it is the only one, so train anew with another"):
+        checkpoint.load(path)
 
 
 def test_another_layout_is_refused(tmp_path, monkeypatch):
@@ -135,5 +143,5 @@ def test_an_untied_model_is_not_the_tied_one(tmp_path):
     untied = Tied()
     untied.lm_head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
     path = checkpoint.save(tmp_path, make(1))
-    with pytest.raises(UserError, match=r"lm_head.weight is absent there"):
+    with pytest.raises(UserError, match=r"lm_head.weight is tied to embedding.weight there and \(3, 4\)"):
         checkpoint.require_same_model(checkpoint.load(path), untied, path)

@@ -189,10 +189,20 @@ def test_a_model_and_its_optimizer_resume() -> None:
         (lambda s: s.pop("exp_avg"), "a saved state without exp_avg"),
         (lambda s: s.update(step="x"), "a saved step is 'x'"),
         (lambda s: s.update(step=-1), "a saved step is -1"),
+        (lambda s: s.update(step=float("inf")), "a saved step is inf"),
+        (lambda s: s.update(step=torch.zeros((), device="meta")), "a saved step is tensor"),
         (lambda s: s.update(exp_avg=[1]), "a saved exp_avg that is a list"),
+        (lambda s: s.update(exp_avg=torch.zeros(1)), r"a saved exp_avg of shape \(1,\) for a parameter of shape"),
+        (lambda s: s.update(exp_avg_sq=torch.zeros(0)), r"a saved exp_avg_sq of shape \(0,\) for a parameter"),
+        (lambda s: s.update(exp_avg=s["exp_avg"].mT), r"a saved exp_avg of shape \(5, 9\) for a parameter"),
+        (lambda s: s.update(exp_avg=s["exp_avg"].to(torch.complex64)), "a saved exp_avg is torch.complex64, torch.str"),
+        (lambda s: s.update(exp_avg=s["exp_avg"].to_sparse()), "torch.sparse_coo, for a parameter of"),
+        (lambda s: s.update(exp_avg=s["exp_avg"].to("meta")), "a saved exp_avg is torch.*, meta, for a parameter"),
+        (lambda s: s.update(exp_avg_sq=s["exp_avg_sq"].int()), "a saved exp_avg_sq is torch.int32; it must be a floa"),
     ],
 )
 def test_a_state_that_is_none_changes_nothing(change, told) -> None:
+    """A kernel would read and write past a moment that is too small."""
     optimizer = AdamW(parameters())
     step(optimizer, 0)
     before, bad = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())

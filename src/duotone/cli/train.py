@@ -75,12 +75,13 @@ def _resumed(folder: Path, given: dict[str, Any]) -> tuple["Trainer", "Checkpoin
     """A trainer where the newest checkpoint of `folder` left it, and that checkpoint."""
     from duotone import recipes
     from duotone.cli.inputs import config_from
-    from duotone.lab import checkpoint, data, files
+    from duotone.lab import checkpoint, data, files, meta
     from duotone.lab.trainer import Trainer
 
     files.require_writable(folder)
     path = checkpoint.latest(folder / CHECKPOINTS)
     saved = checkpoint.load(path)
+    meta.require_run(saved, path)
     name, strict = given.pop("recipe"), given.pop("strict")
     stored = recipes.any_from_dict(saved.meta["recipe"], where=str(path))
     recipe = _strict(recipes.load_any(name) if name else stored, strict)

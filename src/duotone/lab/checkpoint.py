@@ -9,8 +9,11 @@ import hashlib
 import json
 import re
 import shutil
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -23,7 +26,8 @@ from duotone.lab import files
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
 LAYOUT = 1
 KEPT = 3
-STEP_NAME = re.compile(r"step-(\d{8,})")
+STEP_NAME = re.compile(r"step-[0-9]{8,}")
+EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -84,29 +88,56 @@ def load(path: Path) -> Checkpoint:
     expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     for name in (MODEL, TRAINING, META):
         if _digest(contents[name]) != expected.get(name):
-            raise _damaged(path, f"{name} does not match {DIGESTS}")
+            raise damaged(path, f"{name} does not match {DIGESTS}")
+    meta = _meta(contents[META], path)
+    model, training = (_tensors(contents[name], name, path) for name in (MODEL, TRAINING))
+    return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta)
+
+
+def _meta(content: bytes, path: Path) -> dict[str, Any]:
+    """The table of `meta.json` without its layout; UserError unless it has a step and aliases."""
     try:
-        meta = json.loads(contents[META])
-        if meta.pop("layout") != LAYOUT:
-            raise _damaged(path, f"its layout is not {LAYOUT}, the one that this version reads")
-        model, training = (safetensors.torch.load(contents[name]) for name in (MODEL, TRAINING))
-        return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta)
-    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
-        raise _damaged(path, f"unreadable content: {error}") from error
+        meta = json.loads(content)
+    except (ValueError, RecursionError) as error:  # also digits without end, and bytes that are no text
+        raise damaged(path, f"{META} is no JSON: {error}") from error
+    if not isinstance(meta, dict) or meta.pop("layout", None) != LAYOUT:
+        raise damaged(path, f"its layout is not {LAYOUT}, the one that this version reads")
+    step, aliases = meta.get("step"), meta.get("aliases")
+    if type(step) is not int or not 0 <= step < 2**63:
+        raise damaged(path, f"{META}: step is no integer from 0 on")
+    if not isinstance(aliases, dict) or not all(isinstance(name, str) for name in aliases.values()):
+        raise damaged(path, f"{META}: aliases is no table of names")
+    return meta
+
+
+def _tensors(content: bytes, name: str, path: Path) -> dict[str, Tensor]:
+    try:
+        return safetensors.torch.load(content)
+    except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:  # also dtypes that torch lacks
+        raise damaged(path, f"{name} is unreadable: {error}") from error
+
+
+def require_tensors(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """UserError unless `stored` has the names, shapes and dtypes of `wanted`: an optimizer checks no sizes itself."""
+    if missing := sorted(wanted.keys() - stored.keys()):
+        raise UserError(f"the checkpoint {path} lacks {missing[0]}: {_remedy(path)}")
+    if unknown := sorted(stored.keys() - wanted.keys()):
+        raise damaged(path, f"{unknown[0]} belongs to no tensor of this run")
+    here, there = _in_words(wanted), _in_words(stored)
+    if name := next((name for name in here if here[name] != there[name]), ""):
+        raise damaged(path, f"{name} is {there[name]} there and {here[name]} here")
 
 
 def require_same_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
     """UserError unless the tensors of `checkpoint` have the names, shapes, dtypes and ties of `model`."""
     tensors, aliases = unique_state(model)
-    stored = {name: (tuple(t.shape), t.dtype) for name, t in checkpoint.model.items()}
-    wanted = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    if stored == wanted and aliases == checkpoint.aliases:
+    there, here = _in_words(checkpoint.model, checkpoint.aliases), _in_words(tensors, aliases)
+    if there == here:
         return
-    different = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
-    name = different[0] if different else next(iter(aliases.keys() ^ checkpoint.aliases.keys()))
+    name = min(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
     raise UserError(
-        f"the checkpoint {path} is of another model: {name} is {_words(stored.get(name))} there and "
-        f"{_words(wanted.get(name))} here; resume with the model and preset that it was made with"
+        f"the checkpoint {path} is of another model: {name} is {there.get(name, 'absent')} there and "
+        f"{here.get(name, 'absent')} here; resume with the model and preset that it was made with"
     )
 
 
@@ -132,18 +163,30 @@ def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read(path: Path, name: str) -> bytes:
     try:
+        if not stat.S_ISREG((path / name).stat().st_mode):
+            raise damaged(path, f"{name} is no file")
         return (path / name).read_bytes()
     except OSError as error:
-        raise _damaged(path, f"{name}: {error.strerror}") from error
+        raise damaged(path, f"{name}: {error.strerror}") from error
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"the checkpoint {path} cannot be used ({what}): remove that folder to resume from an earlier one")
+def damaged(path: Path, what: str) -> UserError:
+    """The error of a checkpoint that cannot be used, with what to do about it."""
+    return UserError(f"the checkpoint {path} cannot be used ({' '.join(what.split())}): {_remedy(path)}")
+
+
+def _remedy(path: Path) -> str:
+    """What to do without the checkpoint in `path`."""
+    if any(other != path for other in steps(path.parent)):
+        return "remove that folder to resume from an earlier one"
+    return "it is the only one, so train anew with another --out"
 
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _words(found: tuple | None) -> str:
-    return f"{found[0]} {found[1]}" if found else "absent"
+def _in_words(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] = EMPTY) -> dict[str, str]:
+    """The shape and dtype of each tensor, and what each other name is tied to."""
+    kinds = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    return kinds | {name: f"tied to {first}" for name, first in aliases.items()}

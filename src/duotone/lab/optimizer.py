@@ -40,9 +40,14 @@ class MasterAdamW:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
 
-    def state_names(self) -> set[str]:
-        """The names in `state` once a step has been taken."""
-        return {f"{key}/{name}" for key in ("masters", *MOMENTS) for name in self.masters}
+    def state_like(self) -> dict[str, Tensor]:
+        """The names in `state` once a step has been taken, each with a tensor of its shape and dtype."""
+        step = torch.zeros((), dtype=torch.float32)
+        return {
+            f"{key}/{name}": step if key == "step" else master.detach()
+            for key in ("masters", *MOMENTS)
+            for name, master in self.masters.items()
+        }
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments, uncopied: `masters/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME`, `step/NAME`."""
@@ -52,7 +57,7 @@ class MasterAdamW:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state` gave for the same model; the caller has checked names and shapes."""
+        """Take over what `state` gave for the same model; the caller has checked them with `state_like`."""
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"masters/{name}"])

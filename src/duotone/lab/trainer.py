@@ -162,20 +162,29 @@ class Trainer:
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         wanted = _as_json({"config": self.config.to_dict(), "recipe": self.chosen.to_dict()})
         for what, value in wanted.items():
-            if saved.meta[what] != value:
+            if saved.meta.get(what) != value:
                 raise UserError(
-                    f"the checkpoint {path} has another {what}: {_difference(saved.meta[what], value)}; "
+                    f"the checkpoint {path} has another {what}: {_difference(saved.meta.get(what), value)}; "
                     "resume with what it was made with, or train anew with another --out"
                 )
-        if saved.meta["data_digest"] != self.corpus.digest:
+        if saved.meta.get("data_digest") != self.corpus.digest:
             raise UserError(f"the data has changed since the checkpoint {path} was made: restore it, or train anew")
-        if saved.meta["model_digest"] != self._model_digest:
+        if saved.meta.get("model_digest") != self._model_digest:
             what = f"{self.config.model} has changed since the checkpoint {path} was made"
             raise UserError(f"{what}: restore its config.json, or train anew with another --out")
-        seeds = {f"seeds/{name}" for name in duotone.rng_state(self.model)}
-        names = {*self.optimizer.state_names(), *seeds, "torch_rng"}
-        if missing := sorted(names - saved.training.keys()):
-            raise UserError(f"the checkpoint {path} lacks {missing[0]}: remove it to resume from an earlier one")
+        checkpoint.require_tensors(saved.training, self._training_like(), path)
+        steps = [tensor.item() for name, tensor in saved.training.items() if name.startswith("step/")]
+        if not all(0 <= step <= saved.step for step in steps):
+            raise checkpoint.damaged(path, f"a parameter was updated more often than the {saved.step} steps of the run")
+        try:
+            torch.Generator().set_state(saved.training["torch_rng"])
+        except RuntimeError as error:
+            raise checkpoint.damaged(path, f"torch_rng is no state of a generator: {error}") from error
+
+    def _training_like(self) -> dict[str, Tensor]:
+        """The names of the training state, each with a tensor of its shape and dtype."""
+        seeds = {f"seeds/{name}": seed for name, seed in duotone.rng_state(self.model).items()}
+        return {**self.optimizer.state_like(), **seeds, "torch_rng": torch.get_rng_state()}
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

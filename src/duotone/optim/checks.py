@@ -30,7 +30,7 @@ def check_group(group: dict[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and not value.is_meta and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -70,13 +70,24 @@ def check_saved(parameter: Tensor, saved: dict[str, Any]) -> None:
     missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in saved]
     if missing:
         raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")
-    if not _is_number(saved["step"]) or not saved["step"] >= 0:
-        raise UserError(f"a saved step is {saved['step']!r}; it must be a number that is at least 0")
+    step = saved["step"]
+    if not _is_number(step) or not 0 <= step < float("inf"):
+        raise UserError(f"a saved step is {step!r}; it must be a finite number that is at least 0")
     for name in ("exp_avg", "exp_avg_sq", "master"):
         value = saved.get(name, parameter)
+        if value is parameter:
+            continue
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
             raise UserError(
                 f"a saved {name} {got} for a parameter of shape {tuple(parameter.shape)}; load it into the optimizer "
                 "of the same model"
             )
+        if value.layout != torch.strided or value.is_meta or value.is_complex() != parameter.is_complex():
+            where = "meta" if value.is_meta else str(value.layout)
+            raise UserError(
+                f"a saved {name} is {value.dtype}, {where}, for a parameter of {parameter.dtype}; give a dense tensor "
+                "of real or complex numbers as the parameter has"
+            )
+        if not (value.is_floating_point() or value.is_complex()):
+            raise UserError(f"a saved {name} is {value.dtype}; it must be a floating dtype, such as torch.float32")
