@@ -4,12 +4,14 @@ import pickle
 import re
 
 import pytest
+import torch
 
 from duotone import recipes
 from duotone.errors import RecipeError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest, QuantizerRole, check_requests
 from duotone.tensor import History, Quantizer
+from duotone.tensor.history import LARGEST_MARGIN
 
 INPUT, WEIGHT, GRAD = (QuantizerRole("linear", kind, "a") for kind in ("input", "weight", "grad_output"))
 
@@ -47,6 +49,11 @@ def test_delayed_scaling_refuses_a_backward_override(override):
     [
         ({"fp8_format": "E3M4"}, "fp8_format 'E3M4' is unknown; allowed are 'HYBRID', 'E4M3', 'E5M2'"),
         ({"margin": 0.5}, "margin is 0.5; it must be an integer"),
+        (
+            {"margin": 40},
+            "margin is 40; a scale of MAX 2^-margin / amax would flush every value to zero: give an integer",
+        ),
+        ({"margin": -100000}, "margin is -100000; a scale of MAX 2^-margin / amax would saturate every value: give"),
         ({"amax_history_len": 0}, "amax_history_len is 0; it must be an integer of at least 1"),
         ({"amax_compute_algo": "min"}, "amax_compute_algo 'min' is unknown; allowed are max, most_recent"),
         ({"scaling_factor_compute_algo": "half"}, "scaling_factor_compute_algo is 'half'; leave it out"),
@@ -120,3 +127,12 @@ def test_requests_that_agree_pass_beside_slots_without_a_scale_of_their_own():
     check_requests({"input": request.quantizer(INPUT), "weight": Own(), "grad_output": request.quantizer(GRAD)})
     check_requests({"input": Quantizer(), "weight": None})
     check_requests({})
+
+
+def test_the_largest_margin_still_has_codes_and_three_more_have_none():
+    """Closed form: E4M3's smallest magnitude is 2^-9, and half of it rounds to 0."""
+    largest = 448.0 * 2.0**-LARGEST_MARGIN
+    assert largest > 2.0**-9 and 448.0 * 2.0 ** -(LARGEST_MARGIN + 3) < 2.0**-10
+    assert torch.tensor([largest, largest / 8]).to(torch.float8_e4m3fn).float().ne(0).tolist() == [True, False]
+    for margin in (LARGEST_MARGIN, -LARGEST_MARGIN):
+        assert History(margin=margin).margin == margin

@@ -3,7 +3,9 @@
 import re
 
 import pytest
+from torch import nn
 
+import duotone
 from duotone import recipes
 from duotone.errors import RecipeError
 from duotone.formats import get
@@ -17,6 +19,7 @@ def role(name="model.layers.3.mlp.up", kind="weight", module_type="linear"):
 
 INPUT, WEIGHT, GRAD = (role(kind=kind) for kind in ("input", "weight", "grad_output"))
 IDENTITY = {"format": "identity"}
+FOLLOWING = {"columnwise_source": "rowwise_dequantized"}
 
 
 def matched_layers(layer, layers=4):
@@ -115,12 +118,36 @@ def test_a_rule_that_asks_for_the_place_of_an_unnamed_module_says_what_to_call(a
         ({"module": 3}, "module is 3; every field of a rule is a string"),
         ({"tensor_type": "wieght"}, "tensor_type 'wieght' is unknown; allowed are 'input', 'weight'"),
         ({"columnwise_source": "row"}, "columnwise_source 'row' is unknown"),
+        (
+            FOLLOWING | {"tensor_type": "grad_output"},
+            "encodes the columnwise plane of grad_output from its rowwise one",
+        ),
+        (FOLLOWING | {"tensor_type": "dp"}, "encodes the columnwise plane of dp from its rowwise one"),
+        ({"module_type": "liner"}, "module_type 'liner' matches no module of Duotone, whose types are linear, "),
+        ({"module_type": "Linear"}, "did you mean 'linear'?"),
+        ({"module_type": "grouped-linear"}, "did you mean 'grouped_linear'?"),
     ],
 )
 def test_a_wrong_condition_is_refused_at_construction(fields, message):
     with pytest.raises(RecipeError, match=re.escape(message)) as raised:
         Rule(**fields, **IDENTITY)
     assert "\n" not in str(raised.value)
+
+
+def test_a_rule_for_module_types_of_the_users_own_is_allowed_and_said():
+    with pytest.warns(UserWarning, match="module_type 'conv2d' matches no module of Duotone"):
+        rule = Rule(module_type="conv2d", **IDENTITY)
+    assert rule.matches(role(module_type="conv2d"))
+
+
+def test_gradients_never_follow_their_rowwise_plane():
+    """Also where the rule names no tensor: it says so of the first gradient that it would decide."""
+    rule = Rule(format="mxfp8_e4m3", **FOLLOWING)
+    assert rule.quantizer(WEIGHT).columnwise_source == "rowwise_dequantized"
+    with pytest.raises(RecipeError, match="grad_output from its rowwise one, which is for inputs and weights alone"):
+        duotone.convert(nn.Linear(32, 32), RuleRecipe(rules=(rule,)))
+    earlier = Rule(tensor_type="grad_output", format="mxfp8_e4m3")
+    duotone.convert(nn.Linear(32, 32), RuleRecipe(rules=(earlier, rule)))
 
 
 def test_a_rule_without_a_format_for_a_plane_of_attention_is_refused_without_a_gemm():

@@ -34,7 +34,7 @@ class HighPrecision(Recipe):
 
     kind: ClassVar[str] = "bf16"
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         return Quantizer()
 
 
@@ -53,7 +53,7 @@ class Float8CurrentScaling(Recipe):
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         _check_epsilon(self.amax_epsilon)
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         stem = f"fp8_{fp8_element(self.fp8_format, role)}_{self.granularity}"
         return _uniform(formats.with_floor(stem + "_pow2" * self.power_of_two_scales, self.amax_epsilon))
 
@@ -89,7 +89,7 @@ class DelayedScaling(Recipe):
                 "would never see an amax: leave it out, or take fp8-current"
             )
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         return delayed_quantizer(fp8_element(self.fp8_format, role), history_of(self))
 
 
@@ -112,7 +112,7 @@ class Float8BlockScaling(Recipe):
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
         _check_epsilon(self.amax_epsilon)
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         square = _is(role, "weight"), _is(role, "weight") or (self.square_wgrad_input and _is(role, "input"))
         stem, scales = f"fp8_{fp8_element(self.fp8_format, role)}", "_fp32" * (not self.power_of_two_scales)
         names = (f"{stem}_{'128x128' if wide else '1x128'}{scales}" for wide in square)
@@ -136,7 +136,7 @@ class MXFP8BlockScaling(Recipe):
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         square = self.weight_2d and _is(role, "weight") and role.module_type in LINEAR
         return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
@@ -154,7 +154,7 @@ class NVFP4BlockScaling(Recipe):
     def alignment(self) -> int:
         return 128
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         if _is(role, "weight"):
             return _uniform("nvfp4" if self.disable_2d_quantization else "nvfp4_16x16")
         rotation = "" if self.disable_rht else "_rht"

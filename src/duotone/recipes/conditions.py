@@ -1,11 +1,15 @@
 """What a rule may ask of the place of a module besides its name: the layer, from either end, and the sizes."""
 
+import difflib
 import operator
 import re
 import sys
+import warnings
+from fnmatch import fnmatchcase
 from typing import Any
 
 from duotone.errors import RecipeError
+from duotone.recipes.roles import TENSORS_OF_MODULES
 
 LAYER = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?")
 SIZE = re.compile(r"(>=|<=|==|!=|>|<|%)\s*(\d+)")
@@ -18,6 +22,18 @@ COMPARE = {
     "<": operator.lt,
     "%": lambda size, step: size % step == 0,
 }
+
+
+def check_module_type(pattern: str) -> None:
+    """RecipeError where a glob looks like a slip of a module type that Duotone has; a warning where it is another."""
+    known = tuple(TENSORS_OF_MODULES)
+    if any(fnmatchcase(kind, pattern) for kind in (*known, "")):  # "" for roles without a type
+        return
+    message = f"module_type {pattern!r} matches no module of Duotone, whose types are {', '.join(known)}"
+    near = difflib.get_close_matches(pattern.lower(), known, n=1)
+    if near:
+        raise RecipeError(f"{message}; did you mean {near[0]!r}?")
+    warnings.warn(f"{message}: such a rule is for roles of your own", stacklevel=6)
 
 
 def check_layer(layer: Any) -> None:

@@ -42,7 +42,7 @@ class CustomRecipe(Recipe):
     def alignment(self) -> int:
         return self.quantization_alignment
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         slot = BOUNDARY if role is None else str(role)
         try:
             made = self.qfactory(role)

@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
 from duotone.errors import RecipeError
-from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot
+from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.tensor.quantizer import Quantizer
 
 OVERRIDES = (None, "high_precision", "dequantized")
@@ -95,7 +95,13 @@ class Recipe:
         return 16
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
-        raise NotImplementedError(f"{type(self).__name__} does not define __call__(role)")
+        """What `assign` says. RecipeError where a module of the role's type has no such tensor."""
+        require_known(role)
+        return self.assign(role)
+
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
+        """The quantizer of a role: what a recipe defines."""
+        raise NotImplementedError(f"{type(self).__name__} does not define assign(role)")
 
     def quantizer(
         self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None

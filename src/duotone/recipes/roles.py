@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, replace
 
+from duotone.errors import RecipeError
+
 
 @dataclass(frozen=True)
 class QuantizerRole:
@@ -47,6 +49,11 @@ ATTENTION_TYPES = ("qkv", "s", "do", "dp", "dqkv")
 GRADIENTS = ("grad_output", "grad_input", "do", "dp", "dqkv")
 LINEAR = ("linear", "grouped_linear")
 GEMMS = ("fprop", "dgrad", "wgrad")
+TENSORS_OF_MODULES = {
+    **dict.fromkeys(LINEAR, (*TENSOR_TYPES, *BOUNDARIES)),
+    "dpa": (*ATTENTION_TYPES, *TENSOR_TYPES, *BOUNDARIES),
+}
+"""The tensor types of the module types that Duotone knows; other module types may have any."""
 
 PLANES_OF_GEMM = {
     "fprop": (("input", "rowwise"), ("weight", "rowwise")),
@@ -62,3 +69,13 @@ def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> Quantizer
         return role or QuantizerRole(tensor_type=slot.tensor_type if slot else "")
     known = role.tensor_type in (*SLOTS["forward"], *SLOTS["backward"])
     return role if known else replace(role, tensor_type=slot.tensor_type)
+
+
+def require_known(role: QuantizerRole | None) -> None:
+    """RecipeError where a module type that Duotone knows has no tensor of that type; an empty field says nothing."""
+    if role is None or not role.tensor_type:
+        return
+    allowed = TENSORS_OF_MODULES.get(role.module_type)
+    if allowed is not None and role.tensor_type not in allowed:
+        kind = role.module_type
+        raise RecipeError(f"{role}: a {kind} has no tensor {role.tensor_type!r}; allowed are {', '.join(allowed)}")

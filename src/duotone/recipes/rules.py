@@ -8,13 +8,14 @@ from typing import Any, ClassVar
 
 from duotone import formats
 from duotone.errors import RecipeError
-from duotone.recipes.conditions import check_layer, check_size, is_layer, is_size
+from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
 from duotone.recipes.recipe import Recipe, one_of, plain
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
     BOUNDARIES,
     GEMMS,
+    GRADIENTS,
     PLANES_OF_GEMM,
     TENSOR_TYPES,
     QuantizerRole,
@@ -69,6 +70,8 @@ class Rule:
             name = getattr(self, field)
             if name is not None:
                 formats.get(name)
+        if self.tensor_type is not None:
+            self._require_original(self.tensor_type)
         for tensor_type in (self.tensor_type,) if self.tensor_type else TENSOR_TYPES:
             for direction in DIRECTIONS:
                 self._require_format(tensor_type, direction)
@@ -82,6 +85,8 @@ class Rule:
                 )
         if self.tensor_type is not None:
             one_of("tensor_type", self.tensor_type, (*TENSOR_TYPES, *BOUNDARIES, *ATTENTION_TYPES))
+        if self.module_type is not None:
+            check_module_type(self.module_type)
         if self.layer is not None:
             check_layer(self.layer)
         for size in SIZES:
@@ -133,9 +138,17 @@ class Rule:
 
     def quantizer(self, role: QuantizerRole, history: History | None = None) -> Quantizer:
         """What the rule gives; `history` are the parameters of its delayed formats, None for the default ones."""
+        self._require_original(role.tensor_type)
         row, col = (formats.get(self._require_format(role.tensor_type, direction)) for direction in DIRECTIONS)
         made = Quantizer(row, col, self.columnwise_source)
         return replace(made, history=history or History()) if any(made.delayed) else made
+
+    def _require_original(self, tensor_type: str) -> None:
+        if self.columnwise_source != "original" and tensor_type in GRADIENTS:
+            raise RecipeError(
+                f"the rule {self.to_dict()} encodes the columnwise plane of {tensor_type} from its rowwise one, which "
+                "is for inputs and weights alone: leave columnwise_source out, or add tensor_type or an earlier rule"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -202,7 +215,7 @@ class RuleRecipe(Recipe):
     def alignment(self) -> int:
         return 128
 
-    def __call__(self, role: QuantizerRole | None) -> Quantizer:
+    def assign(self, role: QuantizerRole | None) -> Quantizer:
         return self.quantizer(role)
 
     def quantizer(

@@ -9,6 +9,8 @@ from torch import Tensor
 from duotone.errors import UserError
 
 ALGORITHMS = ("max", "most_recent")
+LARGEST_MARGIN = 16
+"""At 2^-16 of its largest value E4M3 has three magnitudes left, from 2^-19 on none; at 2^16 all but these saturate."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class History:
     def __post_init__(self) -> None:
         if not isinstance(self.margin, int) or isinstance(self.margin, bool):
             raise UserError(f"margin is {self.margin!r}; it must be an integer number of powers of two")
+        if abs(self.margin) > LARGEST_MARGIN:
+            effect = "flush every value to zero" if self.margin > 0 else "saturate every value"
+            limits = f"give an integer from {-LARGEST_MARGIN} to {LARGEST_MARGIN}, such as 0"
+            raise UserError(f"margin is {self.margin}; a scale of MAX 2^-margin / amax would {effect}: {limits}")
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise UserError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer of at least 1")
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ALGORITHMS:
