@@ -22,6 +22,10 @@ def dpa(kind: str, name: str = "core") -> QuantizerRole:
     return QuantizerRole("dpa", kind, name)
 
 
+def slots(module, mode: str | None = None) -> list[QuantizerRole | None]:
+    return list(module.get_quantizer_roles(mode).values())
+
+
 def linear(kind: str, name: str) -> QuantizerRole:
     return QuantizerRole("linear", kind, name)
 
@@ -52,8 +56,8 @@ class Recording:
 
 def test_the_slots_are_nine_and_six_in_the_order_of_the_table() -> None:
     core = DotProductAttention(4, 8, name="core")
-    assert core.get_quantizer_roles("forward") == [dpa("qkv")] * 3 + [hint("core.dpa_output")] * 3 + [dpa("s")] * 3
-    assert core.get_quantizer_roles("backward") == [hint("core.dpa_grad_input")] * 2 + [dpa("do")] * 2 + [dpa("dp")] * 2
+    assert slots(core, "forward") == [dpa("qkv")] * 3 + [hint("core.dpa_output")] * 3 + [dpa("s")] * 3
+    assert slots(core, "backward") == [hint("core.dpa_grad_input")] * 2 + [dpa("do")] * 2 + [dpa("dp")] * 2
     with pytest.raises(UserError, match="mode 'both' is unknown"):
         core.get_quantizer_roles("both")
 
@@ -62,14 +66,14 @@ def test_roles_of_known_consumers_take_the_places_of_the_hints() -> None:
     core = DotProductAttention(4, 8, name="core")
     assert core.output_quantizer_role is None and core.grad_input_quantizer_role is None
     core.output_quantizer_role, core.grad_input_quantizer_role = linear("input", "p"), linear("grad_output", "q")
-    assert core.get_quantizer_roles("forward")[3:6] == [linear("input", "p")] * 3
-    assert core.get_quantizer_roles("backward")[:2] == [linear("grad_output", "q")] * 2
+    assert slots(core, "forward")[3:6] == [linear("input", "p")] * 3
+    assert slots(core, "backward")[:2] == [linear("grad_output", "q")] * 2
 
 
 def test_a_factory_is_asked_once_per_slot_and_anew_only_for_a_changed_role() -> None:
     factory = Recording(asks=False)
     core = DotProductAttention(4, 8, name="core", recipe=CustomRecipe(qfactory=factory))
-    expected = core.get_quantizer_roles("forward") + core.get_quantizer_roles("backward")
+    expected = slots(core)
     for _ in range(2):
         core(*heads())
         assert factory.roles == expected
@@ -92,7 +96,7 @@ def test_an_unnamed_module_gets_a_name_of_its_own_and_naming_gives_the_full_one(
     duotone.name_modules(layers)
     core = layers[1].self_attention.core_attention
     assert core.module_name == "1.self_attention.core_attention" and (core.site.layer, core.site.layers) == (1, 2)
-    assert core.get_quantizer_roles("forward")[0] == dpa("qkv", "1.self_attention.core_attention")
+    assert slots(core, "forward")[0] == dpa("qkv", "1.self_attention.core_attention")
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4-linear-fp8-dpa"])
@@ -311,3 +315,91 @@ def test_copies_meet_recipes_of_their_own() -> None:
     for other in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
         assert other._number != core._number and not other._given
         other(*heads())
+
+
+def by_name(kinds: dict[str, QuantizerRole | None], prefix: str) -> dict[str, QuantizerRole | None]:
+    return {f"{prefix}.{slot}": role for slot, role in kinds.items()}
+
+
+def test_every_module_gives_its_roles_in_one_shape_in_the_order_of_the_table() -> None:
+    """hybrid 75, table 7.2: slots by name, children below, forward slots before backward ones."""
+
+    def forward(name: str, output: QuantizerRole | None = None) -> dict[str, QuantizerRole | None]:
+        return {"input": linear("input", name), "weight": linear("weight", name), "output": output}
+
+    def backward(name: str, grad_input: QuantizerRole | None = None) -> dict[str, QuantizerRole | None]:
+        return {"grad_output": linear("grad_output", name), "grad_input": grad_input}
+
+    layer = TransformerLayer(32, 64, 4, name="tl", fuse_qkv_params=True)
+    qkv, proj = "tl.self_attention.layernorm_linear_qkv", "tl.self_attention.proj"
+    fc1, fc2 = "tl.layernorm_mlp.fc1", "tl.layernorm_mlp.fc2"
+    core = layer.self_attention.core_attention
+    attention = [
+        by_name(forward(qkv), "layernorm_qkv")
+        | by_name(core.get_quantizer_roles("forward"), "core_attention")
+        | by_name(forward(proj), "proj"),
+        by_name(backward(qkv), "layernorm_qkv")
+        | by_name(core.get_quantizer_roles("backward"), "core_attention")
+        | by_name(backward(proj), "proj"),
+    ]
+    mlp = [
+        by_name(forward(fc1, linear("input", fc2)), "fc1") | by_name(forward(fc2), "fc2"),
+        by_name(backward(fc1), "fc1") | by_name(backward(fc2, linear("grad_output", fc1)), "fc2"),
+    ]
+    for i, mode in enumerate(("forward", "backward")):
+        assert list(layer.self_attention.get_quantizer_roles(mode).items()) == list(attention[i].items())
+        assert list(layer.layernorm_mlp.get_quantizer_roles(mode).items()) == list(mlp[i].items())
+        whole = by_name(attention[i], "self_attention") | by_name(mlp[i], "layernorm_mlp")
+        assert list(layer.get_quantizer_roles(mode).items()) == list(whole.items())
+    both = layer.get_quantizer_roles("forward") | layer.get_quantizer_roles("backward")
+    assert list(layer.get_quantizer_roles().items()) == list(both.items())
+    single = duotone.Linear(32, 32, name="l")
+    assert list(single.get_quantizer_roles().items()) == list((forward("l") | backward("l")).items())
+    grouped = duotone.GroupedLinear(2, 32, 32, name="g").get_quantizer_roles("backward")
+    assert list(grouped) == ["grad_output.0", "grad_input.0", "grad_output.1", "grad_input.1"]
+    chain = duotone.ops.Sequential(duotone.ops.Quantize(True, True), duotone.ops.GELU(), single)
+    wanted = {"0.output": linear("input", ""), **by_name(forward("l"), "2")}
+    wanted |= {"0.grad_input": linear("grad_output", ""), **by_name(backward("l"), "2")}
+    assert list(chain.get_quantizer_roles().items()) == list(wanted.items())
+    assert len(duotone.MoE(32, 32, 2).get_quantizer_roles()) == 20
+
+
+OWNERS = {
+    "mlp": (lambda: duotone.LayerNormMLP(32, 64, name="m"), "fc2", "fc1"),
+    "attention": (lambda: MultiheadAttention(32, 4, name="m", fuse_qkv_params=True), "proj", "qkv"),
+    "cross": (lambda: MultiheadAttention(32, 4, name="m", attention_type="cross"), "proj", "query_layer"),
+    "layer": (
+        lambda: TransformerLayer(32, 64, 4, name="m", fuse_qkv_params=True),
+        "layernorm_mlp.fc2",
+        "self_attention.layernorm_qkv",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWNERS)
+def test_boundary_roles_reach_the_linears_at_the_boundary(name) -> None:
+    """hybrid 77, 78: before the first forward and after it, as the recipe sees them."""
+    make, last, first = OWNERS[name]
+    module, seen = make(), Recording(asks=False)
+    call = (torch.randn(4, 2, 32),) if name != "cross" else (torch.randn(4, 2, 32), None, torch.randn(4, 2, 32))
+    with duotone.autocast(recipe=CustomRecipe(qfactory=seen)):
+        module(*call)
+        assert linear("input", "next") not in seen.roles
+        module.output_quantizer_role = linear("input", "next")
+        module.grad_input_quantizer_role = linear("grad_output", "previous")
+        module(*call)
+    assert seen.roles.count(linear("input", "next")) == seen.roles.count(linear("grad_output", "previous")) == 1
+    slots = module.get_quantizer_roles()
+    assert slots[f"{last}.output"] == module.output_quantizer_role == linear("input", "next")
+    assert slots[f"{first}.grad_input"] == module.grad_input_quantizer_role == linear("grad_output", "previous")
+
+
+@pytest.mark.parametrize("make", [*(make for make, *_ in OWNERS.values()), lambda: duotone.Linear(32, 32)])
+def test_a_role_for_a_slot_that_is_not_there_or_what_is_no_role_is_refused(make) -> None:
+    module = make()
+    with pytest.raises(UserError, match="has no input_quantizer_role; allowed are output_quantizer_role, grad_input"):
+        module.input_quantizer_role = linear("input", "next")
+    with pytest.raises(UserError, match=r"output_quantizer_role is 'next'; give a duotone\.QuantizerRole"):
+        module.output_quantizer_role = "next"
+    with pytest.raises(UserError, match="MoE has no output_quantizer_role; set those of its children"):
+        duotone.MoE(32, 32, 2).output_quantizer_role = None

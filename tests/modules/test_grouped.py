@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import duotone
-from duotone import QuantizedTensor, QuantizerRole, UserError, recipes
+from duotone import QuantizedTensor, QuantizerRole, RecipeError, UserError, formats, recipes
 from duotone.modules import GroupedLinear, Linear
 from duotone.recipes import CustomRecipe, DelayedScaling
 from duotone.tensor.quantizer import Quantizer
@@ -427,7 +427,8 @@ def test_roles_are_the_triple_of_every_expert_then_the_pair() -> None:
     )
 
 
-def test_a_custom_recipe_sees_the_group_once_per_slot() -> None:
+def test_a_custom_recipe_is_asked_once_for_each_slot_of_each_expert() -> None:
+    """hybrid 75, 80: in the order of the table, when the plan is built, and never again."""
     asked = []
 
     def factory(role):
@@ -439,7 +440,25 @@ def test_a_custom_recipe_sees_the_group_once_per_slot() -> None:
     with duotone.autocast(recipe=CustomRecipe(qfactory=factory)):
         for _ in range(2):
             assert equal(train(m, x, [10] * 4, torch.ones(40, N).to(DTYPE)), expected)
-    assert len(asked) == 5
+    assert asked == list(m.get_quantizer_roles().values()) and len(asked) == 20
+
+
+@pytest.mark.parametrize("kind", ["input", "weight", "grad_output"])
+def test_experts_of_different_formats_are_an_error_that_names_the_expert(kind) -> None:
+    """core 88, hybrid 61: before anything ran."""
+
+    def factory(role, seen=[]):  # noqa: B006 (one list for all calls)
+        if role is None or role.tensor_type != kind:
+            return Quantizer()
+        seen.append(role)
+        fmt = formats.get("mxfp8_e4m3" if len(seen) % 4 else "mxfp8_e5m2")
+        return Quantizer(fmt, fmt)
+
+    m = grouped(recipe=CustomRecipe(qfactory=factory, emulate_mixed=True))
+    with pytest.raises(RecipeError) as error:
+        m(torch.randn(40, K).to(DTYPE), [10] * 4)
+    names = "mxfp8_e5m2/mxfp8_e5m2 and of expert 0 mxfp8_e4m3/mxfp8_e4m3"
+    assert str(error.value).startswith(f"g: the recipe gives {kind} of expert 3 {names}; give all experts")
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])

@@ -18,6 +18,9 @@ from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
 
+COUNTS = {"forward": 3, "backward": 2}
+"""Slots of each kind."""
+
 
 class ProductPlan(NamedTuple):
     """One product of attention, by the names of the formats that it multiplies, and why."""
@@ -169,21 +172,21 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def roles_changed(self) -> None:
         self._met = set()
 
-    def get_quantizer_roles(self, mode: str) -> list[QuantizerRole]:
-        """The role of every slot: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole]:  # type: ignore[override]
+        """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
         output, grad = self._roles
         if mode == "forward":
-            kinds = (self._role("qkv"), output or QuantizerRole(name=f"{self.module_name}.dpa_output"), self._role("s"))
-            return [role for role in kinds for _ in range(3)]
-        if mode == "backward":
-            hint = QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
-            return [role for role in (grad or hint, self._role("do"), self._role("dp")) for _ in range(2)]
-        raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
+            output = output or QuantizerRole(name=f"{self.module_name}.dpa_output")
+            kinds = {"qkv": self._role("qkv"), "output": output, "s": self._role("s")}
+        else:
+            grad = grad or QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
+            kinds = {"grad_input": grad, "do": self._role("do"), "dp": self._role("dp")}
+        return {f"{kind}.{i}": role for kind, role in kinds.items() for i in range(COUNTS[mode])}
 
     def quantizers(self, recipe: Recipe) -> list[Quantizer]:
         """What the recipe gives every slot, forward slots first; it is asked once for each."""
-        forward, backward = (self.get_quantizer_roles(mode) for mode in ("forward", "backward"))
-        roles = [(role, 3) for role in forward[::3]] + [(role, 2) for role in backward[::2]]
+        every = {mode: list(self.roles_of(mode).values()) for mode in COUNTS}
+        roles = [(role, count) for mode, count in COUNTS.items() for role in every[mode][::count]]
         return [made for role, slots in roles for made in self._ask(recipe, role, slots)]
 
     def requested(self, recipe: Recipe) -> list[str]:

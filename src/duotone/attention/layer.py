@@ -11,10 +11,11 @@ from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError
 from duotone.modules import LayerNorm, LayerNormMLP, RMSNorm
+from duotone.ops.consumers import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(InnerBoundaryRoles, nn.Module):
     """x + drop(attention(norm(x))), in decoders then + drop(cross attention), then + drop(MLP(norm(x))).
 
     Arguments after the heads are keyword-only, with the names and defaults of Transformer Engine; `attention` are all
@@ -96,6 +97,10 @@ class TransformerLayer(nn.Module):
             raise UserError(
                 "drop_path_rate drops samples, which packed sequences ('thd') do not have apart; set it to 0"
             )
+
+    @property
+    def at_boundary(self) -> tuple[Any, Any]:
+        return self.layernorm_mlp, self.self_attention
 
     def reset_parameters(self) -> None:
         """Fill all parameters anew; those on meta come to the default device first."""

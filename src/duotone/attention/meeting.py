@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from duotone.ops.consumers import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
 from duotone.state.autocast import active_region
@@ -17,7 +18,7 @@ _MODULES: "weakref.WeakValueDictionary[str, MeetsRecipes]" = weakref.WeakValueDi
 _NUMBERS = itertools.count(1)
 
 
-class MeetsRecipes(nn.Module):
+class MeetsRecipes(KnownRoles, nn.Module):
     """Calls `meet(recipe)` before each forward, which must be cheap for a recipe that it met before.
 
     Graphs are traced again where `forget` was called.

@@ -13,6 +13,7 @@ from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
+from duotone.ops.consumers import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 
@@ -28,7 +29,7 @@ PROJECTIONS = {
 """Each projection by attribute and role name, without a norm and with one, and what it makes."""
 
 
-class MultiheadAttention(MeetsRecipes):
+class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
     """Attention over hidden states; arguments after the heads are keyword-only, names and defaults as in
     Transformer Engine.
 
@@ -117,6 +118,11 @@ class MultiheadAttention(MeetsRecipes):
     def recipe(self) -> Recipe:
         """Where no autocast encloses the call."""
         return self.core_attention.recipe
+
+    @property
+    def at_boundary(self) -> tuple[Linear, Linear]:
+        """`proj`, and what projects the hidden states."""
+        return self.proj, self.projections[0]
 
     @property
     def projections(self) -> list[Any]:

@@ -51,7 +51,9 @@ class Target:
     def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> Setting:
         device, dtype = self.weight.device.type, self.weight.dtype
         if self.planned is None:
-            return Setting(recipe, rules, self.name, self.module_type, device, dtype, site=self.site)
+            linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
+            own = (self.name, self.module_type, device, dtype)
+            return Setting(recipe, rules, *own, site=self.site, linears=linears)
         own = self.planned.setting(recipe, device, dtype)
         return replace(own, rules=rules, name=self.name, site=self.site)
 

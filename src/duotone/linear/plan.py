@@ -21,7 +21,7 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
 from duotone.linear.source import RECOMPUTED, REMADE, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
-from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
 from duotone.state.delayed import RECORD, DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
@@ -40,7 +40,7 @@ class Setting:
     `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
     `grad_input_role` name the consumers at the module's boundaries, None where they are not known. `weight_shape` is
     (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply; `weight_dtype` that of
-    the parameter, None where it is `dtype`.
+    the parameter, None where it is `dtype`. `linears` of them, a group's experts, share the plan.
     """
 
     recipe: Recipe
@@ -60,6 +60,7 @@ class Setting:
     save_original_input: bool = False
     weight_shape: tuple[int, ...] | None = None
     weight_dtype: torch.dtype | None = None
+    linears: int = 1
 
     def without_held(self) -> "Setting":
         """As if no operand were quantized yet."""
@@ -179,8 +180,31 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
 
 
 def ask_recipe(setting: Setting) -> dict[str, Quantizer]:
-    """What rules and recipe give each slot, each asked once."""
-    return {slot: _quantizer(setting, role, setting.role(slot)) for slot, role in setting.slots.items()}
+    """What rules and recipe give each slot, each asked once; slots of other experts where a function may differ there.
+
+    Raises RecipeError where experts of one group would have formats of their own.
+    """
+    made: dict[str, Quantizer] = {}
+    roles, members = setting.slots, range(setting.linears if setting.recipe.asks_by_slot else 1)
+    for member, slot in ((member, slot) for slots in SLOTS.values() for member in members for slot in slots):
+        found = _quantizer(setting, roles[slot], setting.role(slot))
+        first = made.setdefault(slot, found)
+        if _formats(found) != _formats(first):
+            raise RecipeError(
+                f"{setting.name or 'a group'}: the recipe gives {slot} of expert {member} {_words(found)} and "
+                f"of expert 0 {_words(first)}; give all experts of a group the same formats"
+            )
+    return made
+
+
+def _formats(quantizer: Quantizer) -> tuple[Format | None, Format | None, str]:
+    return quantizer.rowwise, quantizer.columnwise, quantizer.columnwise_source
+
+
+def _words(quantizer: Quantizer) -> str:
+    row, col, source = _formats(quantizer)
+    names = f"{row.name if row else None}/{col.name if col else None}"
+    return names if source == "original" else f"{names} ({source})"
 
 
 def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> LinearPlan:

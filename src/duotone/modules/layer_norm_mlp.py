@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
+from duotone.ops.consumers import InnerBoundaryRoles
 from duotone.ops.initialising import materialise
 from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
@@ -19,7 +20,7 @@ from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole, Site
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(InnerBoundaryRoles, nn.Module):
     """fc2(activation(fc1(norm(x)))), x (*lead, hidden_size) -> the same shape.
 
     `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
@@ -142,14 +143,9 @@ class LayerNormMLP(nn.Module):
         self.fc2.backward_dw()
         self.fc1.backward_dw()
 
-    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
-        """Every quantizer slot with its role: the forward slots of fc1 and fc2, then the backward ones."""
-        slots = [(part, self.get_submodule(part).get_quantizer_roles()) for part in ("fc1", "fc2")]  # type: ignore
-        made = {}
-        for kinds in (("input", "weight", "output"), ("grad_output", "grad_input")):
-            for part, roles in slots:
-                made.update({f"{part}.{kind}": roles[kind] for kind in kinds})
-        return made
+    @property
+    def at_boundary(self) -> tuple[Linear, Linear]:
+        return self.fc2, self.fc1
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         drop_empty_extra_state(state_dict, prefix)

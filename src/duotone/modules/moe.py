@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
+from duotone.ops.consumers import KnownRoles
 from duotone.ops.grouped import GroupedLinear
 from duotone.ops.initialising import materialise
 from duotone.ops.planned import below
@@ -42,7 +43,7 @@ class Router(nn.Module):
         return best / best.sum(-1, keepdim=True), index
 
 
-class MoE(nn.Module):
+class MoE(KnownRoles, nn.Module):
     """x (*lead, hidden_size) -> the same shape: each token through its `top_k` of `num_experts` MLPs.
 
     An expert is fc2(activation(fc1(x))); gated activations make fc1 twice as wide. No token is dropped and no caller

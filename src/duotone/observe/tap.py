@@ -123,6 +123,10 @@ class TappedRecipe(Recipe):
         return self.inner.name
 
     @property
+    def asks_by_slot(self) -> bool:  # type: ignore[override]
+        return self.inner.asks_by_slot
+
+    @property
     def alignment(self) -> int:
         return self.inner.alignment
 

@@ -309,6 +309,11 @@ class Quantize(BasicOp):
         buffer = self._buffers.get(seeds.BUFFER)
         return (seeds.take(buffer, count) if count and buffer is not None else None,)
 
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
+        """The slot that it quantizes for a consumer: "output" of forward, "grad_input" of backward."""
+        slot, role = ("output", self.roles[0]) if mode == "forward" else ("grad_input", self.roles[1])
+        return {} if role is None else {slot: role}
+
     def _quantizer(self, recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
         made = recipe.quantizer(role, ANYWHERE)
         if any(made.delayed):

@@ -131,13 +131,10 @@ class PlannedGroup(Planned):
                     "use separate weights, or a format whose blocks divide out_features"
                 )
 
-    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
-        """Every quantizer slot with its role, `<slot>.<expert>`: forward slots of all experts, then backward ones."""
-        slots = super().get_quantizer_roles()
-        made: dict[str, QuantizerRole | None] = {}
-        for kinds in (("input", "weight", "output"), ("grad_output", "grad_input")):
-            made.update({f"{kind}.{i}": slots[kind] for i in range(self.num_gemms) for kind in kinds})
-        return made
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
+        """The slots of each expert, `<slot>.<expert>`."""
+        slots = super().roles_of(mode).items()
+        return {f"{slot}.{i}": role for i in range(self.num_gemms) for slot, role in slots}
 
 
 class GroupedLinear(PlannedGroup, nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.stage import Stage
+from duotone.ops.consumers import KnownRoles
 from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
 from duotone.state.autocast import Region, active_region
@@ -32,7 +33,7 @@ class Signal(NamedTuple):
     held: Quantizer | None = None
 
 
-class Op:
+class Op(KnownRoles):
     """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
 
     extra_inputs = 0

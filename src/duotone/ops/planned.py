@@ -23,7 +23,7 @@ from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe, require_recipe
-from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced
 from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, Region, active_region
@@ -57,6 +57,7 @@ class Planned(BoundaryRoles, Op):
 
     module_type: ClassVar[str]
     fuse_wgrad_accumulation = delay_wgrad_compute = save_original_input = False
+    num_gemms = 1
     weight: nn.Parameter
     training: bool
     recipe: Recipe
@@ -130,9 +131,9 @@ class Planned(BoundaryRoles, Op):
     def roles_changed(self) -> None:
         self.forget_plans()
 
-    def get_quantizer_roles(self) -> dict[str, QuantizerRole | None]:
-        """Every quantizer slot with its role, forward slots first."""
-        return self.setting(self.recipe, self.weight.device.type, self.weight.dtype).slots
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
+        slots = self.setting(self.recipe, self.weight.device.type, self.weight.dtype).slots
+        return {slot: slots[slot] for slot in SLOTS[mode]}
 
     def setting(
         self,
@@ -161,6 +162,7 @@ class Planned(BoundaryRoles, Op):
             save_original_input=self.save_original_input,
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
+            linears=self.num_gemms,
         )
 
     @property

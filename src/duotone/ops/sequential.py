@@ -6,10 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.ops.consumers import KnownRoles
 from duotone.ops.op import Op, run
 
 
-class Sequential(nn.Sequential):
+class Sequential(KnownRoles, nn.Sequential):
     """nn.Sequential whose ops run as pipelines; other modules, and ops with hooks, are called by themselves.
 
     Further inputs of a call go to the ops that take some, in order. Further outputs follow the output. A first

@@ -22,13 +22,15 @@ BOUNDARY = "a boundary slot whose consumer is unknown (role None)"
 class CustomRecipe(Recipe):
     """`qfactory(role)` returns a `Quantizer`, a handle named after one of Transformer Engine's, or a request.
 
-    It is called once per slot when a module builds its plan, never per step; the role of a boundary slot whose consumer
-    is unknown is None. Any object with `rowwise`, `columnwise` and `encode` is a quantizer too.
+    It is called once per slot when a module builds its plan, never per step: a grouped linear has the slots of every
+    expert, whose formats must agree. The role of a boundary slot whose consumer is unknown is None. Any object with
+    `rowwise`, `columnwise` and `encode` is a quantizer too.
     """
 
     qfactory: Factory
     quantization_alignment: int = 128
     kind: ClassVar[str] = "custom"
+    asks_by_slot = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

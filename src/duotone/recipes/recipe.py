@@ -43,6 +43,8 @@ class Recipe:
     recompute_columnwise: bool = False
 
     kind: ClassVar[str] = ""
+    asks_by_slot = False
+    """Whether slots of one role may get different answers, so that each slot is asked by itself."""
     key: ClassVar[str]
     """A name that equal recipes share in this process: plans and compiled graphs are kept by it."""
 
