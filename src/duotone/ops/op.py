@@ -12,7 +12,7 @@ from duotone.linear.stage import Stage
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
-from duotone.state.autocast import Region, active_region
+from duotone.state.autocast import AutocastRegion, active_region
 from duotone.state.delayed import USE, in_backward
 from duotone.state.rolling import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -176,7 +176,7 @@ def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
         )
 
 
-def region_of_call(module: Any, mode: int) -> Region | None:
+def region_of_call(module: Any, mode: int) -> AutocastRegion | None:
     """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
     if in_backward() and module._region is not None:
         return module._region[0]

@@ -26,9 +26,9 @@ from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced
-from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, Region, active_region
+from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
-from duotone.state.parameters import CURRENT
+from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
@@ -73,7 +73,7 @@ class Planned(BoundaryRoles, Op):
     _variants: dict[Any, Stage]
     """Stages whose weights are cached or whose gradients go elsewhere, by the stage as it was built."""
     _given: dict[str, dict[str, Quantizer]]
-    _region: tuple[Region | None] | None
+    _region: tuple[AutocastRegion | None] | None
     """Where the newest forward that a backward may follow ran: recomputes do not look at the autocast stack."""
     _saved: dict[str, Any]
     """Delayed-scaling states from a checkpoint that no recipe has asked for yet."""
@@ -236,18 +236,18 @@ class Planned(BoundaryRoles, Op):
 
     def quantize_weights(self) -> None:
         """Inside of `quantized_model_init`, keep planes of the weights only."""
-        construction = CURRENT.construction
-        if not construction.enabled:
+        region = construction()
+        if not region.enabled:
             return
         if is_split(self):
             remedy = "use one (attention: fuse_qkv_params=True)"
             raise UserError(f"{self.module_name}: parameters_split excludes quantized_model_init; {remedy}")
-        recipe = construction.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
+        recipe = region.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
         quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight
         self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
             return
-        keep = construction.preserve_high_precision_init_val
+        keep = region.preserve_high_precision_init_val
         old = {id(weight): weight.detach() for weight in self.weight_parameters}
         for name, weight in list(self.named_parameters(recurse=False)):  # type: ignore[attr-defined]
             if id(weight) in old:

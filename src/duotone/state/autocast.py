@@ -1,35 +1,24 @@
 """The autocast context: which recipe planned modules run under, for a region of forward code."""
 
-from dataclasses import dataclass
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
 from duotone.recipes.recipe import Recipe, require_recipe
-from duotone.state.rolling import PENDING
+from duotone.state import rolling
+from duotone.state.region import STACK, AutocastRegion
+from duotone.state.region import active_recipe as active_recipe
+from duotone.state.region import active_region as active_region
+from duotone.state.stack import enter, leave
 
 DEFAULT_RECIPE = Float8CurrentScaling()
 HIGH_PRECISION = HighPrecision()
-
-
-@dataclass(frozen=True)
-class Region:
-    """What an autocast decides: the recipe, the amax reduction group by name, and whether it only calibrates."""
-
-    recipe: Recipe
-    group: str = ""
-    calibrating: Recipe | None = None
-    """The recipe whose delayed scales are calibrated, while modules compute in high precision."""
-
-
-@dataclass
-class Stack:
-    """The active regions, innermost last. One module-level object, because Dynamo traces no ContextVar."""
-
-    regions: tuple[Region, ...] = ()
-
-
-STACK = Stack()
 
 
 class autocast:
@@ -39,8 +28,12 @@ class autocast:
 
     `enabled=False` means high precision, and with `calibrating=True` high precision that records the amaxes which
     delayed scaling under `recipe` needs. `recipe=None` means FP8 current scaling. `amax_reduction_group`, a process
-    group, is where delayed scaling takes its largest amaxes. Regions nest, the innermost decides, and hold for all
-    threads of the process; delayed scales of forward roll once, when the outermost region ends without an exception.
+    group or its name, is where delayed scaling takes its largest amaxes. Regions nest, and the innermost decides;
+    delayed scales of forward roll once, when the outermost region ends without an exception.
+
+    A region holds for the thread and the async task that enter it, and for those that are started in it. Where a
+    thread starts while regions of several threads or tasks are open that differ, it raises UserError until it enters
+    one. As a decorator, each call of a function or of a coroutine function is a region.
     """
 
     def __init__(
@@ -58,35 +51,65 @@ class autocast:
         if recipe is not None:
             require_recipe("autocast", recipe)
         chosen = recipe or DEFAULT_RECIPE
-        group = "" if amax_reduction_group is None else amax_reduction_group.group_name
-        self.region = Region(
-            chosen if enabled else HIGH_PRECISION, group, chosen if calibrating and not enabled else None
+        self._options = (
+            chosen if enabled else HIGH_PRECISION,
+            _group_name(amax_reduction_group),
+            chosen if calibrating and not enabled else None,
         )
-        self._before: tuple[Region, ...] | None = None
+        self._region: AutocastRegion | None = None
 
     def __enter__(self) -> "autocast":
-        if self._before is not None:
+        if self._region is not None:
             raise RuntimeError("this autocast is entered already; make a new one for each nested region")
-        self._before = STACK.regions
-        STACK.regions = (*self._before, self.region)
-        PENDING.depth = len(STACK.regions)
+        region = self._region = AutocastRegion(*self._options)
+        enter(STACK, region)
         return self
 
     def __exit__(self, kind: Any, *exception: object) -> None:
-        assert self._before is not None
-        STACK.regions, self._before = self._before, None
-        PENDING.depth = len(STACK.regions)
-        if not STACK.regions and PENDING.forward:
-            PENDING.end_of_region(failed=kind is not None)
+        region, self._region = self._region, None
+        assert region is not None
+        leave(STACK, region)
+        if region.recorded:
+            rolling.end_of_region(region, failed=kind is not None)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, or coroutine function, of which each call is a region like this one."""
+        if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+            raise UserError(f"autocast decorates functions; got {type(function).__name__}: decorate its method")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise UserError(
+                f"autocast does not decorate generators, which leave their caller's code between two steps; "
+                f"enter it inside of {function.__name__}, around code that does not yield"
+            )
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            with self._another():
+                return function(*args, **options)
+
+        @functools.wraps(function)
+        async def wait(*args: Any, **options: Any) -> Any:
+            with self._another():
+                return await function(*args, **options)
+
+        return wait if inspect.iscoroutinefunction(function) else call
+
+    def _another(self) -> "autocast":
+        another = autocast()
+        another._options = self._options
+        return another
 
 
-def active_region() -> Region | None:
-    """The innermost enclosing region, or None outside of any."""
-    regions = STACK.regions
-    return regions[-1] if regions else None
-
-
-def active_recipe() -> Recipe | None:
-    """The recipe of the innermost enclosing autocast, or None outside of any."""
-    region = active_region()
-    return None if region is None else region.recipe
+def _group_name(group: Any) -> str:
+    """The name of a process group, which may be the name. UserError where this process has no such group."""
+    if group is None:
+        return ""
+    name = group if isinstance(group, str) else getattr(group, "group_name", None)
+    if not isinstance(name, str):
+        raise UserError(
+            f"amax_reduction_group is a {type(group).__name__}; give a process group, as torch.distributed.new_group "
+            "makes it, or its group_name"
+        )
+    if isinstance(group, str) and not torch.compiler.is_compiling():
+        group_size(name)
+    return name

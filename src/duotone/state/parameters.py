@@ -1,26 +1,41 @@
 """quantized_model_init: the context in which modules are built with quantized weights alone."""
 
-from dataclasses import dataclass
-
+from duotone.errors import UserError
 from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.state.stack import UNKNOWN, Region, Stack, enter, leave
 
 
-@dataclass(frozen=True)
-class Construction:
+class Construction(Region):
     """How weights are made at present: under which recipe (None is the module's own), and whether values are kept."""
 
-    enabled: bool = False
-    recipe: Recipe | None = None
-    preserve_high_precision_init_val: bool = False
+    def __init__(self, enabled: bool, recipe: Recipe | None, preserve_high_precision_init_val: bool) -> None:
+        self.enabled = enabled
+        self.recipe = recipe
+        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+
+    @property
+    def value(self) -> object:
+        return self.enabled, self.recipe and self.recipe.key, self.preserve_high_precision_init_val
 
 
-@dataclass
-class Current:
-    construction: Construction = Construction()
+STACK = Stack("duotone.quantized_model_init")
+"""A stack of its own: it never touches the recipe of an autocast."""
+
+OUTSIDE = Construction(False, None, False)
 
 
-CURRENT = Current()
-"""A slot of its own: it never touches the recipe of an autocast."""
+def construction() -> Construction:
+    """What holds for a module that is built now.
+
+    Raises UserError in a thread that was started while several threads or tasks had regions open that differ.
+    """
+    regions = STACK.regions
+    if regions and regions[-1] is UNKNOWN:
+        raise UserError(
+            "this thread was started while quantized_model_init regions of several threads or tasks were open, and "
+            "they differ; enter duotone.quantized_model_init in this thread"
+        )
+    return regions[-1] if regions else OUTSIDE
 
 
 class quantized_model_init:
@@ -35,15 +50,17 @@ class quantized_model_init:
     ) -> None:
         if recipe is not None:
             require_recipe("quantized_model_init", recipe)
-        self.construction = Construction(enabled, recipe, preserve_high_precision_init_val)
-        self._before: Construction | None = None
+        self._options = enabled, recipe, preserve_high_precision_init_val
+        self._region: Construction | None = None
 
     def __enter__(self) -> "quantized_model_init":
-        if self._before is not None:
+        if self._region is not None:
             raise RuntimeError("this quantized_model_init is entered already; make a new one for each nested region")
-        self._before, CURRENT.construction = CURRENT.construction, self.construction
+        region = self._region = Construction(*self._options)
+        enter(STACK, region)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        assert self._before is not None
-        CURRENT.construction, self._before = self._before, None
+        region, self._region = self._region, None
+        assert region is not None
+        leave(STACK, region)

@@ -7,18 +7,17 @@ import torch
 from torch import Tensor
 
 from duotone.state import history
+from duotone.state.region import AutocastRegion, outermost_region
 
 STATES: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 """Every `DelayedState` that lives, by its number."""
 
 
 class Pending:
-    """States that recorded and have not rolled, each with the groups to reduce over."""
+    """States that recorded outside of regions and have not rolled, each with the groups to reduce over."""
 
     def __init__(self) -> None:
-        self.forward: dict[str, set[str]] = {}
         self.backward: dict[str, set[str]] = {}
-        self.depth = 0
         self.end: weakref.ref[EndOfBackward] | None = None
 
     def add(self, slot: Any, recorded: bool, running: bool) -> None:
@@ -27,8 +26,8 @@ class Pending:
         if running:
             self.schedule()
         if recorded:
-            inside = self.depth > 0 and not running and not slot.backward
-            states = self.forward if inside else self.backward
+            region = None if running or slot.backward else outermost_region()
+            states = self.backward if region is None else region.recorded
             states.setdefault(slot.state, set()).add(slot.group)
 
     def forget_failed(self) -> None:
@@ -49,17 +48,6 @@ class Pending:
         finished, self.backward = self.backward, {}
         roll(finished)
 
-    def end_of_region(self, *, failed: bool) -> None:
-        finished, self.forward = self.forward, {}
-        if failed:
-            for number in finished:
-                if number in STATES:
-                    STATES[number].forget_live()
-            return
-        for number in finished:
-            finished[number] |= self.backward.pop(number, set())  # an optimizer's write, say: one roll for both
-        roll(finished)
-
 
 class EndOfBackward:
     """The callback of a running backward. The engine alone holds it, so that it dies with a backward that fails."""
@@ -69,6 +57,24 @@ class EndOfBackward:
 
 
 PENDING = Pending()
+
+
+def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
+    """Roll what forward recorded in a region that has ended, unless another one of this thread and task is open."""
+    finished, region.recorded = region.recorded, {}
+    if failed:
+        for number in finished:
+            if number in STATES:
+                STATES[number].forget_live()
+        return
+    remaining = outermost_region()
+    if remaining is not None:
+        for number, groups in finished.items():
+            remaining.recorded.setdefault(number, set()).update(groups)
+        return
+    for number in finished:
+        finished[number] |= PENDING.backward.pop(number, set())  # an optimizer's write, say: one roll for both
+    roll(finished)
 
 
 def roll_after(gradient: Tensor) -> None:
