@@ -276,7 +276,11 @@ def test_an_evaluation_recipe_is_checked_when_the_model_is_converted() -> None:
 )
 def test_rules_that_match_nothing_are_found_wherever_they_are(recipe) -> None:
     with pytest.warns(UserWarning, match=r"nonexistent.* matches no tensor of the model"):
-        duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), recipe)
+        m = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        if isinstance(recipe, recipes.Schedule):
+            duotone.convert(m, recipe.at(0), schedule=recipe)
+        else:
+            duotone.convert(m, recipe)
 
 
 def test_parameters_of_a_parametrized_module_are_not_converted() -> None:
@@ -293,9 +297,9 @@ def test_a_schedule_is_checked_phase_by_phase() -> None:
     m = duotone.convert_parameters(duotone.convert(nn.Sequential(nn.Linear(32, 32)), mx), mx)
     schedule = recipes.Schedule(phases=(recipes.Phase(mx, 0), recipes.Phase(nv, 5)))
     with pytest.raises(RecipeError, match=r"held in mxfp8_e4m3 and recipe nvfp4 asks .* duotone.convert_parameters"):
-        duotone.convert(m, schedule)
+        duotone.convert(m, mx, schedule=schedule)
     converting = recipes.Schedule(phases=(recipes.Phase(mx, 0), recipes.Phase(nv, 5, convert_parameters=True)))
-    duotone.convert(m, converting)
+    duotone.convert(m, mx, schedule=converting)
     assert m[0].recipe == mx
     for step in (4, 5):
         phase = converting.phase(step)
@@ -304,14 +308,15 @@ def test_a_schedule_is_checked_phase_by_phase() -> None:
         with duotone.autocast(recipe=phase.recipe):
             m(torch.randn(4, 32)).sum().backward()
     assert m[0].weight.planes.rowwise.format.name == "nvfp4_16x16"
-    plain = duotone.convert(nn.Sequential(nn.Linear(32, 32)), schedule)
+    plain = duotone.convert(nn.Sequential(nn.Linear(32, 32)), mx, schedule=schedule)
     assert plain[0].recipe == mx
 
 
 def test_a_forward_that_was_replaced_on_the_instance_is_left_alone() -> None:
     m = nn.Sequential(nn.Linear(32, 32))
     m[0].forward = lambda x: x
-    duotone.convert(m, recipes.load("mxfp8"))
+    with pytest.warns(UserWarning, match=r"left alone: 0 \(its forward was replaced on the instance\)"):
+        duotone.convert(m, recipes.load("mxfp8"))
     (row,) = duotone.plan(m)
     assert row.gemm == "-" and "replaced on the instance" in row.reason
     x = torch.randn(4, 32)

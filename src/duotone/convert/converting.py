@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.attention import DotProductAttention
 from duotone.convert import experts
 from duotone.convert.left_alone import left_alone, refuse_left_alone, with_heads
 from duotone.convert.matching import Place, report_unmatched
-from duotone.convert.naming import sites_of
-from duotone.convert.targets import CONVERTED, original_class, targets
+from duotone.convert.naming import require_model, sites_of
+from duotone.convert.notices import warn_of_surprises
+from duotone.convert.targets import CONVERTED, Target, original_class, parametrized_since, targets
 from duotone.errors import UserError
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe, require_recipe
@@ -25,38 +25,45 @@ from duotone.state.autocast import HIGH_PRECISION
 from duotone.tensor import Quantizer
 
 
-def convert(model: nn.Module, recipe: Recipe | Schedule, rules: Sequence[Rule] = OUTPUT_HEAD) -> nn.Module:
+def convert(
+    model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEAD, *, schedule: Schedule | None = None
+) -> nn.Module:
     """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
 
     `rules` go before any recipe, enclosing autocasts included; the default keeps the output head in high precision.
-    A schedule is checked phase by phase, and its first recipe becomes the modules' own. Modules of Duotone take the
-    recipe, their rules and full names too. Subclasses of nn.Linear with a forward of their own and other modules that
-    hold matrices are left alone; `plan` shows them, and under `strict` they are an error unless rule or recipe asks for
-    high precision. Rules that match nothing are a warning and a plan row. Raises before it changes anything where a
-    recipe cannot be used.
+    All phases of a `schedule` that starts with the recipe are checked; `autocast(recipe=schedule.at(step))` follows it.
+    Modules of Duotone take the recipe, their rules and full names too. Subclasses of nn.Linear with a forward of their
+    own and other modules that hold matrices are left alone; `plan` shows them, and under `strict` they are an error
+    unless rule or recipe asks for high precision. Rules that match nothing are a warning and a plan row. Raises before
+    it changes anything where a recipe cannot be used.
     """
-    _validate(recipe, rules)
+    _validate(model, recipe, rules, schedule)
     sites = sites_of(model)
     all_rules = with_heads(rules, model, sites)
-    phases = recipe.phases if isinstance(recipe, Schedule) else (Phase(recipe, 0),)
-    first = phases[0].recipe
+    phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     left = left_alone(model)
     found = targets(model, left, sites)
-    given: dict[str, dict[str, Quantizer]] = {}
-    for phase in reversed(phases):
+    given = [_checked(target, phases, all_rules) for target in found]
+    for phase in phases:
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
                 refuse_left_alone(left, used, all_rules, sites)
-        for target in found:
-            given[target.name] = target.check(phase, all_rules)
     places: list[Place] = [(target.module_type, target.name, target.site) for target in found]
     places += [("linear", name, sites[name]) for name in left]
     for phase in phases:
         report_unmatched(phase.recipe, all_rules, places)
-    for target in found:
-        target.adopt(first, all_rules, given[target.name])
-    _tell_the_rest(model, first, [target.name for target in found])
+    planned = list(zip(found, given, strict=True))
+    warn_of_surprises(model, recipe, all_rules, sites, left, planned)
+    for target, slots in planned:
+        target.adopt(recipe, all_rules, slots)
+    _tell_the_rest(model, recipe, [target.name for target in found])
     return model
+
+
+def _checked(target: Target, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
+    """What the recipe of the first phase gives the slots of a target. Raises where a phase cannot run."""
+    slots = [target.check(phase, rules) for phase in phases]
+    return slots[0]
 
 
 def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:
@@ -77,8 +84,9 @@ def revert(model: nn.Module) -> nn.Module:
     `convert_parameters(model, HighPrecision())` makes them plain before. Raises UserError, before anything changes,
     where a module was parametrized after it was converted.
     """
+    require_model("revert", model)
     for name, module in model.named_modules():
-        if isinstance(module, Planned) and is_parametrized(module):  # type: ignore[arg-type]
+        if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):
@@ -100,9 +108,18 @@ def _release(module: Any) -> None:
         module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
 
 
-def _validate(recipe: Recipe | Schedule, rules: Sequence[Rule]) -> None:
-    if not isinstance(recipe, Schedule):
-        require_recipe("convert", recipe)
+def _validate(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Schedule | None) -> None:
+    require_model("convert", model)
+    if isinstance(recipe, Schedule):
+        raise UserError(
+            f"convert takes a recipe, and schedule {recipe.title} one for each step: call convert(model, "
+            "schedule.at(0), schedule=schedule), and train step i under duotone.autocast(recipe=schedule.at(i))"
+        )
+    require_recipe("convert", recipe)
+    if not isinstance(schedule, Schedule | None):
+        raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
+    if schedule is not None and schedule.phases[0].recipe != recipe:
+        raise UserError(f"recipe {recipe.name} is not what schedule {schedule.title} starts with; give schedule.at(0)")
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
         raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
@@ -90,7 +91,8 @@ def linear_names(module: Any) -> tuple[str, str]:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module holds the weights of several linears in 3-D parameters."""
-    return any(p.dim() == 3 and "proj" in name for name, p in module.named_parameters(recurse=False))
+    own = module.named_parameters(recurse=False)
+    return any("proj" in name and not is_lazy(weight) and weight.dim() == 3 for name, weight in own)
 
 
 def reason_left_alone(module: Any) -> str:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from duotone.convert import experts
@@ -20,6 +22,8 @@ FAST_PATH = (
     "in evaluation without gradients its fast path uses the weights of its linears without calling them; "
     "torch.backends.mha.set_fastpath_enabled(False) turns that off"
 )
+REPLACED = "its forward was replaced on the instance"
+LAZY = "it has no weight before its first forward; run one, then call duotone.convert again"
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 """Modules whose matrices are looked up, or multiplied element by element, or another module's."""
 
@@ -40,7 +44,7 @@ def reason_left_alone(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return _reason_of_linear(module)
     own = module.named_parameters(recurse=False)
-    matrices = [f"{name} {tuple(parameter.shape)}" for name, parameter in own if parameter.dim() > 1]
+    matrices = [f"{name} {tuple(weight.shape)}" for name, weight in own if not is_lazy(weight) and weight.dim() > 1]
     if not matrices:
         return ""
     held = f"{type(module).__name__} holds {' and '.join(matrices)} itself"
@@ -53,9 +57,11 @@ def reason_left_alone(module: nn.Module) -> str:
 def _reason_of_linear(module: nn.Linear) -> str:
     kind = type(module)
     if "forward" in module.__dict__:
-        return "its forward was replaced on the instance"
+        return REPLACED
     if kind is nn.Linear:
         return ""
+    if isinstance(module, LazyModuleMixin):
+        return LAZY
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
         return "its owner uses the weight without calling the module"
     if kind.forward is not nn.Linear.forward:
@@ -68,10 +74,15 @@ def refuse_left_alone(
 ) -> None:
     """RecipeError where a strict recipe and the rules want less than high precision of a module that is left alone."""
     for name, reason in left.items():
-        asked = ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name]))
-        if {plane for kind in TENSOR_TYPES for plane in (asked[kind].rowwise, asked[kind].columnwise)} != {IDENTITY}:
+        if wants_less(name, recipe, rules, sites):
             remedy = "ask for that by a rule with format 'identity', or leave strict out"
             raise RecipeError(f"strict: {name} stays in high precision: {reason}; {remedy}")
+
+
+def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> bool:
+    """Whether the rules and the recipe want less than high precision of a linear of that name."""
+    asked = ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name]))
+    return {plane for kind in TENSOR_TYPES for plane in (asked[kind].rowwise, asked[kind].columnwise)} != {IDENTITY}
 
 
 def with_heads(rules: Sequence[Rule], model: nn.Module, sites: Mapping[str, Site]) -> tuple[Rule, ...]:

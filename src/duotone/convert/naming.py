@@ -1,8 +1,19 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
-from torch import Tensor, nn
+from typing import Any
 
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from duotone.errors import UserError
 from duotone.recipes.roles import Site
+
+
+def require_model(taker: str, value: Any) -> None:
+    """UserError unless `value` is a model; `taker` was given it."""
+    if isinstance(value, type) or not isinstance(value, nn.Module):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise UserError(f"{taker} takes a torch.nn.Module; got {got}: give the model itself")
 
 
 def name_modules(root: nn.Module) -> nn.Module:
@@ -11,6 +22,7 @@ def name_modules(root: nn.Module) -> nn.Module:
     `convert` does this by itself; models built from Duotone's modules call it once, so that rules by name or layer
     apply.
     """
+    require_model("name_modules", root)
     sites = sites_of(root)
     for name, module in root.named_modules():
         take = getattr(module, "take_name", None)
@@ -25,7 +37,8 @@ def sites_of(root: nn.Module) -> dict[str, Site]:
     sites = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        shape = tuple(weight.shape[-2:]) if isinstance(weight, Tensor) else None
+        known = isinstance(weight, Tensor) and not is_lazy(weight)
+        shape = tuple(weight.shape[-2:]) if known else None
         sites[name] = Site(*_stack(name, modules), shape=shape)
     return sites
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from duotone.convert.naming import require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
@@ -41,9 +42,14 @@ def convert_parameters(
     that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
     modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
     """
+    require_model("convert_parameters", model)
     require_recipe("convert_parameters", recipe)
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
-    _refuse_parametrized(planned)
+    if not planned:
+        kind = type(model).__name__
+        raise UserError(f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before")
+    for name, module in planned:
+        _refuse_parts(name, module)
     plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]
     made = _conversions(model, plans, masters or {}, preserve)
     _publish(list(made.values()))
@@ -93,12 +99,15 @@ def _conversions(
     return made
 
 
-def _refuse_parametrized(planned: list[tuple[str, Planned]]) -> None:
-    for name, module in planned:
-        if is_parametrized(module, "weight"):  # type: ignore[arg-type]
-            raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
-        if is_split(module):
-            raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
+def _refuse_parts(name: str, module: Planned) -> None:
+    """UserError where a weight is made of other parameters, or is a part of one."""
+    if is_parametrized(module, "weight"):  # type: ignore[arg-type]
+        raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
+    if is_split(module):
+        raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
+    if any(hasattr(weight, "to_local") for weight in module.weight_parameters):  # needs no import of DTensor
+        remedy = "call duotone.convert_parameters before fully_shard, or build it in duotone.quantized_model_init"
+        raise UserError(f"the weight of {name} is sharded already; {remedy}")
 
 
 def _check_evaluation(setting: Setting, weight: Quantizer) -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from duotone.attention import DotProductAttention, MultiheadAttention
 from duotone.convert.left_alone import FAST_PATH, left_alone
 from duotone.convert.matching import unmatched_rules
-from duotone.convert.naming import sites_of
+from duotone.convert.naming import require_model, sites_of
+from duotone.errors import UserError
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe, require_recipe
 
@@ -41,8 +42,10 @@ def plan(
 
     `recipe` stands for an enclosing autocast; device and dtype are the weights' where None.
     """
+    require_model("plan", model)
     if recipe is not None:
         require_recipe("plan", recipe)
+        _require_converted(model)
     rows: list[PlanRow] = []
     left = left_alone(model)
     for name, module in model.named_modules():
@@ -63,6 +66,15 @@ def plan(
         for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
             rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
     return rows
+
+
+def _require_converted(model: nn.Module) -> None:
+    """UserError where no module would look at a recipe."""
+    if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
+        kind = type(model).__name__
+        raise UserError(
+            f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before, or leave the recipe out"
+        )
 
 
 def _rows(

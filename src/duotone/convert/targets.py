@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.convert import experts
 from duotone.linear.plan import Setting, ask_recipe, build_plan
@@ -20,6 +21,9 @@ from duotone.tensor import Quantizer
 
 CONVERTED = "_converted"
 """Marks a module whose class convert changed."""
+
+PARAMETRIZED = "_parametrized_class"
+"""Of a class that convert gave to a parametrized module: the one that torch gave it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def _adopt_experts(module: Any, parameter: str) -> Planned:
 
 
 def _change_class(module: Any) -> Planned:
-    module.__class__ = converted_class(type(module))
+    module.__class__ = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
     module.__dict__[CONVERTED] = True
     return module
 
@@ -105,10 +109,35 @@ def converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
     return type(f"Planned{kind.__name__}", (PlannedLinear, kind), members)
 
 
+def _parametrized_class(module: Any) -> type[nn.Linear]:
+    """The class of a module that torch gave a class of its own, with a property for each parametrized tensor.
+
+    Torch removes a property from the class of the module, and leaves it the first base: that is the converted one.
+    """
+    kind = type(module)
+    members = {name: vars(kind)[name] for name in _properties(kind)}
+    bases = (converted_class(kind.__bases__[0]),)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, PARAMETRIZED: kind, **members})
+
+
+def parametrized_since(module: Any) -> bool:
+    """Whether a planned module has other parametrizations than when its class was changed."""
+    if not is_parametrized(module):
+        return False
+    before = vars(type(module)).get(PARAMETRIZED)
+    return before is None or _properties(before) != _properties(type(module))
+
+
+def _properties(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
+
+
 def _rebuild(kind: type[nn.Linear]) -> nn.Module:
     """An empty module of the class that a subclass of nn.Linear converts to, for pickle to fill."""
     return converted_class(kind).__new__(converted_class(kind))
 
 
 def original_class(kind: type) -> type:
+    if PARAMETRIZED in vars(kind):
+        return vars(kind)[PARAMETRIZED]  # type: ignore[no-any-return]
     return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))

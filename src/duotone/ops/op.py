@@ -1,5 +1,6 @@
 """Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from duotone.linear.stage import Stage
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.pipeline import RUNNER, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
-from duotone.state.autocast import AutocastRegion, active_region
+from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.delayed import USE, in_backward
 from duotone.state.rolling import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -62,6 +63,19 @@ class Op(KnownRoles):
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
         """
         return ()
+
+    def _slow_forward(self, *given: Any, **named: Any) -> Any:
+        """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
+        region = active_region()
+        recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
+        tensors = itertools.chain(given, self.parameters())  # type: ignore[attr-defined]
+        tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        if recipe != HIGH_PRECISION or tracked:
+            raise UserError(
+                f"torch.jit.trace cannot record {type(self).__name__} under recipe {recipe.name}: trace within "
+                "torch.no_grad() and duotone.autocast(enabled=False), or call duotone.revert(model) before"
+            )
+        return super()._slow_forward(*given, **named)  # type: ignore[misc]
 
     def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:
         return run((self,), x, extra, is_first_microbatch, self)

@@ -1,0 +1,60 @@
+"""What convert says where a model does not follow the recipe that it was given: warnings, before anything changes."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from duotone.attention import DotProductAttention
+from duotone.convert.left_alone import LAZY, REPLACED, wants_less
+from duotone.convert.targets import Target
+from duotone.formats import IDENTITY
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import TENSOR_TYPES, Site
+from duotone.recipes.rules import Rule
+from duotone.tensor import Quantizer
+
+SURPRISING = (REPLACED, LAZY)
+"""Reasons for which a plain nn.Linear is left alone."""
+
+Slots = Mapping[str, Quantizer]
+
+
+def warn_of_surprises(
+    model: nn.Module,
+    recipe: Recipe,
+    rules: tuple[Rule, ...],
+    sites: Mapping[str, Site],
+    left: Mapping[str, str],
+    planned: Sequence[tuple[Target, Slots]],
+) -> None:
+    """Say where nothing follows the recipe, and which plain linears are left alone.
+
+    `left` are the reasons by name; `planned` are the targets with what the recipe gives their slots.
+    """
+    if not planned and not left:
+        if not any(isinstance(module, DotProductAttention) for module in model.modules()):
+            kind = type(model).__name__
+            _warn(f"convert found nothing to convert: {kind} has no nn.Linear, no experts and no module of Duotone")
+        return
+    wanted = {name: reason for name, reason in left.items() if wants_less(name, recipe, rules, sites)}
+    surprising = {name: reason for name, reason in wanted.items() if reason in SURPRISING}
+    if wanted and not any(is_quantized(slots) for _, slots in planned):
+        _warn(f"convert changed nothing that multiplies: no linear follows recipe {recipe.name}; {_listed(wanted)}")
+    elif surprising:
+        _warn(f"{len(surprising)} linears do not follow recipe {recipe.name}; {_listed(surprising)}")
+
+
+def is_quantized(slots: Slots) -> bool:
+    """Whether any plane of a linear's operands is in less than high precision."""
+    return {plane for kind in TENSOR_TYPES for plane in (slots[kind].rowwise, slots[kind].columnwise)} != {IDENTITY}
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    (name, reason), more = next(iter(reasons.items())), len(reasons) - 1
+    others = f", and {more} more" if more else ""
+    return f"left alone: {name or 'the model itself'} ({reason}){others}; duotone.plan(model) shows all"
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
