@@ -1,6 +1,19 @@
-"""`python -m duotone` is `duotone`."""
+"""`python -m duotone` is `duotone`. Its packages are an extra, so that the library needs torch alone."""
 
-from duotone.cli.main import main
+import sys
+
+PACKAGES = ("click", "jinja2", "numpy", "rich", "safetensors")
+
+
+def main() -> None:
+    try:
+        from duotone.cli.main import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES:
+            raise
+        sys.exit(f"duotone: the command line needs {error.name}: pip install {' '.join(PACKAGES)}")
+    run()
+
 
 if __name__ == "__main__":
     main()

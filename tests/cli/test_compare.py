@@ -56,6 +56,21 @@ def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tm
     assert (tmp_path / "a" / "report.html").stat().st_size > 10_000
 
 
+def test_runs_that_are_complete_are_on_disk_when_a_later_one_breaks(duotone, text_file, tmp_path, monkeypatch):
+    step = Trainer.step
+
+    def broken(self, *args, **kwargs):
+        if self.recipe.name == "mxfp8":
+            raise RuntimeError("a bug")
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")
+    result = json.loads((tmp_path / "a" / "result.json").read_text())
+    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 0]
+
+
 def test_a_diverged_run_is_told_and_gives_exit_code_1(duotone, text_file, tmp_path, monkeypatch):
     step = Trainer.step
 

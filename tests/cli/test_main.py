@@ -63,3 +63,12 @@ def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m duotone formats | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("name") and "Traceback" not in done.stderr
+
+
+def test_without_its_packages_the_command_says_what_to_install():
+    code = "import sys; sys.modules['click'] = None; sys.argv = ['duotone', 'formats']; " + (
+        "from duotone.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == ("duotone: the command line needs click: pip install click jinja2 numpy rich safetensors\n")

@@ -1,13 +1,15 @@
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from duotone.lab import checkpoint
-from duotone.lab.trainer import Trainer
+from duotone.lab import checkpoint, files, presets
+from duotone.lab.optimizer import MasterAdamW
+from duotone.lab.trainer import TrainConfig, Trainer
 
 
 @pytest.fixture
@@ -26,13 +28,13 @@ def assert_same_run(left, right):
         assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
 
 
-def stop_after(monkeypatch, steps):
+def stop_after(monkeypatch, steps, number=signal.SIGINT):
     step = Trainer.step
 
     def interrupted(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
         if self.done == steps:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
         return loss
 
     monkeypatch.setattr(Trainer, "step", interrupted)
@@ -62,6 +64,62 @@ def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(duotone,
     assert not json.loads((tmp_path / "parts" / "result.json").read_text())["partial"]
 
 
+@pytest.mark.parametrize(("name", "expected"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_other_signals_save_as_ctrl_c_does(duotone, arguments, tmp_path, monkeypatch, name, expected):
+    stop_after(monkeypatch, 4, getattr(signal, name))
+    code, text, _ = duotone(*arguments, "--out", tmp_path / "run")
+    assert code == expected and "stopped at step 4" in text and newest(tmp_path / "run").step == 4
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["partial"]
+
+
+def test_a_longer_run_goes_on_as_if_it_had_been_meant_so_where_learning_rates_agree(
+    duotone, arguments, tmp_path, monkeypatch
+):
+    """Up to the end of the warm-up, the learning rates of a run of 6 steps are those of a run of 9."""
+    assert duotone(*arguments[:4], "9", *arguments[5:], "--out", tmp_path / "whole")[0] == 0
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        duotone(*arguments, "--out", tmp_path / "parts")
+    code, _, progress = duotone("train", "--resume", "--steps", "9", "--out", tmp_path / "parts")
+    assert code == 0 and "learning rates" not in progress
+    whole, parts = newest(tmp_path / "whole"), newest(tmp_path / "parts")
+    assert parts.step == 9 and parts.meta["config"] == whole.meta["config"]
+    assert parts.meta["history"]["train_loss"] == whole.meta["history"]["train_loss"]
+    for mine, theirs in ((parts.model, whole.model), (parts.training, whole.training)):
+        assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
+
+
+def test_a_finished_run_is_extended_at_the_learning_rates_of_the_longer_one(duotone, arguments, tmp_path, monkeypatch):
+    duotone(*arguments, "--out", tmp_path / "run")
+    rates = []
+    step = MasterAdamW.step
+    monkeypatch.setattr(MasterAdamW, "step", lambda self, rate: (rates.append(rate), step(self, rate)))
+    code, text, progress = duotone("train", "--resume", "--steps", "9", "--out", tmp_path / "run")
+    assert code == 0 and newest(tmp_path / "run").step == 9
+    assert "steps 1 to 6 had the learning rates of a run of 6 steps, and from step 7 on they are those of a" in progress
+    config = TrainConfig(presets.get("tiny"), steps=9)
+    assert rates == [config.learning_rate(step) for step in (6, 7, 8)]
+    code, text, _ = duotone("train", "--resume", "--out", tmp_path / "run")
+    assert code == 0 and "is at its last step, 9" in text
+
+
+def test_another_length_that_moves_a_phase_behind_is_refused(duotone, refused, text_file, tmp_path):
+    (tmp_path / "half.toml").write_text(SCHEDULE)
+    command = ["train", "--preset", "tiny", "--steps", "6", "--recipe", tmp_path / "half.toml", "--data", text_file]
+    duotone(*command, "--out", tmp_path / "run")
+    before = contents(tmp_path / "run")
+    message = refused("train", "--resume", "--steps", "12", "--out", tmp_path / "run")
+    assert "step 4 of the checkpoint" in message and "one of mxfp8-fwd-bf16-bwd, but of a run of 12 steps" in message
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_schedule_of_two_phases_needs_two_steps(refused, text_file, tmp_path):
+    (tmp_path / "half.toml").write_text(SCHEDULE)
+    arguments = ["--steps", "1", "--recipe", tmp_path / "half.toml", "--data", text_file, "--out", tmp_path / "run"]
+    message = refused("train", "--preset", "tiny", *arguments)
+    assert "schedule half over 1 steps: two phases start at step 0; train more steps" in message
+
+
 @pytest.fixture
 def stopped(duotone, arguments, tmp_path, monkeypatch):
     """The folder of a run that was stopped after two steps of six, which were saved one by one."""
@@ -79,7 +137,7 @@ def contents(folder):
     ("changed", "message"),
     [
         (["--seed", "3"], "another config: seed 2 there, 3 here"),
-        (["--steps", "9"], "another config: steps 6 there, 9 here"),
+        (["--steps", "1"], "is at step 2: give --steps of at least 2"),
         (["--strict"], "another recipe: strict False there, True here"),
         (["--recipe", "mxfp8"], "another recipe: recipe 'nvfp4' there, 'mxfp8' here"),
         (["--preset", "demo"], "is of another model"),
@@ -106,6 +164,62 @@ def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_works(duotone, 
     newest_folder.rename(stopped / "damaged")
     code, _, progress = duotone("train", "--resume", "--out", stopped)
     assert code == 0 and "from step 1" in progress
+
+
+def test_a_damaged_only_checkpoint_is_not_one_to_remove(refused, stopped):
+    earlier, last = checkpoint.steps(stopped / "checkpoints")
+    shutil.rmtree(earlier)
+    (last / "meta.json").write_text("{}")
+    message = refused("train", "--resume", "--out", stopped)
+    assert "meta.json does not match SHA256SUMS): it is the only one, so train anew with another --out" in message
+
+
+def test_a_folder_in_use_is_refused_and_its_user_named(duotone, refused, stopped, arguments):
+    before = contents(stopped)
+    with files.locked(stopped):
+        message = refused("train", "--resume", "--out", stopped)
+        assert f"{stopped} is in use by process {os.getpid()} on " in message and "choose another --out" in message
+    assert contents(stopped) == before
+    (stopped / files.LOCK).write_text("process 1 on a machine that is off")
+    assert duotone("train", "--resume", "--out", stopped)[0] == 0
+    assert sorted(os.listdir(stopped)) == ["checkpoints", "report.html", "result.json"]
+
+
+def test_a_new_run_in_a_folder_in_use_is_refused(refused, arguments, tmp_path):
+    (tmp_path / "run").mkdir()
+    with files.locked(tmp_path / "run"):
+        assert "is in use by process" in refused(*arguments, "--out", tmp_path / "run")
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_leftovers_of_killed_saves_are_in_nobodys_way_and_go(duotone, stopped):
+    """Process ids come again; a checkpoint that was moved aside for one that never came is the newest."""
+    folder = stopped / "checkpoints"
+    for name in (
+        f".step-00000006.{os.getpid()}",
+        ".step-00000001.0123456789abcdef",
+    ):
+        (folder / name).mkdir()
+        (folder / name / "half").write_text("")
+    (folder / "step-00000002").rename(folder / ".step-00000002.0123456789abcdef.old")
+    code, _, progress = duotone("train", "--resume", "--out", stopped)
+    assert code == 0 and "from step 2" in progress
+    assert all(name.startswith("step-") for name in os.listdir(folder))
+
+
+def test_a_full_disk_at_the_first_save_speaks_of_no_earlier_checkpoint(duotone, arguments, tmp_path, monkeypatch):
+    real = files.write_synced
+
+    def refuse(path, content):
+        if "checkpoints" in path.parts:
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(files, "write_synced", refuse)
+    code, text, progress = duotone(*arguments, "--save-every", "3", "--out", tmp_path / "run")
+    assert code == 2 and "(No space left on device): no other is saved; make room\n" in progress
+    assert "earlier" not in progress and "Report: " in text  # the losses are not lost with the checkpoint
+    assert len(json.loads((tmp_path / "run" / "result.json").read_text())["runs"][0]["train_loss"]) == 6
 
 
 def test_a_finished_run_has_nothing_to_resume(duotone, arguments, tmp_path):

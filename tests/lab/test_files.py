@@ -1,4 +1,9 @@
 import os
+import re
+import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -71,3 +76,106 @@ def test_a_writable_place_is_checked_without_making_it(tmp_path):
     files.require_writable(tmp_path / "a" / "b")
     assert os.listdir(tmp_path) == []
     assert files.make_folder(tmp_path / "a" / "b").is_dir()
+
+
+@pytest.mark.parametrize("name", ["a" * 256, "loop/below"])
+def test_a_name_that_no_folder_can_have_is_told(tmp_path, name):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(
+        UserError, match=r"cannot write to .* \((File name too long|Too many levels of symbolic links)\)"
+    ):
+        files.require_writable(tmp_path / name)
+
+
+def test_long_names_have_a_temporary_neighbour(tmp_path):
+    files.publish_file(tmp_path / ("ü" * 127), b"new")
+    assert os.listdir(tmp_path) == ["ü" * 127]
+
+
+def test_a_folder_loses_its_name_before_its_content(tmp_path, monkeypatch):
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "a").write_text("whole")
+
+    def killed(path, **_):
+        assert not (tmp_path / "step").exists() and (path / "a").read_text() == "whole"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        files.remove_folder(tmp_path / "step")
+    monkeypatch.undo()
+    (tmp_path / ".other.0123").mkdir()
+    files.remove_leftovers(tmp_path, re.compile("step"))
+    assert os.listdir(tmp_path) == [".other.0123"]
+
+
+def test_a_folder_moved_aside_by_a_killed_save_gets_its_name_back(tmp_path, monkeypatch):
+    with files.publish_folder(tmp_path / "step") as temporary:
+        (temporary / "a").write_text("first")
+    monkeypatch.setattr(files.shutil, "rmtree", lambda *_, **__: None)
+    real = os.rename
+
+    def killed(source, target):
+        if target == tmp_path / "step":
+            monkeypatch.setattr(files.os, "rename", lambda *_: None)  # nothing runs after a kill
+            raise SystemExit
+        real(source, target)
+
+    monkeypatch.setattr(files.os, "rename", killed)
+    with pytest.raises(SystemExit), files.publish_folder(tmp_path / "step") as temporary:
+        (temporary / "a").write_text("second")
+    monkeypatch.undo()
+    assert not (tmp_path / "step").exists()
+    files.remove_leftovers(tmp_path, re.compile("step"))
+    assert os.listdir(tmp_path) == ["step"] and (tmp_path / "step" / "a").read_text() == "first"
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from duotone.lab import files
+with files.locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_lock_names_its_holder_and_dies_with_it(tmp_path):
+    command = [sys.executable, "-c", HOLDER, tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(UserError, match=rf"is in use by process {holder.pid} on .*: wait until that ends"):
+            with files.locked(tmp_path):
+                pass
+        holder.send_signal(signal.SIGKILL)
+    assert os.listdir(tmp_path) == [files.LOCK]
+    with files.locked(tmp_path), pytest.raises(UserError, match=f"in use by process {os.getpid()}"):
+        with files.locked(tmp_path):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_lines_are_added_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "records.jsonl"
+    files.append_lines(path, '{"a": 1}\n')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            files.append_lines(path, '{"b": 2}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_text() == '{"a": 1}\n'
+    files.append_lines(path, "")
+    path.write_text('{"a": 1}\n{"half')
+    files.append_lines(path, '{"b": 2}\n')
+    assert path.read_text() == '{"a": 1}\n{"half\n{"b": 2}\n'
+
+
+def test_lines_go_to_a_pipe_too(tmp_path):
+    reader, writer = os.pipe()
+    files.append_lines(files.Path(f"/proc/self/fd/{writer}"), "a line\n")
+    assert os.read(reader, 100) == b"a line\n"
+    os.close(reader), os.close(writer)

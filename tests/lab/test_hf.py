@@ -146,7 +146,7 @@ def test_nothing_else_imports_transformers():
 
 def test_without_transformers_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(UserError, match=r"needs transformers, which is not installed: pip install 'duotone\[hf\]'"):
+    with pytest.raises(UserError, match="needs transformers, which is not installed: pip install 'transformers>=5'"):
         models.describe(LLAMA, TINY)
 
 

@@ -139,7 +139,6 @@ def changed_text(corpus, config, tmp_path):
 
 OTHERS = {
     "seed 1 there, 2 here": lambda corpus, config, _: (dataclasses.replace(config, seed=2), "mxfp8", corpus),
-    "steps 6 there, 8 here": lambda corpus, config, _: (dataclasses.replace(config, steps=8), "mxfp8", corpus),
     "another recipe: recipe 'mxfp8' there, 'nvfp4' here": lambda corpus, config, _: (config, "nvfp4", corpus),
     "the data has changed": changed_text,
 }

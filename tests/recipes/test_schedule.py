@@ -71,7 +71,7 @@ def test_a_schedule_over_another_length_is_refused():
 
 
 def test_phases_that_meet_in_a_short_run_are_refused():
-    with pytest.raises(RecipeError, match="over 2 steps: a phase at 1 precedes one at 1; each must start after"):
+    with pytest.raises(RecipeError, match="over 2 steps: two phases start at step 1; train more steps, or take"):
         three(0, 0.6, 0.9).over(2)
     with pytest.raises(RecipeError, match="over 100 steps: a phase at 70 precedes one at 50"):
         three(0, 70, 0.5).over(100)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from duotone.cli.interrupt import EXIT_CODE, Interrupt
+from duotone.cli.interrupt import Interrupt
 from duotone.cli.options import ListOption
 from duotone.errors import UserError
 from duotone.lab.bench.case import DEFAULT_RECIPES, Subject, written
@@ -28,8 +28,8 @@ def bench(context: click.Context) -> None:
     """Time recipes next to plain torch: candidates take turns on one device, and each has a row.
 
     A row has the median, fastest and slowest turn, the speed over compiled bf16 of the same run, and the host's time.
-    Ctrl-C ends the run after the present turn, and keeps the tables and lines of earlier shapes. The exit code is 2 for
-    bad input, 130 after Ctrl-C.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the present turn, and keep the tables and lines of earlier shapes. The
+    exit code is 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
@@ -121,16 +121,16 @@ def _run(
         cases = [replace(case, what=f"{case.what}, one thread") for case in cases]
     if out is not None:
         records.require_appendable(Path(out))
-    done = 0
+    done, interrupt = 0, Interrupt("turn")
     try:
-        with Interrupt("turn") as interrupt, torch.autograd.set_multithreading_enabled(not one_thread):
+        with interrupt, torch.autograd.set_multithreading_enabled(not one_thread):
             for case in cases:
                 _measure(case, pace, interrupt, settings.device, out)
                 done += 1
     except KeyboardInterrupt:
         kept = f", in {out}" if out is not None and done else ""
         click.echo(f"stopped: {done} of {len(cases)} tables are complete{kept}", err=True)
-        context.exit(EXIT_CODE)
+        context.exit(interrupt.exit_code)
 
 
 def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out: str | None) -> None:

@@ -1,11 +1,13 @@
 """`duotone compare`: the same model once per recipe, and a report."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from duotone.cli import options
-from duotone.cli.interrupt import EXIT_CODE, Interrupt
+from duotone.cli.interrupt import Interrupt
+from duotone.errors import UserError
 from duotone.lab.presets import DEFAULT_RECIPES
 
 
@@ -27,8 +29,9 @@ def compare(
 ) -> None:
     """Train the same small language model once per recipe and report what happened.
 
-    A bf16 run and a second one from weights perturbed by 1e-6 come first: gaps are read against them. Ctrl-C
-    writes a partial report. The exit code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C.
+    A bf16 run and a second one from weights perturbed by 1e-6 come first: gaps are read against them. Ctrl-C,
+    SIGTERM and SIGHUP write a partial report, and `result.json` holds the runs that are complete at any time. The exit
+    code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
     """
     from duotone import recipes as library
     from duotone.cli import progress, summary
@@ -43,14 +46,21 @@ def compare(
     files.require_writable(folder)
     corpus = data.load(config.data, context=config.preset.model.context)
     files.make_folder(folder)
+
+    def keep(partial: dict[str, Any]) -> None:
+        try:
+            summary.write_numbers(partial, folder)
+        except UserError as error:
+            click.echo(str(error), err=True)  # the next runs go on, and at the end it is an error
+
     with Interrupt() as interrupt:
         with progress.choose() as display:
             result = comparison.compare(
-                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt
+                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=keep
             )
         summary.print_summary(result)
         summary.write_result(result, folder)
     if result["partial"]:
-        context.exit(EXIT_CODE)
+        context.exit(interrupt.exit_code)
     if any(run["error"] for run in result["runs"]):
         context.exit(1)

@@ -1,37 +1,63 @@
-"""Ctrl-C asks a run to stop after what it is at; a second one stops at once."""
+"""Ctrl-C, SIGTERM and SIGHUP ask a run to stop after what it is at; Ctrl-C after that stops at once."""
 
+import contextlib
 import os
 import signal
 from types import FrameType, TracebackType
+from typing import Any
 
-EXIT_CODE = 130
-STDERR = 2
-"""A handler may run inside a write to the stream, so it writes past it."""
+STDOUT, STDERR = 1, 2
+"""A handler may run inside a write to a stream, so it goes past it."""
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+EXIT_CODE = 128 + signal.SIGINT
 
 
 class Interrupt:
-    """While active, the first SIGINT only sets `requested`; the second raises KeyboardInterrupt.
+    """While active, the first of the signals only sets `requested`; a SIGINT after it raises KeyboardInterrupt.
 
-    `unit` is what a run finishes before it stops.
+    `unit` is what a run finishes before it stops. `exit_code` is 128 and the number of the first signal. A signal that
+    was ignored before stays so, as `nohup` has SIGHUP, except SIGINT.
     """
 
     def __init__(self, unit: str = "step") -> None:
-        self.requested, self.unit = False, unit
+        self.requested, self.unit, self.exit_code = False, unit, EXIT_CODE
+        self._before: dict[int, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._handle)
+        self._terminals = [stream for stream in (STDOUT, STDERR) if os.isatty(stream)]
+        for name in SIGNALS:
+            number = getattr(signal, name, None)  # not every system has SIGHUP
+            if number is not None and (number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN):
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def __call__(self) -> bool:
         return self.requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == getattr(signal, "SIGHUP", None):
+            self._leave_terminal()
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        os.write(STDERR, f"stopping after this {self.unit}; Ctrl-C again stops at once\n".encode())
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # a shell and the kernel may both tell of one hang-up
+        self.requested, self.exit_code = True, 128 + number
+        with contextlib.suppress(OSError):  # nobody may be there to read it, and the run has to be saved
+            os.write(STDERR, f"stopping after this {self.unit}; Ctrl-C again stops at once\n".encode())
+
+    def _leave_terminal(self) -> None:
+        """What is written to a terminal that hung up is lost instead of an error, which would end the run unsaved."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in self._terminals:
+            os.dup2(nowhere, stream)
+        os.close(nowhere)
+        self._terminals = []

@@ -34,16 +34,22 @@ def print_summary(result: dict[str, Any]) -> None:
 
 def write_result(result: dict[str, Any], folder: Path) -> None:
     """Write `result.json` and `report.html` into `folder` and say so; UserError where the disk refuses it."""
-    from duotone.lab import files
     from duotone.report import write_report
+
+    write_numbers(result, folder)
+    write_report(result, folder / "report.html")
+    click.echo(f"{'Partial report' if result['partial'] else 'Report'}: {folder / 'report.html'}")
+
+
+def write_numbers(result: dict[str, Any], folder: Path) -> None:
+    """Write `result.json` into `folder`; UserError where the disk refuses it."""
+    from duotone.lab import files
 
     path = folder / "result.json"
     try:
         files.publish_file(path, json.dumps(result, indent=1, allow_nan=False).encode())
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): make room, or choose another --out") from error
-    write_report(result, folder / "report.html")
-    click.echo(f"{'Partial report' if result['partial'] else 'Report'}: {folder / 'report.html'}")
 
 
 def _row(run: dict[str, Any], result: dict[str, Any]) -> list[str]:

@@ -8,7 +8,6 @@ A folder `step-00000100` holds `model.safetensors` (the parameters by state dict
 import hashlib
 import json
 import re
-import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,7 +56,8 @@ def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
     """Publish `checkpoint` below `folder`, then remove all but the newest `keep`; gives the new folder.
 
-    UserError where the disk refuses it; the earlier checkpoints stay as they were.
+    UserError where the disk refuses it; the earlier checkpoints stay as they were. What a killed save left behind is in
+    nobody's way.
     """
     target = folder / f"step-{checkpoint.step:08d}"
     meta = {"layout": LAYOUT, "step": checkpoint.step, "aliases": checkpoint.aliases, **checkpoint.meta}
@@ -72,12 +72,16 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
         with files.publish_folder(target) as temporary:
             for name, content in {**contents, DIGESTS: digests.encode()}.items():
                 files.write_synced(temporary / name, content)
-        for old in steps(folder)[:-keep]:
-            shutil.rmtree(old)
     except OSError as error:
-        raise UserError(
-            f"cannot save the checkpoint {target} ({error.strerror}): earlier ones are kept; make room and resume"
-        ) from error
+        kept = "earlier ones are kept; make room and resume" if steps(folder) else "no other is saved; make room"
+        raise UserError(f"cannot save the checkpoint {target} ({error.strerror}): {kept}") from error
+    for old in steps(folder)[:-keep]:
+        try:
+            files.remove_folder(old)
+        except OSError as error:
+            raise UserError(
+                f"the checkpoint {target} is saved, but {old} cannot be removed ({error.strerror}): remove it by hand"
+            ) from error
     return target
 
 
@@ -145,6 +149,11 @@ def steps(folder: Path) -> list[Path]:
     """The checkpoints below `folder`, the oldest first."""
     found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves left below `folder`, which the caller has locked."""
+    files.remove_leftovers(folder, STEP_NAME)
 
 
 def latest(folder: Path) -> Path:

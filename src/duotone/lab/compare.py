@@ -34,11 +34,13 @@ def compare(
     command: str = "",
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    publish: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Train bf16, bf16 from perturbed weights, and each other recipe; gives the document of all runs.
 
-    A recipe that fails while it runs, or runs out of memory, has that as its error; the others go on. Raises like
-    `plan_runs` before the first step.
+    `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe
+    that fails while it runs, or runs out of memory, has that as its error; the others go on. Raises like `plan_runs`
+    before the first step.
     """
     runs = plan_runs(config, recipes)
     stopped = False
@@ -52,6 +54,7 @@ def compare(
         except (UserError, torch.OutOfMemoryError) as error:
             run.result.error = str(error).splitlines()[0]
         stopped = run.result.stopped
+        publish(document(config, corpus, runs, command=command, partial=True))
     return document(config, corpus, runs, command=command, partial=stopped)
 
 

@@ -1,12 +1,24 @@
 """Writing so that a crash leaves either the old file or folder or the new one, never half of one."""
 
+import fcntl
+import io
 import os
+import platform
+import re
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from duotone.errors import UserError
+
+ASIDE = ".old"
+LOCK = ".lock"
+LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+(\.old)?", re.DOTALL)
+NAME_BYTES = 60
+"""Of a name in that of its temporary neighbour: file systems take 255 bytes, a character up to four of them."""
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -28,7 +40,7 @@ def sync_folder(folder: Path) -> None:
 
 def publish_file(path: Path, content: bytes) -> None:
     """Replace `path` by a file with `content` in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _beside(path)
     try:
         write_synced(temporary, content)
         os.replace(temporary, path)
@@ -44,8 +56,8 @@ def publish_folder(folder: Path) -> Iterator[Path]:
 
     A folder that has the name already is moved aside just before and removed just after.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    temporary = _beside(folder)
+    aside = temporary.with_name(temporary.name + ASIDE)
     try:
         temporary.mkdir()
         yield temporary
@@ -59,19 +71,122 @@ def publish_folder(folder: Path) -> Iterator[Path]:
         if aside.exists() and not folder.exists():
             os.rename(aside, folder)
         raise
-    if aside.exists():
-        shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Take its name from `folder` in one step, then remove it: a kill in between leaves a leftover, not half of it."""
+    hidden = _beside(folder)
+    os.rename(folder, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove what killed calls of `publish_folder` and `remove_folder` left of `names` in `folder`, which is locked.
+
+    A folder that was moved aside for one that never came gets its name back.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        leftover = LEFTOVER.fullmatch(path.name)
+        if leftover is None or not names.fullmatch(leftover[1]):
+            continue
+        if leftover[2] and not (folder / leftover[1]).exists():
+            os.rename(path, folder / leftover[1])
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    """A hidden name in the same folder that nothing has; process ids come again after a restart."""
+    return path.with_name(f".{path.name[:NAME_BYTES]}.{secrets.token_hex(8)}")
+
+
+def append_lines(path: Path, text: str) -> None:
+    """Add `text`, whole lines, to a file, or nothing: where the disk refuses, the file is as it was. Raises OSError."""
+    content = text.encode()
+    with open(path, "ab+", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            _write_all(file, content)  # a pipe cannot take anything back
+            return
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        torn = file.read(1) not in (b"", b"\n")  # a line that a kill cut is not continued
+        try:
+            _write_all(file, b"\n" + content if torn and content else content)
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def _write_all(file: io.FileIO, content: bytes) -> None:
+    while content:
+        content = content[file.write(content) :]
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Use `folder` alone: UserError where another process does. The lock ends with this process, however it ends."""
+    path = folder / LOCK
+    try:
+        descriptor = _open_locked(path)
+    except BlockingIOError:
+        raise UserError(
+            f"{folder} is in use by {_holder(path)}: wait until that ends, or choose another --out"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot lock {folder} ({error.strerror}): choose a folder that you may write") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the lock file at `path`, locked, with this process in it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # its last holder removes it
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:200] or "another process"
+    except OSError:  # it ended just now
+        return "another process"
 
 
 def require_writable(folder: Path) -> None:
     """UserError unless `folder` is, or could be made, a folder that takes new files; creates nothing."""
     existing = folder.absolute()
-    while not existing.exists() and existing != existing.parent:
+    while not _exists(existing, folder):
         existing = existing.parent
     if not existing.is_dir():
         raise UserError(f"cannot write to {folder}: {existing} is not a folder; choose a folder that you may write")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {folder}: {existing} is read-only; choose a folder that you may write")
+
+
+def _exists(path: Path, wanted: Path) -> bool:
+    """Whether `path` exists; UserError where no folder `wanted` could: a name is too long, a link leads to itself."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise UserError(f"cannot write to {wanted} ({error.strerror}): choose a folder that you may write") from error
+    return True
 
 
 def make_folder(folder: Path) -> Path:

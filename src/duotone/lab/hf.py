@@ -157,7 +157,7 @@ def _transformers(given: str) -> ModuleType:
     try:
         import transformers
     except ImportError as error:
-        remedy = "pip install 'duotone[hf]'"
+        remedy = "pip install 'transformers>=5'"
         raise UserError(f"--model hf:{given} needs transformers, which is not installed: {remedy}") from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

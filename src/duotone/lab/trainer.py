@@ -3,7 +3,7 @@
 import json
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ class TrainConfig:
         along = (step - warmup) / max(1, self.steps - warmup)
         return self.preset.learning_rate * (FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * along)))
 
+    def length_note(self, steps: int, done: int) -> str:
+        """What it means that the `done` steps behind were those of a run of `steps`; "" where it means nothing."""
+        before = replace(self, steps=steps)
+        if all(before.learning_rate(step) == self.learning_rate(step) for step in range(done)):
+            return ""
+        return (
+            f"steps 1 to {done} had the learning rates of a run of {steps} steps, and from step {done + 1} on they are "
+            f"those of a run of {self.steps}: the result is not that of one uninterrupted run of {self.steps}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a checkpoint holds it."""
         return {**asdict(self), "preset": asdict(self.preset), "data": list(self.data)}
@@ -71,8 +81,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.config = config
         self.chosen = chosen
-        schedule = chosen if isinstance(chosen, Schedule) else Schedule((Phase(chosen, 0),))
-        self.schedule = schedule.over(config.steps)
+        self.schedule = self._schedule_over(config.steps)
         self.corpus = corpus
         self.device = torch.device(config.device)
         built = models.build(config.model, config.preset, config.seed, perturbation=perturbation).to(self.device)
@@ -82,6 +91,11 @@ class Trainer:
             self._prepare(phase.recipe)
         self.optimizer = MasterAdamW(self.model, masters)
         self.done = 0
+
+    def _schedule_over(self, steps: int) -> Schedule:
+        """The phases of a run of that many steps."""
+        chosen = self.chosen if isinstance(self.chosen, Schedule) else Schedule((Phase(self.chosen, 0),))
+        return chosen.over(steps)
 
     def _prepare(self, recipe: Recipe) -> None:
         """Make the delayed-scaling states of a phase, which its checkpoints hold; raises where it could not run."""
@@ -141,11 +155,14 @@ class Trainer:
     def restore(self, saved: Checkpoint, path: Path) -> None:
         """Take over the state of `saved`, which was read from `path`.
 
-        UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data.
+        UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data. Its run
+        may have been meant to be shorter or longer, where the same recipes were on so far.
         """
+        self._require_same_phases(saved, path)
         self._prepare(self.schedule.at(max(0, saved.step - 1)))
         checkpoint.require_same_model(saved, self.model, path)
         self._require_same_run(saved, path)
+        self._require_same_state(saved, path)
         with torch.no_grad():
             state = self.model.state_dict()
             for name, tensor in saved.model.items():
@@ -159,8 +176,22 @@ class Trainer:
     def _model_digest(self) -> str:
         return models.get(self.config.model).digest(self.config.preset)
 
+    def _require_same_phases(self, saved: Checkpoint, path: Path) -> None:
+        """UserError where another length of the run puts a step that lies behind under another recipe."""
+        if self.config.steps < saved.step:
+            raise UserError(f"the checkpoint {path} is at step {saved.step}: give --steps of at least {saved.step}")
+        before = self._schedule_over(saved.meta["config"]["steps"])
+        step = next((i for i in range(saved.step) if before.at(i).key != self.schedule.at(i).key), None)
+        if step is not None:
+            raise UserError(
+                f"step {step + 1} of the checkpoint {path} was one of {before.at(step).name}, but of a run of "
+                f"{self.config.steps} steps it is one of {self.schedule.at(step).name}: leave --steps out, or train "
+                "anew under a schedule whose phases start at steps instead of fractions"
+            )
+
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
-        wanted = _as_json({"config": self.config.to_dict(), "recipe": self.chosen.to_dict()})
+        there = saved.meta["config"]["steps"]
+        wanted = _as_json({"config": {**self.config.to_dict(), "steps": there}, "recipe": self.chosen.to_dict()})
         for what, value in wanted.items():
             if saved.meta.get(what) != value:
                 raise UserError(
@@ -172,6 +203,8 @@ class Trainer:
         if saved.meta.get("model_digest") != self._model_digest:
             what = f"{self.config.model} has changed since the checkpoint {path} was made"
             raise UserError(f"{what}: restore its config.json, or train anew with another --out")
+
+    def _require_same_state(self, saved: Checkpoint, path: Path) -> None:
         checkpoint.require_tensors(saved.training, self._training_like(), path)
         steps = [tensor.item() for name, tensor in saved.training.items() if name.startswith("step/")]
         if not all(0 <= step <= saved.step for step in steps):

@@ -75,6 +75,11 @@ class Schedule:
         for earlier, later in pairwise(starts):
             if earlier >= later:
                 run = f" over {self.steps} steps" if self.steps is not None else ""
+                if run and earlier == later:
+                    raise RecipeError(
+                        f"schedule {self.title}{run}: two phases start at step {later}; train more steps, or take a "
+                        "schedule of fewer phases"
+                    )
                 raise RecipeError(
                     f"schedule {self.title}{run}: a phase at {earlier} precedes one at {later}; each must start after "
                     "the one before it"

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -51,16 +52,18 @@ def write_report(result: dict, path: Path) -> None:
     """
     page = _encode(render(result))
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name[:60]}.{secrets.token_hex(8)}")
     try:
         with draft.open("wb") as file:
             file.write(page)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, path)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UserError(
             f"cannot write the report {path}: {error.strerror}; give a file in an existing, writable folder"
         ) from error

@@ -140,9 +140,8 @@ def require_appendable(path: Path) -> None:
 
 
 def append(path: Path, text: str) -> None:
-    """Add `text` to the file; UserError where that is impossible."""
+    """Add the lines `text` to the file, all or none; UserError where that is impossible."""
     try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(text)
+        files.append_lines(path, text)
     except OSError as error:
         raise UserError(f"cannot write to {path} ({error.strerror}): choose a file that you may write") from None
