@@ -360,3 +360,21 @@ def test_names_of_formats_and_handles() -> None:
     """core 45."""
     assert "rowwise=mxfp8_e4m3" in repr(MXFP8Quantizer()) and "nvfp4_rht" in repr(NVFP4Quantizer(with_rht=True))
     assert set(QUANTIZERS) and "HybridQuantizer(" in repr(hybrid(MXFP8Quantizer(), NVFP4Quantizer()))
+
+
+@pytest.mark.parametrize(("dtype", "element"), [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])
+def test_dtypes_of_torch_name_the_element(dtype, element) -> None:
+    for make in (Float8CurrentScalingQuantizer, Float8BlockQuantizer, MXFP8Quantizer):
+        assert make(dtype) == make(element) == make(fp8_dtype=dtype)
+    scale, amax = torch.ones(1), torch.zeros(1)
+    assert Float8Quantizer(scale, amax, dtype).value == Float8Quantizer(scale, amax, element).value
+    with pytest.raises(RecipeError, match=r"fp8_dtype torch\.int8 is unknown; allowed are 'e4m3', 'e5m2', torch"):
+        MXFP8Quantizer(torch.int8)
+
+
+def test_usages_are_attributes_too() -> None:
+    handle = MXFP8Quantizer(columnwise=False)
+    assert (handle.rowwise_usage, handle.columnwise_usage) == (True, False)
+    handle.rowwise_usage, handle.columnwise_usage = False, True
+    assert handle.get_usages() == {"rowwise": False, "columnwise": True}
+    assert handle(torch.randn(32, 32)).get_usages() == {"rowwise": False, "columnwise": True}

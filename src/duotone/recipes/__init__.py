@@ -10,6 +10,7 @@ from duotone.recipes.builtin import MXFP8BlockScaling as MXFP8BlockScaling
 from duotone.recipes.builtin import NVFP4BlockScaling as NVFP4BlockScaling
 from duotone.recipes.custom import CustomRecipe as CustomRecipe
 from duotone.recipes.delayed import DelayedScalingRequest as DelayedScalingRequest
+from duotone.recipes.delayed import Format as Format
 from duotone.recipes.delayed import check_requests as check_requests
 from duotone.recipes.library import any_from_dict as any_from_dict
 from duotone.recipes.library import from_dict as from_dict

@@ -141,27 +141,56 @@ class MXFP8BlockScaling(Recipe):
         return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
 
+OVER_SIX = ("none", "weights", "activations", "all")
+
+
 @dataclass(frozen=True, kw_only=True)
 class NVFP4BlockScaling(Recipe):
-    """NVFP4: 2-D scales for weights, Hadamard transform for wgrad's operands, stochastic rounding of gradients."""
+    """NVFP4: 2-D scales for weights, Hadamard transform for wgrad's operands, stochastic rounding of gradients.
+
+    `row_scaled_activation` gives the planes that fprop multiplies an amax per row of the activation instead of one of
+    the tensor. `nvfp4_4over6` lets each block of "weights", "activations" or "all" choose between scales for 4 and for
+    6 by the error, "MAE" or "MSE", of `nvfp4_4over6_err_mode`, except in planes with a Hadamard transform;
+    `nvfp4_4over6_e4m3_use_256` says, in the same words, whose block scales end at 256 then instead of 448.
+    """
 
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    nvfp4_4over6: str = "none"
+    nvfp4_4over6_e4m3_use_256: str = "all"
+    nvfp4_4over6_err_mode: str = "MAE"
     kind: ClassVar[str] = "nvfp4"
 
     @property
     def alignment(self) -> int:
         return 128
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            one_of(field, getattr(self, field), OVER_SIX)
+        one_of("nvfp4_4over6_err_mode", self.nvfp4_4over6_err_mode, ("MAE", "MSE"))
+
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         if _is(role, "weight"):
-            return _uniform("nvfp4" if self.disable_2d_quantization else "nvfp4_16x16")
+            stem = "nvfp4" if self.disable_2d_quantization else "nvfp4_16x16"
+            return _uniform(stem + self._over_six("weights"))
         rotation = "" if self.disable_rht else "_rht"
-        gradient = role is not None and role.tensor_type in SLOTS["backward"]
-        stochastic = gradient and not self.disable_stochastic_rounding
-        rounding = "_sr" * stochastic
-        return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
+        if role is not None and role.tensor_type in SLOTS["backward"]:
+            rounding = "" if self.disable_stochastic_rounding else "_sr"
+            return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
+        chosen = self._over_six("activations")
+        row = "nvfp4" + "_row" * self.row_scaled_activation + chosen
+        return Quantizer(formats.get(row), formats.get("nvfp4" + (rotation or chosen)))
+
+    def _over_six(self, whose: str) -> str:
+        """What a format's name has where blocks choose between 4 and 6."""
+        if self.nvfp4_4over6 not in (whose, "all"):
+            return ""
+        wide = self.nvfp4_4over6_e4m3_use_256 not in (whose, "all")
+        return "_4over6" + "_448" * wide + "_mse" * (self.nvfp4_4over6_err_mode == "MSE")
 
 
 BUILTIN: dict[str, type[Recipe]] = {

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,16 @@ from duotone.recipes.roles import GRADIENTS, QuantizerRole
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 
-FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
+
+class Format(StrEnum):
+    """Names of `fp8_format`, equal to the strings: E4M3, E5M2, or HYBRID, which is E5M2 for gradients alone."""
+
+    HYBRID = "HYBRID"
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+
+
+FP8_FORMATS = tuple(fp8_format.value for fp8_format in Format)
 
 
 def fp8_element(fp8_format: str, role: QuantizerRole | None) -> str:

@@ -3,7 +3,7 @@
 import itertools
 import weakref
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from duotone.errors import RecipeError
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
@@ -47,6 +47,11 @@ class Recipe:
     """Whether slots of one role may get different answers, so that each slot is asked by itself."""
     key: ClassVar[str]
     """A name that equal recipes share in this process: plans and compiled graphs are kept by it."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        if "__dataclass_params__" in vars(cls):
+            _check_arguments(cls, args, given)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.backward_override not in OVERRIDES:
@@ -125,6 +130,33 @@ class Recipe:
         """JSON-ready; `duotone.recipes.from_dict` reads it back."""
         values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
+
+
+ELSEWHERE = {
+    "fp8_format": "its tensors have the formats that it gives each of them: leave it out",
+    "fp4_format": "NVFP4 has one element, E2M1: leave it out",
+    "use_power_2_scales": "write power_of_two_scales",
+    "use_f32_scales": "write power_of_two_scales, which is its opposite",
+    "fp8_gemm_fprop": "write fprop_fast_accum",
+    "fp8_gemm_dgrad": "write dgrad_fast_accum",
+    "fp8_gemm_wgrad": "write wgrad_fast_accum",
+    "fp8_quant_fwd_inp": "write power_of_two_scales and amax_epsilon",
+    "fp8_quant_fwd_weight": "write power_of_two_scales and amax_epsilon",
+    "fp8_quant_bwd_grad": "write power_of_two_scales and amax_epsilon",
+    "override_linear_precision": "write backward_override = 'high_precision'",
+}
+"""What Transformer Engine's users may write, and what says the same here."""
+
+
+def _check_arguments(kind: type, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """RecipeError unless a recipe of that class takes them."""
+    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    if args:
+        raise RecipeError(f"{kind.__name__} takes its fields by name; allowed are {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(known)}"
+            raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
 
 
 _FIRST: "weakref.WeakValueDictionary[int, Recipe]" = weakref.WeakValueDictionary()

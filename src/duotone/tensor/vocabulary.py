@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch.stages import amax_of
-from duotone.errors import UserError
+from duotone.errors import RecipeError, UserError
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
@@ -38,6 +38,24 @@ class QuantizerHandle:
 
     def get_usages(self) -> dict[str, bool]:
         return self._usage._asdict()
+
+    @property
+    def rowwise_usage(self) -> bool:
+        """Whether later calls make the rowwise plane; to be set, as by `set_usage`."""
+        return self._usage.rowwise
+
+    @rowwise_usage.setter
+    def rowwise_usage(self, wanted: bool) -> None:
+        self.set_usage(rowwise=wanted)
+
+    @property
+    def columnwise_usage(self) -> bool:
+        """Likewise, of the columnwise plane."""
+        return self._usage.columnwise
+
+    @columnwise_usage.setter
+    def columnwise_usage(self, wanted: bool) -> None:
+        self.set_usage(columnwise=wanted)
 
     def quantize(
         self,
@@ -119,6 +137,19 @@ class QuantizerHandle:
         return f"{type(self).__name__}(rowwise={row and row.name}, columnwise={col and col.name})"
 
 
+Fp8Dtype = str | torch.dtype
+FP8_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def fp8_element(fp8_dtype: Fp8Dtype) -> str:
+    """The element of an `fp8_dtype`: "e4m3" or "e5m2", or torch's dtype of those. RecipeError for anything else."""
+    element = FP8_DTYPES.get(fp8_dtype, fp8_dtype)  # type: ignore[call-overload]
+    if element not in FP8_DTYPES.values():
+        allowed = "'e4m3', 'e5m2', torch.float8_e4m3fn and torch.float8_e5m2"
+        raise RecipeError(f"fp8_dtype {fp8_dtype!r} is unknown; allowed are {allowed}")
+    return element
+
+
 def _uniform(name: str) -> Quantizer:
     return Quantizer(formats.get(name), formats.get(name))
 
@@ -136,8 +167,8 @@ class Float8Quantizer(QuantizerHandle):
     quantize multiplies by `scale` and raises `amax` to the largest magnitude it meets.
     """
 
-    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: str = "e4m3", **usage: bool) -> None:
-        fmt = formats.get(f"fp8_{fp8_dtype}_delayed")
+    def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Fp8Dtype = "e4m3", **usage: bool) -> None:
+        fmt = formats.get(f"fp8_{fp8_element(fp8_dtype)}_delayed")
         super().__init__(Quantizer(fmt, fmt, history=History()), **usage)
         self.scale, self.amax = scale, amax
         self.slots = (TensorSlot(scale, amax), None)
@@ -156,17 +187,17 @@ class TensorSlot(Slot):
 
 
 class Float8CurrentScalingQuantizer(QuantizerHandle):
-    """FP8 with one scale per tensor, from its own amax, at least `amax_epsilon`. `fp8_dtype`: "e4m3" or "e5m2"."""
+    """FP8 with one scale per tensor, from its own amax, at least `amax_epsilon`. `fp8_dtype` is as in `fp8_element`."""
 
     def __init__(
         self,
-        fp8_dtype: str = "e4m3",
+        fp8_dtype: Fp8Dtype = "e4m3",
         *,
         force_pow_2_scales: bool = False,
         amax_epsilon: float = 0.0,
         **usage: bool,
     ) -> None:
-        stem = f"fp8_{fp8_dtype}_tensor" + "_pow2" * force_pow_2_scales
+        stem = f"fp8_{fp8_element(fp8_dtype)}_tensor" + "_pow2" * force_pow_2_scales
         super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
@@ -175,7 +206,7 @@ class Float8BlockQuantizer(QuantizerHandle):
 
     def __init__(
         self,
-        fp8_dtype: str = "e4m3",
+        fp8_dtype: Fp8Dtype = "e4m3",
         *,
         block_scaling_dim: int = 2,
         force_pow_2_scales: bool = True,
@@ -185,15 +216,15 @@ class Float8BlockQuantizer(QuantizerHandle):
         if block_scaling_dim not in (1, 2):
             raise UserError(f"block_scaling_dim is 1 (1x128) or 2 (128x128); got {block_scaling_dim}")
         block = {1: "1x128", 2: "128x128"}[block_scaling_dim]
-        stem = f"fp8_{fp8_dtype}_{block}" + "_fp32" * (not force_pow_2_scales)
+        stem = f"fp8_{fp8_element(fp8_dtype)}_{block}" + "_fp32" * (not force_pow_2_scales)
         super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
 class MXFP8Quantizer(QuantizerHandle):
     """MXFP8: E8M0 scales of 32 elements, or of 32x32 with `with_2d_quantization`."""
 
-    def __init__(self, fp8_dtype: str = "e4m3", *, with_2d_quantization: bool = False, **usage: bool) -> None:
-        super().__init__(_uniform(f"mxfp8_{fp8_dtype}" + "_32x32" * with_2d_quantization), **usage)
+    def __init__(self, fp8_dtype: Fp8Dtype = "e4m3", *, with_2d_quantization: bool = False, **usage: bool) -> None:
+        super().__init__(_uniform(f"mxfp8_{fp8_element(fp8_dtype)}" + "_32x32" * with_2d_quantization), **usage)
 
 
 class NVFP4Quantizer(QuantizerHandle):
