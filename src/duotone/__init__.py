@@ -25,6 +25,8 @@ from duotone.modules import LayerNormMLP as LayerNormMLP
 from duotone.modules import Linear as Linear
 from duotone.modules import MoE as MoE
 from duotone.modules import RMSNorm as RMSNorm
+from duotone.ops.states import load_recipe_state as load_recipe_state
+from duotone.ops.states import recipe_state as recipe_state
 from duotone.recipes import CustomRecipe as CustomRecipe
 from duotone.recipes import QuantizerRole as QuantizerRole
 from duotone.state import RecipeState as RecipeState

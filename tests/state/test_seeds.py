@@ -45,3 +45,11 @@ def test_loading_seeds_of_another_model_changes_nothing() -> None:
         with pytest.raises(UserError, match="must be an int64 tensor of one element"):
             duotone.load_rng_state(m, {**before, "b.duotone_seed": wrong})
     assert all(torch.equal(before[name], value) for name, value in duotone.rng_state(m).items())
+
+
+@pytest.mark.parametrize("wrong", [None, 3, [torch.zeros(1)]], ids=str)
+def test_seeds_that_are_no_dict_are_one_clear_error(wrong) -> None:
+    m = duotone.convert(nn.Sequential(nn.Linear(64, 64)), recipes.load("nvfp4"))
+    with pytest.raises(UserError, match="load_rng_state takes what rng_state gave, a dict of tensors; got") as caught:
+        duotone.load_rng_state(m, wrong)
+    assert "\n" not in str(caught.value)

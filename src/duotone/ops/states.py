@@ -1,11 +1,11 @@
 """The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from duotone.errors import RecipeError
+from duotone.errors import RecipeError, UserError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import USE, DelayedState
@@ -72,6 +72,76 @@ def set_aside(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> dic
         start = f"{prefix}{name}."
         for key in [key for key in state_dict if key.startswith(start) and name not in module._modules]:
             found.setdefault(name, {})[key.removeprefix(start)] = state_dict.pop(key).detach().clone()
+    return found
+
+
+class Place(NamedTuple):
+    """A delayed-scaling state that a module has, or may get: then its tensors wait in `saved` under `name`."""
+
+    state: DelayedState | None
+    saved: dict[str, dict[str, Tensor]]
+    name: str
+
+
+def recipe_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies on the CPU of all scales fp32 (n,) and amax histories fp32 (L, n) of delayed scaling, by full name."""
+    found: dict[str, Tensor] = {}
+    for prefix, (state, saved, name) in _places(model).items():
+        parts = saved.get(name, {}) if state is None else dict(state.named_buffers())
+        found.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
+    return found
+
+
+def load_recipe_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Write the scales and histories of `recipe_state` back; those that no recipe has asked for yet wait for one.
+
+    Raises UserError, before anything changes, unless `state` fits and has each state that the model has.
+    """
+    if not isinstance(state, dict):
+        raise UserError(
+            f"load_recipe_state takes what recipe_state gave, a dict of tensors; got {type(state).__name__}"
+        )
+    places = _places(model)
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        prefix, _, part = str(key).rpartition(".")
+        if prefix not in places or part not in PARTS:
+            raise UserError(f"{key!r} is no state of the model; convert it as it was when recipe_state was taken")
+        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.dim() != PARTS[part]:
+            raise UserError(f"{key!r} must be an fp32 tensor of {PARTS[part]} dimensions, as recipe_state gives it")
+        parts.setdefault(prefix, {})[part] = tensor
+    for prefix, place in places.items():
+        if place.state is not None or prefix in parts:
+            _require_whole(prefix, place.state, parts.get(prefix, {}))
+    for prefix, tensors in parts.items():
+        place = places[prefix]
+        if place.state is not None:
+            place.state.load_state_dict(tensors)
+        else:
+            place.saved[place.name] = {part: tensor.detach().clone() for part, tensor in tensors.items()}
+
+
+PARTS = {"scale": 1, "amax_history": 2}
+"""The tensors of a state and their dimensions."""
+
+
+def _require_whole(prefix: str, state: DelayedState | None, parts: dict[str, Tensor]) -> None:
+    slots = {tensor.shape[-1] for tensor in parts.values()} | ({state.scale.numel()} if state is not None else set())
+    if parts.keys() != PARTS.keys() or len(slots) > 1 or parts["amax_history"].shape[0] == 0:
+        raise UserError(f"{prefix!r} is not whole or has other slots; take recipe_state of a model like this one")
+    if not bool((torch.isfinite(parts["scale"]) & (parts["scale"] > 0)).all()):
+        raise UserError(f"'{prefix}.scale' holds what is no scale; it must be positive and finite")
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    """Each state that the model has or may get, by full name."""
+    found: dict[str, Place] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, DelayedState):
+            found[name] = Place(module, {}, "")
+        saved = module.__dict__.get("_saved")
+        for state in STATES if isinstance(saved, dict) else ():
+            found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, saved, state))
     return found
 
 

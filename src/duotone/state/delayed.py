@@ -11,7 +11,7 @@ all recompute with the newest one's scale, and of reentrant ones the first recom
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
 FAKE = torch._C._TorchDispatchModeKey.FAKE
+HAS_CUDA = torch.backends.cuda.is_built()
 _NUMBERS = itertools.count(1)
 
 
@@ -173,7 +174,8 @@ def mode_now() -> int:
 class DelayedSlot(Slot):
     """One place in a `DelayedState`, as a value: the state's number, the index, and who reduces with it.
 
-    `backward` slots roll at the end of the backward that records them.
+    `backward` slots roll at the end of the backward that records them. What has a slot (a plan, a parameter, the
+    graph of a forward) keeps its state alive, also when the module is gone.
     """
 
     state: str
@@ -181,6 +183,10 @@ class DelayedSlot(Slot):
     group: str = ""
     mode: int = RECORD
     backward: bool = False
+    owner: "DelayedState | None" = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner", STATES.get(self.state))
 
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode, self.backward)
@@ -196,7 +202,7 @@ class DelayedSlot(Slot):
         """Itself where a compiler traces or tensors are fake: the op recomputes as a checkpoint's does."""
         if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None:
             return self
-        state = state_of(self.state)
+        state = self.owner or state_of(self.state)
         return FixedSlot(state, state.used(self.mode == RECOMPUTE or (not self.backward and in_backward())), self.index)
 
     def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
@@ -205,10 +211,15 @@ class DelayedSlot(Slot):
 
     def open(self) -> "tuple[DelayedState, int, bool]":
         """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
-        found, mode, running = state_of(self.state), self.mode, in_backward()
+        found, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode == RECORD and not self.backward:
             mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
         record = found.records(mode)
+        if record and HAS_CUDA and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
+                "capture under fp8-current, or leave this module out of the graph"
+            )
         PENDING.add(self, record, running)
         return found, mode, record
 

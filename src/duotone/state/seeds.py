@@ -67,6 +67,8 @@ def rng_state(model: nn.Module) -> dict[str, Tensor]:
 
 def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Write the seeds of `rng_state` back. Raises UserError, before anything changes, where the names differ."""
+    if not isinstance(state, dict):
+        raise UserError(f"load_rng_state takes what rng_state gave, a dict of tensors; got {type(state).__name__}")
     buffers = _buffers(model)
     if set(buffers) != set(state):
         odd = sorted(set(buffers) ^ set(state))[0]

@@ -1,0 +1,156 @@
+"""Delayed scales beside a checkpoint, after their module is gone, and in a CUDA graph."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.recipes import DelayedScaling
+from duotone.state import delayed
+from duotone.state.delayed import DelayedState
+
+RECIPE = DelayedScaling(amax_history_len=4)
+BF16 = recipes.load("bf16")
+
+
+def model(recipe=RECIPE) -> nn.Sequential:
+    return duotone.convert(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), recipe, ())
+
+
+def train(m: nn.Module, steps: int = 2) -> nn.Module:
+    for _ in range(steps):
+        with duotone.autocast(recipe=RECIPE):
+            y = m(torch.randn(8, 16) * 3)
+        y.square().sum().backward()
+    return m
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# recipe_state
+
+
+def test_recipe_state_brings_a_model_back_to_the_same_bits(tmp_path) -> None:
+    source, target = train(model()), model()
+    target.load_state_dict({k: v for k, v in source.state_dict().items() if "duotone_" not in k})
+    torch.save(duotone.recipe_state(source), tmp_path / "state.pt")
+    duotone.load_recipe_state(target, torch.load(tmp_path / "state.pt", weights_only=True))
+    assert same(duotone.recipe_state(source), duotone.recipe_state(target)) and len(duotone.recipe_state(source)) == 8
+    x = torch.randn(8, 16)
+    for _ in range(2):
+        assert torch.equal(source(x), target(x))
+        source(x).sum().backward(), target(x).sum().backward()
+
+
+def test_recipe_state_holds_copies() -> None:
+    m = train(model())
+    before = duotone.recipe_state(m)
+    duotone.recipe_state(m)["0.duotone_forward.scale"].zero_()
+    assert same(before, duotone.recipe_state(m))
+
+
+def test_a_state_that_only_autocast_asks_for_waits_for_it() -> None:
+    source, target = train(model(BF16)), model(BF16)
+    assert duotone.recipe_state(target) == {}
+    duotone.load_recipe_state(target, duotone.recipe_state(source))
+    assert same(duotone.recipe_state(source), duotone.recipe_state(target))  # also while they wait
+    target.load_state_dict({k: v for k, v in source.state_dict().items() if "duotone_" not in k})
+    x = torch.randn(8, 16)
+    with duotone.autocast(recipe=RECIPE), torch.no_grad():
+        assert torch.equal(source(x), target(x))
+
+
+def test_another_length_of_the_history_keeps_the_newest_entries() -> None:
+    source, target = train(model(), 4), model(DelayedScaling(amax_history_len=3))
+    duotone.load_recipe_state(target, duotone.recipe_state(source))
+    newest = source[0].duotone_forward.amax_history[-2:]
+    assert torch.equal(target[0].duotone_forward.amax_history[-2:], newest)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda s: None, "a dict of tensors; got NoneType"),
+        (lambda s: {**s, "2.duotone_forward.scale": torch.ones(4)}, "is no state of the model"),
+        (lambda s: {**s, "0.duotone_forward.other": torch.ones(4)}, "is no state of the model"),
+        (lambda s: {**s, "0.duotone_forward.scale": 1.0}, "must be an fp32 tensor of 1 dimensions"),
+        (lambda s: {**s, "0.duotone_forward.scale": torch.ones(4).half()}, "must be an fp32 tensor of 1 dimensions"),
+        (lambda s: {**s, "0.duotone_forward.scale": torch.ones(7)}, "is not whole or has other slots"),
+        (lambda s: {**s, "1.duotone_backward.scale": torch.tensor([1.0, float("nan")])}, "positive and finite"),
+        (lambda s: {**s, "1.duotone_backward.scale": torch.tensor([1.0, 0.0])}, "positive and finite"),
+        (lambda s: {**s, "1.duotone_backward.amax_history": torch.ones(0, 2)}, "is not whole"),
+        (lambda s: {k: v for k, v in s.items() if k != "1.duotone_backward.scale"}, "is not whole"),
+        (lambda s: {}, "is not whole"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_before_anything_changes(change, match) -> None:
+    source, target = train(model()), train(model())
+    before = duotone.recipe_state(target)
+    with pytest.raises(UserError, match=match) as caught:
+        duotone.load_recipe_state(target, change(duotone.recipe_state(source)))
+    assert "\n" not in str(caught.value) and same(before, duotone.recipe_state(target))
+
+
+# After the module is gone
+
+
+def test_a_backward_works_after_its_module_is_gone() -> None:
+    m = train(model())
+    twin = copy.deepcopy(m)
+    leaves = [torch.randn(8, 16).requires_grad_() for _ in range(2)]
+    leaves[1].data.copy_(leaves[0].data)
+    losses = [each(leaf).square().sum() for each, leaf in zip((twin, m), leaves, strict=True)]
+    layers = [weakref.ref(layer) for layer in m]
+    del m
+    gc.collect()
+    assert [layer() for layer in layers] == [None, None]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(leaves[0].grad, leaves[1].grad)
+
+
+def test_a_quantized_parameter_with_a_delayed_scale_is_written_after_its_module_is_gone() -> None:
+    with duotone.quantized_model_init(recipe=RECIPE):
+        m = duotone.Linear(16, 16, recipe=RECIPE)
+    m(torch.randn(8, 16)).sum().backward()
+    weight = m.weight
+    values = torch.rand(16, 16) * weight.dequantize().abs().max()
+    del m
+    gc.collect()
+    with torch.no_grad():
+        weight.copy_(values)
+    smallest = weight.planes[0].parts["scale"].item() * 2.0**-9
+    assert torch.allclose(weight.dequantize(), values, rtol=2**-4, atol=smallest)
+
+
+def test_states_die_with_their_module_and_its_graphs() -> None:
+    m = train(model())
+    refs = [weakref.ref(s) for s in m.modules() if isinstance(s, DelayedState)]
+    del m
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 4
+
+
+# CUDA graphs
+
+
+def test_a_capture_of_delayed_scaling_is_one_clear_error(monkeypatch) -> None:
+    """A replay would compute under scales that never move. Evaluation records nothing and may be captured."""
+    m = train(model())
+    before = duotone.recipe_state(m)
+    monkeypatch.setattr(delayed, "HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(UserError, match="delayed scaling cannot be captured in a CUDA graph") as caught:
+        m(torch.randn(8, 16))
+    assert "\n" not in str(caught.value)
+    with torch.no_grad():
+        m(torch.randn(8, 16))
+    assert same(before, duotone.recipe_state(m))
