@@ -1,7 +1,8 @@
 """LayerNorm, RMSNorm and L2 normalisation over the last dimension.
 
 `forward(x, gamma, beta, eps)` gives y and what backward needs, `backward(dy, x, gamma, beta, saved, needs)` the three
-gradients, both with torch's operations and bits. `produced` and `backward_of_produced` are the same by kernels, for a
+gradients, both with torch's operations and bits. `replay` is y in operations that autograd differentiates any number
+of times. `produced` and `backward_of_produced` are the same by kernels, for a
 norm that is made on the way of a cast: outside of traced code on CUDA, for rows of at most WIDEST columns. They also
 compute in fp32 and round once, but sum in another order, so a result next to a tie may round to the other neighbour.
 """
@@ -9,6 +10,7 @@ compute in fp32 and round once, but sum in another order, so a result next to a 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
@@ -69,6 +71,9 @@ class LayerNormKernel(RowNorm):
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
 
+    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
+
     def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
         mask = [needs[0], bool(needs[1]), bool(needs[2])]
         return aten.native_layer_norm_backward(dy, x, [x.shape[-1]], *saved, gamma, beta, mask)
@@ -81,6 +86,11 @@ class RMSNormKernel(RowNorm):
 
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
+
+    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+        wide = widened(x)
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return (y if gamma is None else y * gamma).to(x.dtype)
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
         """On CUDA torch's fused kernel; elsewhere, where there is none, the operations that autograd would run."""
@@ -125,6 +135,9 @@ class L2Kernel:
         wide = widened(x)
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype), scale
+
+    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+        return self.forward(x, gamma, beta, eps)[0]
 
     def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
         """None: no kernel makes this one."""

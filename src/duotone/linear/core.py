@@ -7,9 +7,11 @@
 Every operand is a plane with its contraction last, in the format that the plan names.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.linear.operand import Operand
@@ -40,6 +42,19 @@ class LinearStage(Stage):
     @property
     def rolls_forward_alone(self) -> bool:
         return self.plan.rolls_forward_alone
+
+    @property
+    def refusal(self) -> str:
+        if self.sink is not GRADIENT:
+            return "its weight gradients do not go to autograd (fuse_wgrad_accumulation or delay_wgrad_compute)"
+        return self.plan.refusal
+
+    @property
+    def reads(self) -> tuple[bool, ...]:
+        return self.plan.weight_grad, self.plan.input_grad, False, False
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (F.linear(x, operands[0], operands[1]),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         flat = as_matrix(x)

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.errors import UserError
@@ -42,6 +43,21 @@ class GroupedStage(Stage):
     @property
     def rolls_forward_alone(self) -> bool:
         return self.plan.rolls_forward_alone
+
+    @property
+    def refusal(self) -> str:
+        return next((linear.refusal for linear in self.linears if linear.refusal), "")
+
+    @property
+    def reads(self) -> tuple[bool, ...]:
+        x, weight, bias, _ = self.linears[0].reads
+        return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        splits, _, *parameters = operands
+        count = len(self.linears)
+        each = zip(as_matrix(x).split(splits), parameters[:count], parameters[count:], strict=True)
+        return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         splits, seed, *parameters = operands

@@ -146,6 +146,13 @@ class LinearPlan:
         return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
 
     @property
+    def refusal(self) -> str:
+        """Why second derivatives cannot go through these GEMMs, "" where they can."""
+        if any(fmt != IDENTITY for gemm in self.gemms for fmt in (gemm.a, gemm.b)):
+            return "its operands are quantized"
+        return "" if self.layout == WHOLE else "it is spread over ranks"
+
+    @property
     def is_delayed(self) -> bool:
         return any(any(made.delayed) for made in self.quantizers.values())
 

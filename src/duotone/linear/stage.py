@@ -31,6 +31,23 @@ class Stage:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
 
+    @property
+    def refusal(self) -> str:
+        """Why second derivatives cannot go through this stage; "" where `replay` gives them."""
+        return f"{type(self).__name__} has no replay"
+
+    @property
+    def reads(self) -> tuple[bool, ...]:
+        """Whether a gradient depends on the value of the input, and of each operand. Asked where nothing is refused."""
+        return (True,) * (1 + sum(self.arity))
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        """(y, *extra outputs) in operations that autograd differentiates any number of times.
+
+        `kept` is what `forward` kept, None where it did not run.
+        """
+        raise NotImplementedError
+
     def forward(self, x: Any, *operands: Any) -> tuple[Any, ...]:
         """(y, kept, *extra outputs) of the input and the operands."""
         raise NotImplementedError

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from duotone.errors import UserError
 from duotone.linear.grouped import Rows
@@ -77,7 +76,6 @@ class ToExperts(torch.autograd.Function):
         return x[routing.order // routing.choices]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         routing, dy = ctx.routing, gradients[0]
         return dy[routing.inverse].view(-1, routing.choices, dy.shape[-1]).sum(1), None
@@ -92,6 +90,5 @@ class FromExperts(torch.autograd.Function):
         return y[routing.inverse]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0][ctx.routing.order], None

@@ -1,6 +1,6 @@
 """Activations as stages and as ops."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ class ActivationStage(Stage):
     activation: Activation
     keeps: bool
     hands_over = True
+    refusal = ""
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (self.activation.value(x),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return self.activation(x), self.keep(x)

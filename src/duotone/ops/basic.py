@@ -29,6 +29,11 @@ from duotone.tensor.quantizer import Quantizer
 class IdentityStage(Stage):
     """x -> x."""
 
+    refusal, reads = "", (False,)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x,)
+
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return x, ()
 
@@ -40,6 +45,11 @@ class BiasStage(Stage):
     """x (*lead, N), bias (N,) -> x + bias."""
 
     arity = (1,)
+
+    refusal, reads = "", (False, False)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x + operands[0],)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return x + operands[0], ()
@@ -53,6 +63,11 @@ class ScaleStage(Stage):
     """x -> x * scale."""
 
     scale: float
+
+    refusal, reads = "", (False,)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x * self.scale,)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return x * self.scale, ()
@@ -68,13 +83,27 @@ class DropoutStage(Stage):
     p: float
     keeps: bool
 
+    reads = (False,)
+
+    @property
+    def refusal(self) -> str:
+        return "" if self.keeps else "it kept no mask of dropout, because nothing before that needs a gradient"
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        if kept is None:
+            return (torch.dropout(x, self.p, True),)
+        return (torch.ops.aten.native_dropout_backward(x, kept[0], self.factor),)
+
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         y, mask = torch.native_dropout(x, self.p, True)
         return y, (mask,) if self.keeps else ()
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return (torch.ops.aten.native_dropout_backward(dy, kept[0], scale),)
+        return (torch.ops.aten.native_dropout_backward(dy, kept[0], self.factor),)
+
+    @property
+    def factor(self) -> float:
+        return 1 / (1 - self.p) if self.p < 1 else 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +111,11 @@ class ReshapeStage(Stage):
     """x -> x.reshape(shape)."""
 
     shape: tuple[int, ...]
+
+    refusal, reads = "", (False,)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x.reshape(self.shape),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return x.reshape(self.shape), ((x.shape,),)
@@ -95,6 +129,11 @@ class AddStage(Stage):
 
     arity = (1,)
 
+    refusal, reads = "", (False, False)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x + operands[0].reshape(x.shape),)
+
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         other = operands[0]
         return x + other.reshape(x.shape), ((other.shape,),)
@@ -107,6 +146,11 @@ class ExtraOutputStage(Stage):
     """x -> x, and x as a further output."""
 
     extra_outputs: ClassVar[int] = 1
+
+    refusal, reads = "", (False,)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return x, x.view_as(x)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         return x, (), x.view_as(x)
@@ -129,6 +173,13 @@ class QuantizeStage(Stage):
         """Whether forward and backward round stochastically."""
         forward, backward = (to is not None and to.is_stochastic for to in (self.forward_to, self.backward_to))
         return forward, backward
+
+    @property
+    def refusal(self) -> str:
+        return "" if self.forward_to is self.backward_to is None else "it quantizes"
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x,)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         (seed,) = operands

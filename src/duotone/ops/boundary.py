@@ -2,12 +2,16 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
+from duotone.ops.again import Once, refused
 from duotone.ops.op import Op, run, signal_of
 from duotone.ops.planned import Planned
 from duotone.state import seeds
@@ -56,7 +60,13 @@ class QuantizedGradient(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.quantizer.make(gradients[0], ctx=ctx.context), None, None
+        quantizer, (gradient,) = ctx.quantizer, gradients
+        if not torch.is_grad_enabled():
+            return quantizer.make(gradient, ctx=ctx.context), None, None
+        if quantizer.rowwise == quantizer.columnwise == IDENTITY:
+            return quantizer.quantize(gradient), None, None
+        make = partial(quantizer.make, ctx=ctx.context)
+        return Once.apply(refused("the gradient at a boundary is quantized"), make, gradient), None, None
 
 
 def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:

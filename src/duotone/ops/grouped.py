@@ -13,6 +13,7 @@ from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.segmented import Together, grouped_stage
 from duotone.linear.stage import Stage
 from duotone.ops import options
+from duotone.ops.again import is_transformed
 from duotone.ops.initialising import initialise, keep_initialiser
 from duotone.ops.op import Op, Signal, held, require_fit, run
 from duotone.ops.planned import Planned, holds_codes
@@ -206,6 +207,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def weights(self) -> tuple[nn.Parameter, ...]:
         if not self.single_grouped_weight:
             return tuple(self._parameters[f"weight{i}"] for i in range(self.num_gemms))  # type: ignore[misc]
+        if is_transformed():  # torch.func knows no requires_grad_
+            return self._parameters["weight"].unbind(0)  # type: ignore
         with torch.inference_mode(False), torch.no_grad():
             members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
         return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore

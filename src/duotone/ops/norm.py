@@ -28,6 +28,11 @@ class NormStage(Stage):
     keeps: bool
     arity = (2,)
     hands_over = True
+    refusal = ""
+    reads = (True, True, False)
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (self.kernel.replay(*self._inputs(x, *operands), self.eps).to(x.dtype),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         gamma, beta = operands

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.stage import Stage
+from duotone.ops.again import is_transformed, second_order
 from duotone.ops.consumers import KnownRoles
-from duotone.ops.pipeline import RUNNER, PipelineFunction
+from duotone.ops.pipeline import RUNNER, Backward, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
 from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.delayed import USE, in_backward
@@ -109,7 +110,9 @@ def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | No
         raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
     stages = tuple([stage for _, stage, _ in linked])
     compiling = torch.compiler.is_compiling()
-    forward, backward, rolls = (stages, stages, False) if compiling else _rewritten(stages, owner.__dict__)
+    forward, backward, rolls = (stages, Backward(stages), False) if compiling else _rewritten(stages, owner.__dict__)
+    if not compiling and is_transformed():
+        backward.again.check()
     given = _accepted(linked, extra) if taken else iter(())
     operands: list[Any] = []
     for op, stage, before in linked:
@@ -130,13 +133,21 @@ def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) 
     return iter(accepted)
 
 
-def _apply(forward: Any, backward: Any, device: str, x: Tensor, operands: list[Any]) -> Any:
+def _apply(forward: Any, backward: Backward, device: str, x: Tensor, operands: list[Any]) -> Any:
     """Operands are cast already: torch.autocast must not cast what is inside of products and epilogues."""
-    apply = PipelineFunction.apply if torch.compiler.is_compiling() else RUNNER.apply
+    again = backward.again
+    if again is None:
+        apply = PipelineFunction.apply
+    else:
+        apply = again.transformed if is_transformed() else RUNNER.apply
     if not is_autocast(device):
-        return apply(forward, backward, x, *operands)
-    with torch.autocast(device, enabled=False):
-        return apply(forward, backward, x, *operands)
+        y = apply(forward, backward, x, *operands)
+    else:
+        with torch.autocast(device, enabled=False):
+            y = apply(forward, backward, x, *operands)
+    if again is None or not again.marks:
+        return y
+    return y[0] if len(y) == 2 else y[:-1]
 
 
 def is_autocast(device: str) -> bool:
@@ -215,15 +226,17 @@ REMEMBERED = 64
 """Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
 
 
-def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], tuple[Stage, ...], bool]:
-    """The stages of forward and backward, and whether delayed scales of forward have nothing else to roll them."""
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
+    """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
     cache = owner.setdefault("_rewritten", {})
     key = (RULES.version, *stages)
     found = cache.get(key)
     if found is None:
         if len(cache) >= REMEMBERED:
             cache.clear()
-        found = cache[key] = (*rewrite(stages), any(stage.rolls_forward_alone for stage in stages))
+        forward, backward = rewrite(stages)
+        again = second_order(stages, owner.get("module_name", ""))
+        found = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
     return found
 
 
