@@ -31,6 +31,7 @@ from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
+from duotone.tensor.fsdp import tell_shards
 
 CACHES = ("_caches", "_queues", "_wgrad_hooks")
 UNNAMED = Site(named=False)
@@ -342,8 +343,14 @@ class Planned(BoundaryRoles, Op):
             fresh.copy_(seeds.initial_seed(self.module_name))
         return self
 
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
+        tell_shards(self._parameters.values())
+        return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
+        tell_shards(self._parameters.values())
         drop_empty_extra_state(state_dict, prefix)
         self._saved.update(states.set_aside(self, state_dict, prefix))  # type: ignore[arg-type]
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]

@@ -1,9 +1,11 @@
 """FSDP2's two hooks, generic over what each format declares of its buffers.
 
 Each plane travels in its wire form, a columnwise plane that is a view of the rowwise one not at all. Scales that span
-the sharded rows are not gathered: every shard has agreed on them when it was written.
+the sharded rows are not gathered: every shard has agreed on them when it was written, for which it knows its group from
+the moment it is sharded on (`tell_shards`).
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import ShardContext
-from duotone.errors import UserError
+from duotone.errors import UsageError, UserError
 from duotone.tensor import wire
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
@@ -33,7 +35,8 @@ class ShardHooks:
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The buffers to gather, the sharded dimension first; later writes of this shard agree with the others."""
         del outer_size, outer_stride, module, mp_policy
-        self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
+        if self.context.shard is None:
+            self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
         row, col = self.planes
         sent: list[Tensor] = []
         if row is not None:
@@ -57,6 +60,28 @@ class ShardHooks:
             if mine is not None and fresh is not None:
                 _refresh(mine, fresh)
         return None
+
+
+def tell_shards(parameters: Iterable[Tensor | None]) -> None:
+    """Quantized shards among these parameters agree with the other shards on whatever is written from now on.
+
+    FSDP hands a shard its mesh only when it gathers, so a module tells its own shards as soon as they are there.
+    Raises UsageError where ranks would gather pieces of different sizes.
+    """
+    for parameter in parameters:
+        holder: Any = parameter
+        shard = getattr(holder, "_local_tensor", None)  # of a DTensor; `to_local` may give another view
+        if not isinstance(shard, ShardHooks) or shard.context.shard is not None:
+            continue
+        mesh, rows = holder.device_mesh, holder.shape[0]
+        dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard(0)]
+        if len(dims) != 1:
+            continue
+        if rows % mesh.size(dims[0]):
+            raise UsageError(
+                f"{rows} rows over {mesh.size(dims[0])} ranks are uneven; make them a multiple of the ranks"
+            )
+        shard.context = replace(shard.context, shard=ShardContext(mesh.get_group(dims[0]).group_name))
 
 
 def _gathered(shard: Any, outputs: tuple[Tensor, ...], count: int, dtype: torch.dtype) -> Planes:
