@@ -11,7 +11,8 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.convert import experts
-from duotone.convert.left_alone import left_alone, refuse_left_alone, with_heads
+from duotone.convert.kept import with_kept
+from duotone.convert.left_alone import left_alone, refuse_left_alone
 from duotone.convert.matching import Place, report_unmatched
 from duotone.convert.naming import require_model, sites_of
 from duotone.convert.notices import warn_of_surprises
@@ -39,8 +40,8 @@ def convert(
     """
     _validate(model, recipe, rules, schedule)
     sites = sites_of(model)
-    all_rules = with_heads(rules, model, sites)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
+    all_rules = with_kept(rules, model, sites, [phase.recipe for phase in phases])
     left = left_alone(model)
     found = targets(model, left, sites)
     given = [_checked(target, phases, all_rules) for target in found]

@@ -1,6 +1,6 @@
 """What convert leaves as it is although it may multiply by a matrix, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -9,13 +9,14 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from duotone.convert import experts
+from duotone.convert.heads import heads
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import Setting, ask_recipe
 from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
+from duotone.recipes.roles import TENSOR_TYPES, Site
+from duotone.recipes.rules import Rule
 
 HEAD = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
 FAST_PATH = (
@@ -31,7 +32,8 @@ NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, Parametrizat
 def left_alone(model: nn.Module) -> dict[str, str]:
     """The modules that convert leaves as they are although they may multiply by a matrix, with the reason."""
     reasons = {name: reason_left_alone(module) for name, module in model.named_modules()}
-    embeddings = {name: HEAD for name, module in heads(model).items() if isinstance(module, nn.Embedding)}
+    modules = dict(model.named_modules())
+    embeddings = {name: HEAD for name in heads(model) if isinstance(modules[name], nn.Embedding)}
     return {name: reason for name, reason in (reasons | embeddings).items() if reason}
 
 
@@ -83,21 +85,3 @@ def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mappin
     """Whether the rules and the recipe want less than high precision of a linear of that name."""
     asked = ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name]))
     return {plane for kind in TENSOR_TYPES for plane in (asked[kind].rowwise, asked[kind].columnwise)} != {IDENTITY}
-
-
-def with_heads(rules: Sequence[Rule], model: nn.Module, sites: Mapping[str, Site]) -> tuple[Rule, ...]:
-    """The rules; where the default ones are among them, also one for each output head that they do not name."""
-    if not set(OUTPUT_HEAD) <= set(rules):
-        return tuple(rules)
-    unnamed = (n for n in heads(model) if first_match(rules, QuantizerRole("linear", "weight", n), sites[n]) is None)
-    return (*rules, *(Rule(module=name, format="identity") for name in unnamed))
-
-
-def heads(model: nn.Module) -> dict[str, nn.Module]:
-    """What `get_output_embeddings` (Hugging Face's name) of any module gives, and linears that share an embedding."""
-    modules = dict(model.named_modules())
-    finders = (getattr(module, "get_output_embeddings", None) for module in modules.values())
-    given = {id(find()) for find in finders if callable(find)}
-    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    shares = (name for name, module in modules.items() if isinstance(module, nn.Linear) and id(module.weight) in tied)
-    return {name: modules[name] for name in (*shares, *(n for n, m in modules.items() if id(m) in given))}

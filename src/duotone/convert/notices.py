@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from duotone.attention import DotProductAttention
+from duotone.convert.kept import KeptRule
 from duotone.convert.left_alone import LAZY, REPLACED, wants_less
 from duotone.convert.targets import Target
 from duotone.formats import IDENTITY
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import TENSOR_TYPES, Site
-from duotone.recipes.rules import Rule
+from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_rule
 from duotone.tensor import Quantizer
 
 SURPRISING = (REPLACED, LAZY)
@@ -39,10 +40,23 @@ def warn_of_surprises(
         return
     wanted = {name: reason for name, reason in left.items() if wants_less(name, recipe, rules, sites)}
     surprising = {name: reason for name, reason in wanted.items() if reason in SURPRISING}
-    if wanted and not any(is_quantized(slots) for _, slots in planned):
-        _warn(f"convert changed nothing that multiplies: no linear follows recipe {recipe.name}; {_listed(wanted)}")
-    elif surprising:
-        _warn(f"{len(surprising)} linears do not follow recipe {recipe.name}; {_listed(surprising)}")
+    if any(is_quantized(slots) for _, slots in planned):
+        if surprising:
+            _warn(f"{len(surprising)} linears do not follow recipe {recipe.name}; {_listed(surprising)}")
+        return
+    kept = _kept_by_default([target for target, _ in planned], recipe, rules, sites)
+    if wanted or kept:
+        remedy = "" if wanted else "; rules=() converts it too"
+        _warn(f"no linear follows recipe {recipe.name}; {_listed(wanted or kept)}{remedy}")
+
+
+def _kept_by_default(
+    targets: Sequence[Target], recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]
+) -> dict[str, str]:
+    """Targets that would follow the recipe but for the default rules of convert, with the reason."""
+    deciding = {t.name: first_rule(rules, QuantizerRole(t.module_type, "weight", t.name), t.site) for t in targets}
+    default = {name: rule for name, rule in deciding.items() if isinstance(rule, KeptRule) or rule in OUTPUT_HEAD}
+    return {name: rule.why for name, rule in default.items() if rule and wants_less(name, recipe, (), sites)}
 
 
 def is_quantized(slots: Slots) -> bool:

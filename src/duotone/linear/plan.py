@@ -22,7 +22,7 @@ from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
 from duotone.linear.source import RECOMPUTED, REMADE, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, SLOTS, TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import Rule, first_match
+from duotone.recipes.rules import Rule, first_match, first_rule
 from duotone.state.delayed import RECORD, DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import Usage
@@ -382,11 +382,11 @@ def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> Ge
     if not all(full) and setting.dtype not in HIGH_PRECISION_DTYPES:
         raise RecipeError(f"{name} is in {setting.dtype}; formats encode bf16, fp16 and fp32: cast the model first")
     if all(full):
-        reason = "the recipe keeps both operands in high precision"
-    if all(full) and all(_by_rule(setting, kind) for kind, _ in PLANES_OF_GEMM[gemm]):
-        reason = "kept in high precision by a rule"
+        reason = _why_high(setting, gemm)
     return GemmPlan(gemm, a, b, rule, reason)
 
 
-def _by_rule(setting: Setting, tensor_type: str) -> bool:
-    return first_match(setting.rules, setting.role(tensor_type), setting.site) is not None
+def _why_high(setting: Setting, gemm: str) -> str:
+    """Why both operands of a GEMM are in high precision."""
+    rules = [first_rule(setting.rules, setting.role(kind), setting.site) for kind, _ in PLANES_OF_GEMM[gemm]]
+    return rules[-1].why if rules[-1] and all(rules) else "the recipe keeps both operands in high precision"

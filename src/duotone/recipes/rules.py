@@ -63,6 +63,9 @@ class Rule:
     wgrad: str | None = None
     columnwise_source: str = "original"
 
+    why: ClassVar[str] = "kept in high precision by a rule"
+    """What plans say of a product of which the rule keeps both operands in high precision."""
+
     def __post_init__(self) -> None:
         self._check_conditions()
         one_of("columnwise_source", self.columnwise_source, SOURCES)
@@ -263,6 +266,12 @@ def first_match(
     """
     found = _first(rules, role, site, slot)
     return None if found is None else rules[found[0]].quantizer(found[1], history)
+
+
+def first_rule(rules: Sequence[Rule], role: QuantizerRole, site: Site = ANYWHERE) -> Rule | None:
+    """The first rule that matches the role, or None."""
+    found = _first(rules, role, site, None)
+    return None if found is None else rules[found[0]]
 
 
 def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:

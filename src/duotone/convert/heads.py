@@ -1,0 +1,85 @@
+"""Output heads: the projections to a vocabulary or to classes, found without running a model, which may be on meta."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import nn
+
+NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score")
+"""What the last linear of a whole model is called where it is its head."""
+
+PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
+"""How parts of a layer end their names: the last linear of a part is no head, whatever it is called."""
+
+
+def heads(model: nn.Module) -> dict[str, str]:
+    """Output heads by full name, with how they were found; embeddings that are used as heads are among them."""
+    modules = dict(model.named_modules())
+    return _named(model) | _sized(modules) | _tied(modules) | _declared(modules)
+
+
+def _declared(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What `get_output_embeddings` (Hugging Face's name) of any module gives; a wrapper of adapters has it inside."""
+    finders = (getattr(module, "get_output_embeddings", None) for module in modules.values())
+    given = [find() for find in finders if callable(find)]
+    told = {id(getattr(module, "base_layer", module)) for module in given}
+    return {name: "get_output_embeddings() gives it" for name, module in modules.items() if id(module) in told}
+
+
+def _tied(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    embeddings = {id(module.weight): name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    owners = {name: embeddings.get(id(module._parameters.get("weight"))) for name, module in linears.items()}
+    return {name: f"its weight is that of {owner}" for name, owner in owners.items() if owner is not None}
+
+
+def _sized(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Linears with as many outputs as an embedding has entries.
+
+    Where some linear also takes that many features, it is a width of the model too: then the last linear alone counts,
+    and the largest embedding. Linears at one place of several layers are no heads either.
+    """
+    entries = {module.num_embeddings: name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    widths = {module.in_features for module in linears.values()}
+    sized = [name for name, module in linears.items() if module.out_features in entries]
+    at_place, found = Counter(_place(name) for name in sized), {}
+    for name in sized:
+        outputs = linears[name].out_features
+        last = name == next(reversed(linears)) and outputs == max(entries)
+        if last or (outputs not in widths and at_place[_place(name)] == 1):
+            found[name] = f"it has {outputs} outputs, as many as {entries[outputs]} has entries"
+    return found
+
+
+def _place(name: str) -> str:
+    """The name with the numbers of the layers around it left out; a number of its own counts."""
+    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
+
+
+def _named(model: nn.Module) -> dict[str, str]:
+    """The last linear registered directly in the root, or in its only wrapper, where it is called as heads are."""
+    name, root = _unwrapped(model)
+    called = (name.rsplit(".", 1)[-1].lower(), type(root).__name__.lower())
+    linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
+    if not linears or linears[-1] not in NAMES or any(part.endswith(PARTS) for part in called):
+        return {}
+    full = f"{name}.{linears[-1]}" if name else linears[-1]
+    return {full: f"it is the last linear of the model and is called {linears[-1]}"}
+
+
+def _unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside of wrappers (DistributedDataParallel, a compiled module...), which hold one module each."""
+    name, root = "", model
+    while True:
+        children = [(child, module) for child, module in root.named_children() if _holds_parameters(module)]
+        own = any(True for _ in root.parameters(recurse=False))
+        if own or len(children) != 1 or isinstance(children[0][1], nn.Linear):
+            return name, root
+        child, root = children[0]
+        name = f"{name}.{child}" if name else child
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
