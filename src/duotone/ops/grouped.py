@@ -15,7 +15,8 @@ from duotone.linear.stage import Stage
 from duotone.ops import options
 from duotone.ops.again import is_transformed
 from duotone.ops.initialising import initialise, keep_initialiser
-from duotone.ops.op import Op, Signal, held, require_fit, run
+from duotone.ops.op import Op, Signal, held, require_fit, run, signal_of
+from duotone.ops.placed import PlacedGradient, PlacedOutput, check_place
 from duotone.ops.planned import Planned, holds_codes
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
@@ -96,8 +97,7 @@ class PlannedGroup(Planned):
 
     def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
-        traced = torch.compiler.is_compiling()
-        stays = signal.device == "cuda" and not traced and stage.takes_device_splits
+        stays = _leaves_splits(stage, signal)
         if isinstance(splits, Rows):
             fits = splits.experts == self.num_gemms and splits.total == signal.rows
             splits = splits.counts if stays and fits and stage.on_host is Together else splits.splits
@@ -192,16 +192,60 @@ class GroupedLinear(PlannedGroup, nn.Module):
             full = (self.num_gemms, *shape) if packed else shape
             self.register_parameter(name, nn.Parameter(torch.empty(full, **given)))
 
-    def forward(self, x: Tensor, m_splits: Any, *, is_first_microbatch: bool | None = None) -> Any:  # type: ignore
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        m_splits: Any,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
         on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, no weight
         is held so and no gradient put off: then nothing looks at the sum, and results of rows beyond it are undefined.
         With `return_bias` the biases follow, not added.
+
+        `out` (*lead, out_features) takes the output, which then shares its memory, `dgrad_out`, shaped as x, the
+        gradient of x. Both are contiguous and have no gradient. With `out` the counts may sum to less than the rows of
+        x: rows beyond keep what they hold in `out` and `dgrad_out`, and without `dgrad_out` have a gradient of zero.
         """
-        y = run((self,), x, (m_splits,), is_first_microbatch, self)
+        if out is not None or dgrad_out is not None:
+            y = self._run_placed(x, m_splits, is_first_microbatch, out, dgrad_out)
+        else:
+            y = run((self,), x, (m_splits,), is_first_microbatch, self)
         return (y, list(self.biases)) if self.return_bias else y
+
+    def _run_placed(
+        self, x: Tensor, m_splits: Any, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
+        signal = signal_of(x, self.module_name)
+        stage, made = self.link(signal, first)
+        if out is not None:
+            check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))
+        if dgrad_out is not None:
+            check_place("dgrad_out", dgrad_out, x, x.dtype, tuple(x.shape))
+        total, counted = x.shape[:-1].numel(), None
+        splits = m_splits.splits if isinstance(m_splits, Rows) else m_splits
+        if isinstance(splits, Tensor) and splits.is_cuda and _leaves_splits(stage, signal):
+            counted = device_splits(splits, self.num_gemms).sum()
+        else:
+            splits = host_splits(splits, self.num_gemms, total if out is None else None)
+            if sum(splits) > total:
+                raise UserError(f"m_splits sum to {sum(splits)}, and the input has {total} rows; cover each once")
+            total = sum(splits)
+        if dgrad_out is None:
+            rows = x.reshape(-1, x.shape[-1])[:total]
+        else:
+            rows = PlacedGradient.apply(x, total, dgrad_out, counted)  # type: ignore[no-untyped-call]
+        y = run((self,), rows, (splits,), first, self)
+        if out is None:
+            return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+        return PlacedOutput.apply(y, out, counted)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -277,6 +321,11 @@ def _packed(like: Any, members: list[Tensor]) -> Tensor:
     for piece, member in zip(whole.unbind(0), members, strict=True):
         piece.copy_(member)
     return whole
+
+
+def _leaves_splits(stage: Any, signal: Signal) -> bool:
+    """Whether row counts that lie on the device are left there."""
+    return signal.device == "cuda" and not torch.compiler.is_compiling() and stage.takes_device_splits
 
 
 def _formats(weight: Tensor) -> str:
