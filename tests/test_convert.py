@@ -334,6 +334,6 @@ def test_revert_refuses_a_module_that_was_parametrized_since_and_changes_nothing
     assert [type(layer) for layer in m] == [nn.Linear, nn.Linear]
 
 
-def test_an_encoder_layer_shows_that_its_fast_path_bypasses_its_linears() -> None:
+def test_an_encoder_layer_shows_what_became_of_its_fast_path() -> None:
     m = duotone.convert(nn.TransformerEncoderLayer(32, 2, 64), recipes.load("mxfp8"))
     assert any("fast path" in row.reason for row in duotone.plan(m))

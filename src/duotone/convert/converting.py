@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.convert import experts
+from duotone.convert import experts, hooked
+from duotone.convert.fast_path import close_fast_paths, open_fast_paths
 from duotone.convert.kept import with_kept
 from duotone.convert.left_alone import left_alone, refuse_left_alone
 from duotone.convert.matching import Place, report_unmatched
@@ -58,6 +59,7 @@ def convert(
     for target, slots in planned:
         target.adopt(recipe, all_rules, slots)
     _tell_the_rest(model, recipe, [target.name for target in found])
+    close_fast_paths(model)
     return model
 
 
@@ -89,6 +91,7 @@ def revert(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
+    open_fast_paths(model)
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):
             experts.release_experts(module)
@@ -104,7 +107,7 @@ def _release(module: Any) -> None:
         return  # its owner lets go of it
     if module.__dict__.pop(CONVERTED, False):
         module.release()
-        module.__class__ = original_class(type(module))
+        hooked.change_class(module, original_class(type(module)))
     else:
         module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
 

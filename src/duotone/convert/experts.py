@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from duotone.convert import hooked
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.grouped import PlannedGroup
@@ -114,7 +115,7 @@ def adopt_experts(module: Any) -> dict[str, ExpertsLinear]:
     """Change the class of an experts module; its two linears by the name of their parameter, not yet with a recipe."""
     made, modules = {}, module._modules
     if not issubclass(type(module), PlannedExperts):
-        module.__class__ = planned_class(type(module))
+        hooked.change_class(module, planned_class(type(module)))
     for name in linear_names(module):
         made[name] = modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name))
     return made
@@ -124,7 +125,7 @@ def release_experts(module: Any) -> None:
     """Undo `adopt_experts`."""
     for name in linear_names(module):
         module._modules.pop(f"{PREFIX}{name}", None)
-    module.__class__ = type(module).__mro__[2]
+    hooked.change_class(module, type(module).__mro__[2])
 
 
 @functools.cache

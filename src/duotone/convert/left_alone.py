@@ -8,7 +8,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from duotone.convert import experts
+from duotone.convert import experts, hooked
+from duotone.convert.bypassed import BYPASSED, bypassed
 from duotone.convert.heads import heads
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
@@ -19,10 +20,6 @@ from duotone.recipes.roles import TENSOR_TYPES, Site
 from duotone.recipes.rules import Rule
 
 HEAD = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
-FAST_PATH = (
-    "in evaluation without gradients its fast path uses the weights of its linears without calling them; "
-    "torch.backends.mha.set_fastpath_enabled(False) turns that off"
-)
 REPLACED = "its forward was replaced on the instance"
 LAZY = "it has no weight before its first forward; run one, then call duotone.convert again"
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
@@ -34,7 +31,7 @@ def left_alone(model: nn.Module) -> dict[str, str]:
     reasons = {name: reason_left_alone(module) for name, module in model.named_modules()}
     modules = dict(model.named_modules())
     embeddings = {name: HEAD for name in heads(model) if isinstance(modules[name], nn.Embedding)}
-    return {name: reason for name, reason in (reasons | embeddings).items() if reason}
+    return {name: reason for name, reason in (reasons | bypassed(model) | embeddings).items() if reason}
 
 
 def reason_left_alone(module: nn.Module) -> str:
@@ -52,20 +49,20 @@ def reason_left_alone(module: nn.Module) -> str:
     held = f"{type(module).__name__} holds {' and '.join(matrices)} itself"
     if not experts.holds_experts(module):
         return f"{held}; convert covers nn.Linear"
-    reason = experts.reason_left_alone(module)
+    reason = REPLACED if hooked.is_replaced(module) else experts.reason_left_alone(module)
     return f"{held}, and {reason}" if reason else ""
 
 
 def _reason_of_linear(module: nn.Linear) -> str:
     kind = type(module)
-    if "forward" in module.__dict__:
+    if hooked.is_replaced(module):
         return REPLACED
     if kind is nn.Linear:
         return ""
     if isinstance(module, LazyModuleMixin):
         return LAZY
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return "its owner uses the weight without calling the module"
+        return BYPASSED
     if kind.forward is not nn.Linear.forward:
         return f"{kind.__name__} has a forward of its own"
     return ""

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from duotone.attention import DotProductAttention, MultiheadAttention
-from duotone.convert.left_alone import FAST_PATH, left_alone
+from duotone.convert import fast_path
+from duotone.convert.left_alone import left_alone
 from duotone.convert.matching import unmatched_rules
 from duotone.convert.naming import require_model, sites_of
 from duotone.errors import UserError
@@ -102,6 +103,6 @@ def _reason(module: nn.Module) -> str:
         return "not converted"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "an embedding is a look-up, not a GEMM"
-    if isinstance(module, nn.TransformerEncoderLayer):
-        return FAST_PATH
+    if fast_path.is_closed(module):
+        return fast_path.OFF
     return getattr(module, "stays_in_high_precision", "")

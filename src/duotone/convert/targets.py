@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from duotone.convert import experts
+from duotone.convert import experts, hooked
 from duotone.linear.plan import Setting, ask_recipe, build_plan
 from duotone.ops.linear import Linear, PlannedLinear
 from duotone.ops.op import held
@@ -51,6 +51,7 @@ class Target:
         module = self.take()
         module.adopt(recipe, rules, self.name, self.site, given)
         module.prepare(recipe)
+        hooked.settle(module)
 
     def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> Setting:
         device, dtype = self.weight.device.type, self.weight.dtype
@@ -96,7 +97,8 @@ def _adopt_experts(module: Any, parameter: str) -> Planned:
 
 
 def _change_class(module: Any) -> Planned:
-    module.__class__ = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
+    kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
+    hooked.change_class(module, kind)
     module.__dict__[CONVERTED] = True
     return module
 
