@@ -3,6 +3,8 @@
 import difflib
 from typing import TYPE_CHECKING
 
+import torch
+
 from duotone.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -53,7 +55,9 @@ def _variant(stem: str, value: str, name: str) -> "Format":
             epsilon = float(value)
         except ValueError:
             epsilon = -1.0
-        if not 0.0 < epsilon < float("inf"):
-            raise RecipeError(f"format {name!r}: the amax floor {value!r} is no positive number; write {stem}_eps1e-12")
+        if not 0.0 < epsilon <= torch.finfo(torch.float32).max:
+            raise RecipeError(
+                f"format {name!r}: the amax floor {value!r} is no positive number of fp32; write {stem}_eps1e-12"
+            )
         _VARIANTS[name] = _FORMATS[stem].with_epsilon(epsilon, name)
     return _VARIANTS[name]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from duotone import formats
@@ -12,6 +13,8 @@ from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element,
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
 from duotone.tensor.quantizer import Quantizer
+
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def _uniform(name: str) -> Quantizer:
@@ -24,8 +27,8 @@ def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
 
 def _check_epsilon(epsilon: Any) -> None:
     number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-    if not number or not 0 <= epsilon < float("inf"):
-        raise RecipeError(f"amax_epsilon is {epsilon!r}; it must be a number from 0 on")
+    if not number or not 0 <= epsilon <= FP32_MAX:
+        raise RecipeError(f"amax_epsilon is {epsilon!r}; it must be a number from 0 on that fp32 has, such as 1e-12")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from typing import Any
 from duotone.errors import RecipeError
 from duotone.recipes.roles import TENSORS_OF_MODULES
 
-LAYER = re.compile(r"(?P<one>-?\d+)|(?P<start>-?\d+)?:(?P<stop>-?\d+)?")
-SIZE = re.compile(r"(>=|<=|==|!=|>|<|%)\s*(\d+)")
+LAYER = re.compile(r"(?P<one>-?[0-9]{1,9})|(?P<start>-?[0-9]{1,9})?:(?P<stop>-?[0-9]{1,9})?")
+SIZE = re.compile(r"(>=|<=|==|!=|>|<|%)\s*([0-9]{1,18})")
 COMPARE = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -38,7 +38,7 @@ def check_module_type(pattern: str) -> None:
 
 def check_layer(layer: Any) -> None:
     """RecipeError unless `layer` is an integer, or text such as "0", "-1", "0:2" or "-2:"."""
-    if isinstance(layer, int) and not isinstance(layer, bool):
+    if isinstance(layer, int) and not isinstance(layer, bool) and abs(layer) < 10**9:
         return
     if not isinstance(layer, str) or not LAYER.fullmatch(layer):
         raise RecipeError(f"layer is {layer!r}; give an index or a range of them, such as 0, '-1', '0:2' or '-2:'")

@@ -3,6 +3,8 @@
 import difflib
 import functools
 import json
+import os
+import stat
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -11,12 +13,13 @@ from typing import Any
 from duotone.errors import RecipeError
 from duotone.recipes import reading
 from duotone.recipes.builtin import BUILTIN
+from duotone.recipes.limits import BASES, DEPTH, DOTTED, FILE_BYTES, check_table, one_line
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.schedule import Schedule
 
 
-class _CycleError(RecipeError):
-    """Its message names all the files already, so that none is put before it."""
+class _ReferenceError(RecipeError):
+    """Of files that refer to each other: none of them is put before its message."""
 
 
 def names() -> list[str]:
@@ -44,7 +47,7 @@ def load_schedule(name_or_path: str) -> Schedule:
 
 def load_any(name_or_path: str) -> Recipe | Schedule:
     """The recipe or the schedule of that name or file."""
-    return _load(name_or_path, Path(), ())
+    return _Loading().load(name_or_path, Path(), ())
 
 
 def from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") -> Recipe:
@@ -54,7 +57,7 @@ def from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") 
 
 def any_from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") -> Recipe | Schedule:
     """A recipe or a schedule from its `to_dict` form."""
-    return _read(data, where, default_name, Path(), ())
+    return _Loading().read(data, where, default_name, Path(), ())
 
 
 def _as_recipe(found: Recipe | Schedule, where: str) -> Recipe:
@@ -65,53 +68,109 @@ def _as_recipe(found: Recipe | Schedule, where: str) -> Recipe:
     return found
 
 
-def _load(name_or_path: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
-    """What `name_or_path` names, a path from `folder` on; `chain` are the files that led here."""
-    if not isinstance(name_or_path, str | Path):
-        raise RecipeError(f"a recipe is loaded by its name or the path of its file; got {name_or_path!r}")
-    if name_or_path in BUILTIN:
-        return BUILTIN[name_or_path]()
-    shipped = {**_shipped("files"), **_shipped("files/schedules")}
-    if name_or_path in shipped:
-        return _read(tomllib.loads(shipped[name_or_path]), name_or_path, name_or_path, Path(), (*chain, name_or_path))
-    path = Path(name_or_path)
-    if path.suffix not in (".toml", ".json"):
-        allowed = [*names(), *schedule_names()]
-        near = difflib.get_close_matches(name_or_path, allowed, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise RecipeError(
-            f"recipe {name_or_path!r} is unknown; {hint}allowed are {', '.join(allowed)}, or a .toml or .json file"
-        )
-    path = folder / path
-    key = str(path.resolve())
-    if key in chain:
-        files = " -> ".join(Path(link).name for link in (*chain[chain.index(key) :], key))
-        raise _CycleError(f"recipe files refer to each other in a cycle: {files}; let one of them name no other")
-    return _read(_parse(path), str(path), path.stem, path.parent, (*chain, key))
+class _Loading:
+    """One load: each file that others refer to is read once, however many do."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, Recipe | Schedule] = {}
+
+    def load(self, name_or_path: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
+        """What `name_or_path` names, a path from `folder` on; `chain` are the files that led here."""
+        if not isinstance(name_or_path, str | Path):
+            raise RecipeError(f"a recipe is loaded by its name or the path of its file; got {name_or_path!r}")
+        if name_or_path in BUILTIN:
+            return BUILTIN[name_or_path]()
+        shipped = {**_shipped("files"), **_shipped("files/schedules")}
+        if name_or_path in shipped:
+            text = shipped[name_or_path]
+            return self.read(tomllib.loads(text), name_or_path, name_or_path, Path(), (*chain, name_or_path))
+        path = folder / name_or_path
+        if path.suffix not in (".toml", ".json"):
+            raise _unknown(str(name_or_path), path)
+        content = _content(path)
+        key = str(path.resolve())
+        if key in chain:
+            files = " -> ".join(Path(link).name for link in (*chain[chain.index(key) :], key))
+            raise _ReferenceError(
+                f"recipe files refer to each other in a cycle: {one_line(files)}; let one of them name no other"
+            )
+        if len(chain) >= BASES:
+            raise _ReferenceError(f"recipe files refer to each other more than {BASES} deep; merge some of them")
+        if key not in self._files:
+            data = _parse(path, content)
+            self._files[key] = self.read(data, str(path), path.stem, path.parent, (*chain, key))
+        return self._files[key]
+
+    def read(self, data: Any, where: str, default_name: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
+        """What a table says, which is called `where` in messages."""
+
+        def resolve(name_or_path: str) -> Recipe:
+            return _as_recipe(self.load(name_or_path, folder, chain), name_or_path)
+
+        try:
+            check_table(data)
+            return reading.value(data, resolve, default_name)
+        except _ReferenceError:
+            raise
+        except (RecipeError, TypeError) as error:
+            raise RecipeError(one_line(f"{where}: {error}")) from None
 
 
-def _read(data: Any, where: str, default_name: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
-    def resolve(name_or_path: str) -> Recipe:
-        return _as_recipe(_load(name_or_path, folder, chain), name_or_path)
+def _unknown(name: str, path: Path) -> RecipeError:
+    if path.suffix in (".yaml", ".yml") or os.path.exists(path):
+        return RecipeError(one_line(f"recipe file {path} is neither .toml nor .json: write it as one of these"))
+    allowed = [*names(), *schedule_names()]
+    near = difflib.get_close_matches(name[:80], allowed, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return RecipeError(
+        f"recipe {name[:80]!r} is unknown; {hint}allowed are {', '.join(allowed)}, or a .toml or .json file"
+    )
 
+
+def _content(path: Path) -> bytes:
+    """The bytes of a recipe file; RecipeError where it is no file that can be read, or too large for a recipe."""
     try:
-        return reading.value(data, resolve, default_name)
-    except _CycleError:
-        raise
-    except (RecipeError, TypeError) as error:
-        raise RecipeError(f"{where}: {error}") from None
+        mode = path.stat().st_mode
+        reason = "it is a directory" if stat.S_ISDIR(mode) else "" if stat.S_ISREG(mode) else "it is no regular file"
+        if not reason:
+            with path.open("rb") as file:
+                content = file.read(FILE_BYTES + 1)
+            if len(content) <= FILE_BYTES:
+                return content
+            reason = f"it has more than {FILE_BYTES} bytes"
+    except (OSError, ValueError) as error:  # a ValueError where the path holds NUL
+        reason = getattr(error, "strerror", None) or str(error)
+    raise RecipeError(one_line(f"recipe file {path} cannot be read: {reason}; name a .toml or .json file"))
 
 
-def _parse(path: Path) -> Any:
+def _parse(path: Path, content: bytes) -> Any:
+    kind = path.suffix[1:].upper()
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise RecipeError(f"recipe file {path} cannot be read: {reason}; name a .toml or .json file") from None
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        reason = "it is not UTF-8 text"
+        raise RecipeError(one_line(f"recipe file {path} cannot be read: {reason}; save it as UTF-8")) from None
     try:
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise RecipeError(f"recipe file {path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        if kind == "JSON":
+            return json.loads(text, object_pairs_hook=_without_twins)
+        if DOTTED.search(text):
+            raise ValueError(f"a key has more than {DEPTH} parts")
+        return tomllib.loads(text)
+    except RecursionError:
+        reason = f"its tables are more than {DEPTH} deep"
+    except ValueError as error:  # also a number of too many digits
+        reason = str(error)
+    raise RecipeError(one_line(f"recipe file {path} is not valid {kind}: {reason}"))
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON; ValueError where a key comes twice, as in TOML."""
+    table: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in table:
+            raise ValueError(f"the key {key!r} comes twice")
+        table[key] = value
+    return table
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
+from duotone.recipes.limits import PHASES, RULES, check_number
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
@@ -36,6 +37,10 @@ def recipe(data: dict[str, Any], resolve: Resolve, default_name: str) -> Recipe:
 
 def _builtin(data: dict[str, Any], resolve: Resolve) -> Recipe:
     kind = data["recipe"]
+    if beside := next((key for key in ("rules", "base", "delayed") if key in data), None):
+        raise RecipeError(
+            f"recipe and {beside} stand side by side; beside rules write base = {kind!r} instead of recipe"
+        )
     if kind == CustomRecipe.kind:
         raise RecipeError("a recipe of a function cannot be read back: make the CustomRecipe in Python, or write rules")
     if not isinstance(kind, str) or kind not in BUILTIN:
@@ -52,6 +57,7 @@ def _rules(data: dict[str, Any], resolve: Resolve, default_name: str) -> RuleRec
     rows = data.get("rules", [] if "base" in data else None)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not (rows or "base" in data):
         raise RecipeError("a recipe file needs [[rules]] (or recipe = a built-in name); add at least one rule")
+    check_number("rules", len(rows), RULES)
     head = {key: data[key] for key in COMMON_KEYS if key in data}
     for key in ("base", "evaluation"):
         if key in data:
@@ -89,6 +95,7 @@ def _schedule(data: dict[str, Any], resolve: Resolve, default_name: str) -> Sche
     rows = data["phases"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise RecipeError("a schedule needs [[phases]] with from and recipe; add at least one")
+    check_number("phases", len(rows), PHASES)
     title = data.get("name", default_name)
     return Schedule(tuple(_phase(i, row, resolve) for i, row in enumerate(rows, 1)), data.get("steps"), title)
 

@@ -1,14 +1,14 @@
 """Recipes as data: ordered rules, the first that matches a role decides its formats."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from duotone import formats
 from duotone.errors import RecipeError
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
+from duotone.recipes.limits import BASES, RULES, check_number, check_text
+from duotone.recipes.patterns import expression, glob
 from duotone.recipes.recipe import Recipe, one_of, plain
 from duotone.recipes.roles import (
     ANYWHERE,
@@ -82,7 +82,9 @@ class Rule:
     def _check_conditions(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "layer" and value is not None and not isinstance(value, str):
+            if isinstance(value, str):
+                check_text(field.name, value)
+            elif field.name != "layer" and value is not None:
                 raise RecipeError(
                     f"{field.name} is {value!r}; every field of a rule is a string, layer also an integer"
                 )
@@ -95,12 +97,8 @@ class Rule:
         for size in SIZES:
             if getattr(self, size) is not None:
                 check_size(size, getattr(self, size))
-        try:
-            re.compile(self.module_regex or "")
-        except re.error as error:
-            raise RecipeError(
-                f"module_regex {self.module_regex!r} is no regular expression: {error}; correct it, or use module"
-            ) from None
+        if self.module_regex is not None:
+            expression(self.module_regex)
 
     def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
         """Whether the rule decides the role. RecipeError where it asks for a name or layer that nobody has set."""
@@ -113,8 +111,8 @@ class Rule:
                 "duotone.name_modules(root) first, or leave the condition out"
             )
         return (
-            (self.module is None or fnmatchcase(role.name, self.module))
-            and (self.module_regex is None or re.fullmatch(self.module_regex, role.name) is not None)
+            (self.module is None or glob(self.module).match(role.name) is not None)
+            and (self.module_regex is None or expression(self.module_regex).matches(role.name))
             and (self.layer is None or is_layer(self.layer, site.layer, site.layers))
             and self._matches_shape(site.shape)
         )
@@ -127,7 +125,7 @@ class Rule:
     def concerns(self, role: QuantizerRole) -> bool:
         """Whether the rule is for tensors of this type, wherever they are."""
         return (
-            (self.module_type is None or fnmatchcase(role.module_type, self.module_type))
+            (self.module_type is None or glob(self.module_type).match(role.module_type) is not None)
             and (self.tensor_type is None or self.tensor_type == role.tensor_type)
             and all(self._format(role.tensor_type, direction) for direction in DIRECTIONS)
         )
@@ -194,6 +192,8 @@ class RuleRecipe(Recipe):
             raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
         if not isinstance(self.title, str):
             raise RecipeError(f"title is {self.title!r}; it must be a string")
+        check_text("title", self.title)
+        check_number("rules", len(self.rules), RULES)
         if self.history is not None and not isinstance(self.history, History):
             raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
         super().__post_init__()
@@ -204,6 +204,11 @@ class RuleRecipe(Recipe):
             return
         if not isinstance(self.base, Recipe):
             raise RecipeError(f"base is {self.base!r}; give a recipe, such as duotone.recipes.load('mxfp8')")
+        below: Any = self.base
+        for _ in range(BASES):
+            below = getattr(below, "base", None)
+        if below is not None:
+            raise RecipeError(f"more than {BASES} recipes are each the base of the one before; merge their rules")
         for field in fields(Recipe):
             theirs, ours = getattr(self.base, field.name), getattr(self, field.name)
             if theirs not in (field.default, ours) and field.name not in ATTENTION_FIELDS:

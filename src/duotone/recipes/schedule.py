@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from duotone.errors import RecipeError, UserError
+from duotone.recipes.limits import PHASES, check_number, check_text
 from duotone.recipes.recipe import Recipe, require_recipe
 
 
@@ -61,6 +62,8 @@ class Schedule:
             raise RecipeError(f"phases is {self.phases!r}; give a tuple of duotone.recipes.Phase")
         if not isinstance(self.title, str):
             raise RecipeError(f"title is {self.title!r}; it must be a string")
+        check_text("title", self.title)
+        check_number("phases", len(self.phases), PHASES)
         if not self.phases or self.phases[0].start != 0:
             given = repr(self.phases[0].start) if self.phases else "nothing"
             raise RecipeError(f"the first phase starts at {given}; it must start at 0")

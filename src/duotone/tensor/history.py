@@ -12,6 +12,9 @@ ALGORITHMS = ("max", "most_recent")
 LARGEST_MARGIN = 16
 """At 2^-16 of its largest value E4M3 has three magnitudes left, from 2^-19 on none; at 2^16 all but these saturate."""
 
+LONGEST = 2**20
+"""Steps: more would be gigabytes, as every slot of every module has a history."""
+
 
 @dataclass(frozen=True)
 class History:
@@ -35,8 +38,11 @@ class History:
             effect = "flush every value to zero" if self.margin > 0 else "saturate every value"
             limits = f"give an integer from {-LARGEST_MARGIN} to {LARGEST_MARGIN}, such as 0"
             raise UserError(f"margin is {self.margin}; a scale of MAX 2^-margin / amax would {effect}: {limits}")
-        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
-            raise UserError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer of at least 1")
+        length = self.amax_history_len
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= LONGEST:
+            raise UserError(
+                f"amax_history_len is {length!r}; it must be an integer of at least 1 and at most {LONGEST}"
+            )
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ALGORITHMS:
             allowed = f"{', '.join(ALGORITHMS)}, or a function of the history"
             raise UserError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown; allowed are {allowed}")

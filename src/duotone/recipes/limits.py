@@ -1,0 +1,59 @@
+"""How large a recipe may be, so that nothing in a file makes it slow or impossible to read, plan or print."""
+
+import re
+from typing import Any
+
+from duotone.errors import RecipeError
+
+FILE_BYTES = 2**20
+TEXT = 1024
+"""Characters of one text."""
+
+DEPTH = 32
+"""Tables and lists inside of each other."""
+
+BASES = 16
+"""Recipes below a recipe, each the base of the one before; files that refer to each other likewise."""
+
+RULES, PHASES = 4096, 1024
+INTEGER = 2**63 - 1
+MESSAGE = 1000
+
+PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
+DOTTED = re.compile(rf"(?:\.[ \t]*{PART}[ \t]*){{{DEPTH}}}")
+"""A key of more parts than may be; the reader of TOML takes time with the cube of their number."""
+
+
+def check_text(field: str, text: str) -> None:
+    """RecipeError unless `text` can be written to a file and read in a message."""
+    if len(text) > TEXT:
+        raise RecipeError(f"{field} has {len(text)} characters; give at most {TEXT}")
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        raise RecipeError(f"{field} is {text[:80]!r}, which holds NUL or half a surrogate pair; leave that out")
+
+
+def check_number(field: str, count: int, most: int) -> None:
+    """RecipeError where there are more than `most` of something."""
+    if count > most:
+        raise RecipeError(f"{count} {field} are more than a recipe may have; give at most {most}")
+
+
+def check_table(data: Any, depth: int = DEPTH) -> None:
+    """RecipeError where a value of a file is too deep, too long, no text or too large a number."""
+    if isinstance(data, dict | list):
+        if depth == 0:
+            raise RecipeError(f"tables are more than {DEPTH} deep; let a file name another one instead")
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            if isinstance(key, str):
+                check_text("a key", key)
+            check_table(value, depth - 1)
+    elif isinstance(data, str):
+        check_text("a text", data)
+    elif isinstance(data, int) and not -INTEGER <= data <= INTEGER:
+        raise RecipeError("a number has more than 18 digits; give a smaller one")
+
+
+def one_line(text: str) -> str:
+    """`text` without what no line holds, and without its middle where it is long."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return shown if len(shown) <= MESSAGE else f"{shown[: MESSAGE // 2]} ... {shown[-MESSAGE // 2 :]}"
