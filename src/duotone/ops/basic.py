@@ -306,6 +306,7 @@ class AddExtraInput(BasicOp):
 class MakeExtraOutput(BasicOp):
     """Gives its input as a further output of the call too."""
 
+    extra_outputs = 1
     stage = ExtraOutputStage()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.linear.stage import Stage
 from duotone.ops.again import is_transformed, second_order
+from duotone.ops.channels import Channels
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.pipeline import RUNNER, Backward, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
@@ -35,11 +36,8 @@ class Signal(NamedTuple):
     held: Quantizer | None = None
 
 
-class Op(KnownRoles):
+class Op(Channels, KnownRoles):
     """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
-
-    extra_inputs = 0
-    """How many further inputs a call takes."""
 
     takes_first_microbatch = True
     fuse_wgrad_accumulation = delay_wgrad_compute = False

@@ -1,20 +1,25 @@
 """Sequential: modules one after the other, of which neighbouring ops run as one pipeline."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.ops.channels import INPUTS, Routing, are_used, bound, check_channels, public_inputs
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.op import Op, run
+
+NOTHING: Mapping[Any, Any] = {}
 
 
 class Sequential(KnownRoles, nn.Sequential):
     """nn.Sequential whose ops run as pipelines; other modules, and ops with hooks, are called by themselves.
 
-    Further inputs of a call go to the ops that take some, in order. Further outputs follow the output. A first
-    microbatch is passed on to every module of Duotone.
+    Further inputs of a call go to the ops that take some, in order, but for those that take a channel. Further outputs
+    follow the output. A first microbatch is passed on to every module of Duotone. `op_kwargs` are keyword arguments of
+    single modules, by the module or by its index.
     """
 
     takes_first_microbatch = True
@@ -22,13 +27,21 @@ class Sequential(KnownRoles, nn.Sequential):
     @property
     def extra_inputs(self) -> int:
         """How many further inputs a call takes."""
-        return sum(getattr(module, "extra_inputs", 0) for module in self)
+        return sum(public_inputs(module) for module in self)
 
-    def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        *extra: Any,
+        is_first_microbatch: bool | None = None,
+        op_kwargs: Mapping[nn.Module | int, Mapping[str, Any]] | None = None,
+    ) -> Any:
         if self.extra_inputs != len(extra):
             takes = self.extra_inputs
             raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
-        made, outputs = run_modules(tuple(self), x, extra, is_first_microbatch, self)
+        modules = tuple(self)
+        own = _keywords(modules, op_kwargs) if op_kwargs else {}
+        made, outputs = run_modules(modules, x, extra, is_first_microbatch, self, own)
         return (made, *outputs) if outputs else made
 
     def __add__(self, other: nn.Sequential) -> "Sequential":
@@ -44,36 +57,82 @@ class Sequential(KnownRoles, nn.Sequential):
 
 
 def run_modules(
-    modules: Sequence[Any], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any
+    modules: Sequence[Any],
+    x: Tensor,
+    extra: Sequence[Any],
+    first: bool | None,
+    owner: Any,
+    keywords: Mapping[int, Mapping[str, Any]] = NOTHING,
 ) -> tuple[Tensor, list[Any]]:
-    """The output and the further outputs of modules and ops, neighbouring ops in one pipeline."""
-    outputs: list[Any] = []
-    at = 0
-    for part in _parts(modules):
-        ops = part if isinstance(part, list) else [part]
-        count = sum(getattr(op, "extra_inputs", 0) for op in ops)
-        own, at = extra[at : at + count], at + count
+    """The output and the further outputs of modules and ops, neighbouring ops in one pipeline.
+
+    `keywords` are keyword arguments by the index of a module.
+    """
+    channels = are_used(modules)
+    if channels:
+        check_channels(modules)
+    routing = Routing(extra)
+    for part in _parts(modules, keywords, channels):
+        ops = part if isinstance(part, list) else [part[0]]
+        inputs = tuple(routing.inputs(ops))
         if isinstance(part, list):
-            y = run(part, x, own, first, owner)
-        elif getattr(part, "takes_first_microbatch", False):
-            y = part(x, *own, is_first_microbatch=first)
+            y = run(part, x, inputs, first, owner)
         else:
-            y = part(x)
+            module, given = part
+            given = {"is_first_microbatch": first, **given} if _is_ours(module) else given
+            y = module(x, *inputs, **given)
         if isinstance(y, tuple):
             y, *more = y
-            outputs += more
+            routing.take(ops, more)
         x = y
-    return x, outputs
+    return x, routing.outputs
 
 
-def _parts(modules: Sequence[Any]) -> list[Any]:
-    """Lists of neighbouring ops, and modules that run alone."""
+def _is_ours(module: Any) -> bool:
+    return getattr(module, "takes_first_microbatch", False)
+
+
+def _keywords(modules: Sequence[Any], op_kwargs: Any) -> dict[int, Mapping[str, Any]]:
+    """`op_kwargs` by index. UserError for a module that is not there, and for what its forward does not take."""
+    if not isinstance(op_kwargs, Mapping):
+        raise UserError(f"op_kwargs is a dict of modules, or their indices, to dicts; got {type(op_kwargs).__name__}")
+    found: dict[int, Mapping[str, Any]] = {}
+    for key, given in op_kwargs.items():
+        places = [i for i, module in enumerate(modules) if module is key or (type(key) is int and i == key)]
+        if not places:
+            what = repr(key) if isinstance(key, int) else f"a {type(key).__name__} that is not there"
+            raise UserError(f"op_kwargs has {what}; give a module of this Sequential, or an index below {len(modules)}")
+        if not isinstance(given, Mapping):
+            raise UserError(f"op_kwargs of {key!r} is {given!r}; give a dict of keyword arguments")
+        for i in places:
+            _check_keywords(i, modules[i], given)
+            found[i] = {**found.get(i, {}), **given}
+    return found
+
+
+def _check_keywords(place: int, module: Any, given: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    for name in given:
+        if name not in known:
+            kind = type(module).__name__
+            raise UserError(f"op_kwargs of {kind} at {place} has {name!r}; its forward takes {', '.join(known[1:])}")
+
+
+def _parts(modules: Sequence[Any], keywords: Mapping[int, Any], channels: bool) -> list[Any]:
+    """Lists of neighbouring ops, and modules that run alone with their keyword arguments.
+
+    A channel ends a list where the next op takes what an op of that list gives.
+    """
     parts: list[Any] = []
-    for module in modules:
-        ops = None if isinstance(module, nn.Module) and is_hooked(module) else getattr(module, "pipeline", None)
+    for i, module in enumerate(modules):
+        alone = i in keywords or (isinstance(module, nn.Module) and is_hooked(module))
+        ops = None if alone else getattr(module, "pipeline", None)
         if ops is None:
-            parts.append(module)
-        elif parts and isinstance(parts[-1], list):
+            parts.append((module, keywords.get(i, NOTHING)))
+        elif parts and isinstance(parts[-1], list) and not (channels and bound(module, INPUTS)):
             parts[-1] += ops
         else:
             parts.append(list(ops))

@@ -1,0 +1,103 @@
+"""Channels: further outputs of ops that later ops of the same Sequential take as further inputs."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from duotone.errors import UserError
+
+INPUTS, OUTPUTS = "_input_channels", "_output_channels"
+"""Names by place among an op's further inputs, and (name, whether the caller gets it too) among its further outputs."""
+
+
+class Channels:
+    """Mixed in before an op that takes further inputs or gives further outputs. A change counts from the next call."""
+
+    extra_inputs = 0
+    """How many further inputs a call takes."""
+
+    extra_outputs = 0
+    """How many further outputs a call gives."""
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> None:
+        """Take a further input from the op that gives `channel` in place of the caller; None is the caller again."""
+        _bind(self, INPUTS, self.extra_inputs, index, channel, channel)
+
+    def set_extra_output_channel(self, index: int, channel: str | None, *, output_to_caller: bool = True) -> None:
+        """Give a further output the name `channel`; the caller gets it too unless `output_to_caller` is False."""
+        _bind(self, OUTPUTS, self.extra_outputs, index, channel, (channel, output_to_caller))
+
+
+def _bind(op: Any, kind: str, count: int, index: int, channel: str | None, value: Any) -> None:
+    what = {INPUTS: "inputs", OUTPUTS: "outputs"}[kind]
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise UserError(f"{type(op).__name__} has {count} further {what}; got the index {index!r}")
+    if channel is not None and (not isinstance(channel, str) or not channel):
+        raise UserError(f"a channel is a name, or None for the caller; got {channel!r}")
+    others = {place: one for place, one in bound(op, kind).items() if place != index}
+    op.__dict__[kind] = others if channel is None else {**others, index: value}
+
+
+def bound(op: Any, kind: str) -> dict[int, Any]:
+    return op.__dict__.get(kind) or {}
+
+
+def public_inputs(op: Any) -> int:
+    """How many further inputs of an op the caller gives."""
+    return getattr(op, "extra_inputs", 0) - len(bound(op, INPUTS))
+
+
+def are_used(ops: Sequence[Any]) -> bool:
+    return any([INPUTS in op.__dict__ or OUTPUTS in op.__dict__ for op in ops])
+
+
+def check_channels(ops: Sequence[Any]) -> None:
+    """UserError unless each channel that an op takes is given once, by an op before it."""
+    places: dict[str, list[int]] = {}
+    for i, op in enumerate(ops):
+        for name, _ in bound(op, OUTPUTS).values():
+            places.setdefault(name, []).append(i)
+    for name, givers in places.items():
+        if len(givers) > 1:
+            both = " and ".join(f"{type(ops[i]).__name__} at {i}" for i in givers)
+            raise UserError(f"the channel {name!r} is given by {both}; give each a name of its own")
+    for i, op in enumerate(ops):
+        for name in bound(op, INPUTS).values():
+            taker = f"{type(op).__name__} at {i} takes the channel {name!r}"
+            if name not in places:
+                given = f"channels are {', '.join(map(repr, places))}" if places else "no op gives a channel"
+                raise UserError(f"{taker}, which no op gives; {given}")
+            if places[name][0] >= i:
+                raise UserError(f"{taker}, which the op at {places[name][0]} gives later; put that one before it")
+
+
+class Routing:
+    """What lies in channels during one call, and what the caller gave."""
+
+    def __init__(self, extra: Sequence[Any]) -> None:
+        self.given = iter(extra)
+        self.channels: dict[str, Any] = {}
+        self.outputs: list[Any] = []
+
+    def inputs(self, ops: Sequence[Any]) -> Iterator[Any]:
+        """The further inputs of ops, in order."""
+        for op in ops:
+            names = bound(op, INPUTS)
+            for i in range(getattr(op, "extra_inputs", 0)):
+                yield self.channels[names[i]] if i in names else next(self.given)
+
+    def take(self, ops: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Put the further outputs of ops where they belong."""
+        if not any(bound(op, OUTPUTS) for op in ops):
+            self.outputs += outputs
+            return
+        rest = iter(outputs)
+        for op in ops:
+            names = bound(op, OUTPUTS)
+            for i in range(op.extra_outputs):
+                value = next(rest)
+                name, to_caller = names.get(i, ("", True))
+                if name:
+                    self.channels[name] = value
+                if to_caller:
+                    self.outputs.append(value)
+        self.outputs += rest
