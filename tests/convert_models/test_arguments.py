@@ -53,6 +53,24 @@ def test_a_schedule_that_starts_otherwise_or_is_none_is_refused() -> None:
         duotone.convert(stack(), NVFP4, schedule="mxfp8-then-bf16-fprop")
 
 
+@pytest.mark.parametrize("rules", [None, Rule(format="identity"), 3], ids=["None", "a rule", "a number"])
+def test_rules_that_are_no_sequence_are_one_line(rules) -> None:
+    with pytest.raises(UserError, match=r"rules are a sequence of duotone.recipes.Rule; got \w+: give \(\) for none"):
+        duotone.convert(stack(), MXFP8, rules)
+
+
+def test_a_factory_is_asked_for_no_module_that_is_left_alone() -> None:
+    names = []
+
+    def factory(role):
+        names.append(role.name if role else "")
+        return duotone.IdentityQuantizer() if role is None else MXFP8(role)
+
+    m = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 2), "linear": nn.Linear(32, 32)})
+    duotone.convert(m, duotone.CustomRecipe(qfactory=factory))
+    assert set(names) == {"", "linear"}
+
+
 @pytest.mark.parametrize("recipe", [MXFP8, recipes.load("bf16")], ids=["mxfp8", "bf16"])
 def test_a_model_without_anything_to_convert_is_a_warning(recipe) -> None:
     with pytest.warns(UserWarning, match="found nothing to convert: Sequential has no nn.Linear, no experts"):
@@ -88,7 +106,7 @@ def test_a_plan_of_a_plain_model_does_not_pass_over_the_recipe() -> None:
 def test_a_lazy_linear_waits_for_its_first_forward_and_says_so() -> None:
     m = nn.Sequential(nn.LazyLinear(32), nn.Linear(32, 32), nn.LazyConv1d(4, 1))
     with pytest.warns(
-        UserWarning, match=r"1 linears do not follow recipe mxfp8; left alone: 0 \(it has no weight before"
+        UserWarning, match=r"1 of the linears do not follow recipe mxfp8; left alone: 0 \(it has no weight before"
     ):
         duotone.convert(m, MXFP8)
     assert any(row.module == "0" and "no weight before its first forward" in row.reason for row in duotone.plan(m))

@@ -129,7 +129,7 @@ def test_a_forward_that_another_one_took_the_place_of_is_left_alone_with_a_warni
     with pytest.raises(RecipeError, match="strict: 0 stays in high precision: its forward was replaced"):
         duotone.convert(m, recipes.MXFP8BlockScaling(strict=True))
     m.append(nn.Linear(32, 32))
-    with pytest.warns(UserWarning, match="2 linears do not follow recipe mxfp8; left alone: 0"):
+    with pytest.warns(UserWarning, match="2 of the linears do not follow recipe mxfp8; left alone: 0"):
         duotone.convert(m, MXFP8)
 
 
@@ -174,7 +174,7 @@ def test_an_encoder_of_which_nothing_is_converted_keeps_its_fast_path() -> None:
     for layer in m["encoder"].layers:
         for linear in (layer.linear1, layer.linear2):
             parallel(linear)
-    with pytest.warns(UserWarning, match="4 linears do not follow"):
+    with pytest.warns(UserWarning, match="4 of the linears do not follow"):
         duotone.convert(m, MXFP8)
     assert m["encoder"].use_nested_tensor and m["encoder"].layers[0].activation_relu_or_gelu
 

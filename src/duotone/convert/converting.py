@@ -124,6 +124,8 @@ def _validate(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule:
         raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
     if schedule is not None and schedule.phases[0].recipe != recipe:
         raise UserError(f"recipe {recipe.name} is not what schedule {schedule.title} starts with; give schedule.at(0)")
+    if not isinstance(rules, Sequence):
+        raise UserError(f"rules are a sequence of duotone.recipes.Rule; got {type(rules).__name__}: give () for none")
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
         raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")

@@ -38,16 +38,16 @@ def warn_of_surprises(
             kind = type(model).__name__
             _warn(f"convert found nothing to convert: {kind} has no nn.Linear, no experts and no module of Duotone")
         return
-    wanted = {name: reason for name, reason in left.items() if wants_less(name, recipe, rules, sites)}
-    surprising = {name: reason for name, reason in wanted.items() if reason in SURPRISING}
-    if any(is_quantized(slots) for _, slots in planned):
-        if surprising:
-            _warn(f"{len(surprising)} linears do not follow recipe {recipe.name}; {_listed(surprising)}")
-        return
-    kept = _kept_by_default([target for target, _ in planned], recipe, rules, sites)
-    if wanted or kept:
-        remedy = "" if wanted else "; rules=() converts it too"
-        _warn(f"no linear follows recipe {recipe.name}; {_listed(wanted or kept)}{remedy}")
+    follows = any(is_quantized(slots) for _, slots in planned)
+    suspects = {name: reason for name, reason in left.items() if not follows or reason.endswith(SURPRISING)}
+    passed = {name: reason for name, reason in suspects.items() if wants_less(name, recipe, rules, sites)}
+    if follows and passed:
+        _warn(f"{len(passed)} of the linears do not follow recipe {recipe.name}; {_listed(passed)}")
+    elif not follows:
+        kept = {} if passed else _kept_by_default([target for target, _ in planned], recipe, rules, sites)
+        remedy = "; rules=() converts it too" if kept else ""
+        if passed or kept:
+            _warn(f"no linear follows recipe {recipe.name}; {_listed(passed or kept)}{remedy}")
 
 
 def _kept_by_default(
