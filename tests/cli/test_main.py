@@ -72,3 +72,34 @@ def test_without_its_packages_the_command_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == ("duotone: the command line needs click: pip install click jinja2 numpy rich safetensors\n")
+
+
+LONG = "a" * 256
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--out", LONG],
+        ["train", "--out", f"absent/{LONG}", "--preset", "tiny", "--steps", "1"],
+        ["train", "--resume", "--out", LONG],
+        ["compare", "--out", LONG],
+        ["bench", "cast", "--out", LONG, "--shape", "8x8", "--recipe", "mxfp8"],
+        ["bench", "cast", "--out", f"{LONG}/file", "--shape", "8x8", "--recipe", "mxfp8"],
+        ["train", "--data", LONG],
+        ["train", "--recipe", f"{LONG}.toml"],
+        ["recipes", LONG],
+        ["plan", "--model", f"hf:{LONG}"],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(refused, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    refused(*arguments)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_history_that_no_memory_holds_is_one_line(refused, tmp_path):
+    path = tmp_path / "long.toml"
+    path.write_text("recipe = 'fp8-delayed'\namax_history_len = 1000000000000")
+    for command in ("plan", "train"):
+        assert "amax_history_len is 1000000000000; it must be an integer" in refused(command, "--recipe", path)

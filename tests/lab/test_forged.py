@@ -6,9 +6,12 @@ import json
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from duotone import recipes
+from duotone.cli.inputs import config_from
 from duotone.errors import UserError
 from duotone.lab import checkpoint, loop, meta, presets
 from duotone.lab.trainer import TrainConfig, Trainer
@@ -171,6 +174,8 @@ def put(path, value):
         (put("history.train_loss", [[1]]), "history.train_loss is no list of steps"),
         (put("history.train_loss", [[1, "2"]]), "history.train_loss is no list of steps"),
         (put("history.train_loss", [[2, 1.0], [1, 1.0]]), "history.train_loss is no list of steps"),
+        (put("history.train_loss", [[2, 1.0]]), "history.train_loss has 1 of 2 steps"),
+        (put("config.seed", -1), "config.seed is -1"),
         (put("history.heldout_loss", [[9, 1.0]]), "history.heldout_loss is no list of steps"),
         (put("history.train_loss", [[1, float("nan")]]), "history.train_loss is no list of steps"),
     ],
@@ -181,6 +186,42 @@ def test_a_meta_file_that_no_run_writes_is_refused_in_one_line(copied, change, w
     with pytest.raises(UserError) as raised:
         meta.require_run(checkpoint.load(folder), folder)
     assert words in str(raised.value) and "\n" not in str(raised.value)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_meta_file_ends_in_a_traceback(written, trainer, data):
+    """One value of it, somewhere, is another one; what passes all checks is what the trainer would write itself."""
+    folder = written[1]
+    content = (folder / checkpoint.META).read_bytes()
+    values = json.loads(content)
+    here = values
+    while True:
+        key = data.draw(st.sampled_from(list(here) if isinstance(here, dict) else range(len(here))))
+        if not here[key] or not isinstance(here[key], dict | list) or data.draw(st.booleans()):
+            here[key] = data.draw(JSON)
+            break
+        here = here[key]
+    try:
+        saved = checkpoint.parse_meta(json.dumps(values).encode(), folder)
+        forged = dataclasses.replace(
+            checkpoint.load(folder), step=saved.pop("step"), aliases=saved.pop("aliases"), meta=saved
+        )
+        meta.require_run(forged, folder)
+        recipes.any_from_dict(saved["recipe"])
+        config_from({}, saved["config"])
+        trainer.check(forged, folder)
+    except UserError as error:
+        assert "\n" not in str(error)
 
 
 def test_what_a_run_writes_passes(copied, corpus):

@@ -1,6 +1,7 @@
 """What a comparison or a run came to: the table at the end, and the files it leaves."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,18 @@ def write_numbers(result: dict[str, Any], folder: Path) -> None:
 
     path = folder / "result.json"
     try:
-        files.publish_file(path, json.dumps(result, indent=1, allow_nan=False).encode())
+        files.publish_file(path, json.dumps(_with_finite_numbers(result), indent=1, allow_nan=False).encode())
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): make room, or choose another --out") from error
+
+
+def _with_finite_numbers(value: Any) -> Any:
+    """`value` with None for numbers that JSON does not have: one of them is no reason to lose all others."""
+    if isinstance(value, dict):
+        return {key: _with_finite_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_finite_numbers(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _row(run: dict[str, Any], result: dict[str, Any]) -> list[str]:

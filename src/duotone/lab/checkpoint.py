@@ -93,12 +93,12 @@ def load(path: Path) -> Checkpoint:
     for name in (MODEL, TRAINING, META):
         if _digest(contents[name]) != expected.get(name):
             raise damaged(path, f"{name} does not match {DIGESTS}")
-    meta = _meta(contents[META], path)
+    meta = parse_meta(contents[META], path)
     model, training = (_tensors(contents[name], name, path) for name in (MODEL, TRAINING))
     return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta)
 
 
-def _meta(content: bytes, path: Path) -> dict[str, Any]:
+def parse_meta(content: bytes, path: Path) -> dict[str, Any]:
     """The table of `meta.json` without its layout; UserError unless it has a step and aliases."""
     try:
         meta = json.loads(content)

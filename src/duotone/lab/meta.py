@@ -30,6 +30,10 @@ def require_run(saved: Checkpoint, path: Path) -> None:
         wrong = f"history does not have {' and '.join(CURVES)} alone"
     elif other := next((name for name in CURVES if not _is_curve(history[name], saved.step)), None):
         wrong = f"history.{other} is no list of steps up to {saved.step} with their losses"
+    elif len(history["train_loss"]) != saved.step:
+        wrong = f"history.train_loss has {len(history['train_loss'])} of {saved.step} steps"
+    elif not 0 <= config["seed"] < 2**63:
+        wrong = f"config.seed is {config['seed']}"
     if wrong:
         raise checkpoint.damaged(path, f"{checkpoint.META}: {wrong}")
 

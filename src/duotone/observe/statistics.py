@@ -44,11 +44,14 @@ def _extremes(magnitude: Tensor, nonzero: Tensor) -> Tensor:
 
 
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
-    """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, and
-    `dynamic_range_bits` where nothing was nonzero."""
+    """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, -inf where a finite
+    element became infinite; `dynamic_range_bits` is None where nothing was nonzero."""
     total = dict(zip(FIELDS, sums, strict=True))
     largest, smallest = extremes[0], -extremes[1]
-    snr = 10.0 * math.log10(total["signal"] / total["noise"]) if total["noise"] > 0 < total["signal"] else None
+    snr = None
+    if total["noise"] > 0 < total["signal"]:
+        ratio = total["signal"] / total["noise"]
+        snr = 10.0 * math.log10(ratio) if ratio > 0 else -math.inf
     return {
         "snr_db": snr,
         "underflow": total["underflowed"] / max(1.0, total["nonzero"]),
