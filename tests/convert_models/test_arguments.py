@@ -77,6 +77,13 @@ def test_a_model_without_anything_to_convert_is_a_warning(recipe) -> None:
         duotone.convert(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), recipe)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_has_nothing_to_convert() -> None:
+    m = torch.jit.script(stack())
+    with pytest.warns(UserWarning, match=r"left alone: 0 \(RecursiveScriptModule holds weight"):
+        duotone.convert(m, MXFP8)
+
+
 def test_a_model_of_which_nothing_follows_the_recipe_is_a_warning() -> None:
     m = nn.Sequential(nn.LSTM(8, 8), nn.Conv2d(3, 3, 3))
     with pytest.warns(UserWarning, match=r"no linear follows recipe mxfp8; left alone: 0 \(LSTM holds .*, and 1 more"):

@@ -31,7 +31,7 @@ def bypassed(model: nn.Module) -> dict[str, str]:
 @functools.cache
 def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
     """The attributes whose weight the forward of a class reads, and which no code of the class calls or hands on."""
-    read = {attribute for attribute, loaded in _loads(kind.forward) if _is_read(loaded)}
+    read = {attribute for attribute, loaded in _loads(inspect.getattr_static(kind, "forward")) if _is_read(loaded)}
     if not read:
         return frozenset()
     bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from duotone.errors import RecipeError
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import BOUNDARIES, TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, undecided, unmatched
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, Subject, undecided, unmatched
 
 Place = tuple[str, str, Site]
 """(module type, name, site) of what a model multiplies with."""
@@ -33,7 +33,7 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Pl
     return [rule for rule in found if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
 
 
-def _unmatched_in(recipe: Recipe, subjects: Sequence[tuple[QuantizerRole, Site]]) -> list[Rule]:
+def _unmatched_in(recipe: Recipe, subjects: Sequence[Subject]) -> list[Rule]:
     """Of the recipe, of its base where its own rules leave a subject, and of its evaluation recipe."""
     rules = getattr(recipe, "rules", ())
     found = unmatched(rules, subjects)

@@ -37,8 +37,7 @@ def sites_of(root: nn.Module) -> dict[str, Site]:
     sites = {}
     for name, module in modules.items():
         weight = getattr(module, "weight", None)
-        known = isinstance(weight, Tensor) and not is_lazy(weight)
-        shape = tuple(weight.shape[-2:]) if known else None
+        shape = tuple(weight.shape[-2:]) if isinstance(weight, Tensor) and not is_lazy(weight) else None
         sites[name] = Site(*_stack(name, modules), shape=shape)
     return sites
 
