@@ -181,12 +181,13 @@ def control_c():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_ctrl_c_keeps_what_is_complete_and_ends_with_130(duotone, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_keeps_what_is_complete_and_ends_with_its_code(duotone, monkeypatch, tmp_path, number, expected):
     path = tmp_path / "lines.jsonl"
     before = signal.getsignal(signal.SIGINT)
-    at_the_second_shape(monkeypatch, control_c)
+    at_the_second_shape(monkeypatch, lambda: os.kill(os.getpid(), number))
     code, out, err = duotone(*TWO_SHAPES, "--out", path)
-    assert code == 130 and signal.getsignal(signal.SIGINT) is before
+    assert code == expected and signal.getsignal(signal.SIGINT) is before
     assert "16x32x32, on " in out and "32x16x16, on " not in out
     assert {json.loads(line)["shape"] for line in path.read_text().splitlines()} == {"16x32x32"}
     assert err.splitlines()[-1] == f"stopped: 1 of 2 tables are complete, in {path}"

@@ -71,6 +71,11 @@ def test_runs_that_are_complete_are_on_disk_when_a_later_one_breaks(duotone, tex
     assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 0]
 
 
+def test_a_folder_in_use_is_refused(refused, text_file, tmp_path):
+    with files.locked(tmp_path):
+        assert "is in use by process" in refused(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path)
+
+
 def test_a_diverged_run_is_told_and_gives_exit_code_1(duotone, text_file, tmp_path, monkeypatch):
     step = Trainer.step
 

@@ -1,6 +1,8 @@
+import pytest
 import torch
 from torch import nn
 
+from duotone.errors import UserError
 from duotone.lab.model import to_dtype
 from duotone.lab.optimizer import MasterAdamW
 
@@ -80,3 +82,17 @@ def test_a_loaded_state_continues_bit_for_bit():
     left, right = whole.state(), rest.state()
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("forged", [torch.zeros(1), torch.zeros(0), torch.zeros(8, 8, dtype=torch.float64), None])
+def test_a_moment_of_another_shape_is_refused_before_anything_changes(forged):
+    """The fused step would write past it."""
+    model, masters = make()
+    optimizer = MasterAdamW(model, masters)
+    put_gradients(model, 0)
+    optimizer.step(1e-2)
+    before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
+    state = {**before, "masters/1.bias": torch.ones(8), "exp_avg_sq/0.weight": forged}
+    with pytest.raises(UserError, match=r"exp_avg_sq/0.weight is .* and \(8, 8\) torch.float32 in the optimizer"):
+        optimizer.load_state({name: tensor for name, tensor in state.items() if tensor is not None})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())

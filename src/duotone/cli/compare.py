@@ -53,7 +53,7 @@ def compare(
         except UserError as error:
             click.echo(str(error), err=True)  # the next runs go on, and at the end it is an error
 
-    with Interrupt() as interrupt:
+    with files.locked(folder), Interrupt() as interrupt:
         with progress.choose() as display:
             result = comparison.compare(
                 config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=keep

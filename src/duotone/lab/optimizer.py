@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from duotone.errors import UserError
+
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
 GRADIENT_NORM = 1.0
@@ -57,7 +59,15 @@ class MasterAdamW:
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `state` gave for the same model; the caller has checked them with `state_like`."""
+        """Take over what `state` gave for the same model; UserError, with nothing changed, where it is of another."""
+        for name, like in self.state_like().items():
+            tensor = tensors.get(name)
+            if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+                there = "absent" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+                raise UserError(
+                    f"{name} is {there} in the state and {tuple(like.shape)} {like.dtype} in the optimizer; load the "
+                    "state of the same model"
+                )
         with torch.no_grad():
             for name, master in self.masters.items():
                 master.copy_(tensors[f"masters/{name}"])
