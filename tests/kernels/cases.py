@@ -293,7 +293,15 @@ CASES += [
         for length in (16, 1024)
         for case in launched(
             f"roll {length}",
-            lambda length=length: roll.roll(torch.zeros(length, 4), torch.ones(4), torch.ones(4), False),
+            lambda length=length: roll.roll(
+                torch.zeros(length, 4),
+                torch.ones(4),
+                torch.zeros(2, 4, dtype=torch.int32),
+                torch.ones(4),
+                False,
+                True,
+                8.0,
+            ),
         )
     ],
 ]

@@ -1,5 +1,6 @@
 """The arithmetic of delayed scaling, bit for bit against an independent reference (numerics 3, core 70)."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -7,8 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import duotone
 from duotone.formats import get
+from duotone.recipes import DelayedScaling
 from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
 from duotone.state.history import resized
 from duotone.tensor import History, QuantizeContext, Quantizer
@@ -17,6 +21,10 @@ MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}
 DTYPE = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 ONE = np.float32(1)
 FLT_MAX = np.finfo(np.float32).max
+
+
+AS_TE = {"skip_nonfinite_amax": False, "spike_factor": 0}
+"""The fields that are off in section 3 of the numerics page."""
 
 
 @dataclass
@@ -51,6 +59,8 @@ class Slot:
         if last == 0:
             return
         entries = np.append(self.history[1:], last)
+        with np.errstate(invalid="ignore"):
+            most = np.fmax.reduce(entries)
         fresh = np.zeros_like(self.history)
         for i in range(1, self.length - 1):
             fresh[i] = self.history[i + 1]
@@ -60,7 +70,7 @@ class Slot:
         if callable(self.algorithm):
             amax = np.float32(self.algorithm(entries))
         else:
-            amax = entries.max() if self.algorithm == "max" else last
+            amax = most if self.algorithm == "max" else last
         if np.isfinite(amax) and amax > 0:
             with np.errstate(over="ignore"):
                 scale = np.float32(MAX[self.element] * np.float32(2.0**-self.margin)) / amax
@@ -109,7 +119,7 @@ def test_scales_histories_and_codes_follow_the_reference(element, algorithm, len
     """core 70: 24 steps of zeros, infinities, NaN and tiny values; slot 1 is skipped at times, slot 2 never used."""
     chosen = ALGORITHMS[algorithm]
     ours, theirs = chosen if isinstance(chosen, tuple) else (chosen, chosen)
-    parameters = History(margin, length, ours)
+    parameters = History(margin, length, ours, **AS_TE)
     state = DelayedState(3, parameters)
     fmt = get(f"fp8_{element}_delayed")
     state.largest = [fmt.largest, fmt.largest, 0.0]
@@ -172,3 +182,94 @@ def test_another_length_keeps_the_live_row_and_the_newest_entries(old, new) -> N
     assert made.shape == (new, 2) and torch.equal(made[0], history[0])
     assert kept == 0 or torch.equal(made[-kept:], history[-kept:])
     assert not made[1 : new - kept].any()
+
+
+def rolled(column: list[float], scale: float = 1.0, largest: float = 448.0, **fields) -> DelayedState:
+    """A state of one slot after a roll of a history that begins with its live amax and ends with its newest entry."""
+    state = DelayedState(1, History(amax_history_len=len(column), **fields))
+    state.largest = [largest]
+    state.amax_history[:, 0] = torch.tensor(column)
+    state.scale.fill_(scale)
+    state.roll()
+    return state
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def column(state: DelayedState) -> list[float]:
+    return state.amax_history[:, 0].tolist()
+
+
+def test_a_nan_in_the_live_row_heals_as_the_numerics_page_says() -> None:
+    """Section 3, as in a checkpoint from elsewhere: not zero, so it rolls; row 0 is 0 again; NaN does not count."""
+    state = rolled([NAN, 1.0, 2.0], scale=5.0, **AS_TE)
+    assert column(state)[:2] == [0.0, 2.0] and np.isnan(column(state)[2]) and state.scale.item() == 224.0
+    state.amax_history[0] = 4.0
+    state.roll()
+    assert state.scale.item() == 112.0 and column(state)[2] == 4.0
+    assert rolled([NAN, 1.0, 2.0], scale=5.0, amax_compute_algo="most_recent", **AS_TE).scale.item() == 5.0
+    assert rolled([NAN], scale=5.0, **AS_TE).scale.item() == 5.0
+    state = rolled([NAN, 1.0, 2.0], scale=5.0)
+    assert column(state) == [0.0, 1.0, 2.0] and state.scale.item() == 5.0 and state.events.tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent", second_largest])
+def test_an_amax_that_is_not_finite_never_enters_and_freezes_nothing(bad, algorithm) -> None:
+    """Not for 1,024 steps: the next step has its scale. Entries of a checkpoint that are not finite do not count."""
+    state = rolled([bad, 3.0, 7.0, bad], scale=5.0, amax_compute_algo=algorithm)
+    assert state.scale.item() == 5.0 and state.events.tolist() == [[1], [0]] and column(state)[0] == 0.0
+    state.amax_history[0] = 3.5
+    state.roll()
+    amax = {"max": 7.0, "most_recent": 3.5}.get(algorithm, 3.5)
+    assert state.scale.item() == 448.0 / amax
+    assert column(state) == [0.0, 7.0, 0.0, 3.5] and state.events.tolist() == [[1], [0]]
+
+
+def test_a_spike_enters_as_a_multiple_of_the_largest_of_the_rest() -> None:
+    state = rolled([1e8, 1.0, 7.0], spike_factor=4.0)
+    assert column(state) == [0.0, 7.0, 28.0] and state.scale.item() == 16.0 and state.events.tolist() == [[0], [1]]
+    state = rolled([28.0, 1.0, 7.0], spike_factor=4.0)
+    assert column(state) == [0.0, 7.0, 28.0] and state.events.tolist() == [[0], [0]]
+    for first in ([1e8], [1e8, 0.0, 0.0]):  # nothing to compare with
+        state = rolled(first, spike_factor=4.0)
+        assert state.scale.item() == np.float32(448) / np.float32(1e8) and not state.events.any()
+    assert column(rolled([1e8, 1.0, 7.0], spike_factor=0)) == [0.0, 7.0, 1e8]
+    assert column(rolled([3e38, 1.0, 1e38], spike_factor=4.0)) == [0.0, np.float32(1e38), np.float32(3e38)]
+
+
+def test_scales_follow_again_where_larger_amaxes_stay() -> None:
+    """A level that grows a thousandfold for good is no spike: each step lets one factor in."""
+    state = rolled([1000.0, 1.0, 1.0], spike_factor=16.0)
+    for expected in (256.0, 1000.0):
+        state.amax_history[0] = 1000.0
+        state.roll()
+        assert column(state)[-1] == expected
+
+
+def test_gradients_after_one_infinite_batch_are_those_of_a_run_without_it() -> None:
+    """They were all zero for as long as the history is."""
+    recipe = DelayedScaling(amax_history_len=8)
+    torch.manual_seed(0)
+    model = duotone.convert(nn.Sequential(nn.Linear(32, 32)), recipe, ())
+    twin = copy.deepcopy(model)
+    good = torch.randn(16, 32)
+    for m, batches in ((model, (good, None, good, good)), (twin, (good, good, good))):
+        for x in batches:
+            m.zero_grad()
+            with duotone.autocast(recipe=recipe):
+                y = m(good if x is None else x)
+            y.backward(torch.ones_like(y) * (float("inf") if x is None else 1.0))
+    assert model[0].weight.grad.any() and torch.equal(model[0].weight.grad, twin[0].weight.grad)
+    assert model[0].duotone_backward.events[0, 0] == 1 and not twin[0].duotone_backward.events.any()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("skip_nonfinite_amax", 1), *(("spike_factor", value) for value in (-1, 0.5, 1, INF, NAN, True, "4", None))],
+)
+def test_a_field_out_of_range_is_one_clear_error(field, value) -> None:
+    with pytest.raises(duotone.RecipeError, match=field) as caught:
+        DelayedScaling(**{field: value})
+    assert "\n" not in str(caught.value)

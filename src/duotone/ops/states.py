@@ -87,7 +87,7 @@ def recipe_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU of all scales fp32 (n,) and amax histories fp32 (L, n) of delayed scaling, by full name."""
     found: dict[str, Tensor] = {}
     for prefix, (state, saved, name) in _places(model).items():
-        parts = saved.get(name, {}) if state is None else dict(state.named_buffers())
+        parts = saved.get(name, {}) if state is None else {part: state.get_buffer(part) for part in PARTS}
         found.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
     return found
 

@@ -12,6 +12,7 @@ from duotone.errors import RecipeError
 from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element, history_of
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
+from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -80,6 +81,8 @@ class DelayedScaling(Recipe):
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
     reduce_amax: bool = True
+    skip_nonfinite_amax: bool = True
+    spike_factor: float = History.spike_factor
     kind: ClassVar[str] = "fp8-delayed"
 
     def __post_init__(self) -> None:

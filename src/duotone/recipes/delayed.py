@@ -43,6 +43,8 @@ class DelayedScalingRequest:
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
     reduce_amax: bool = True
+    skip_nonfinite_amax: bool = True
+    spike_factor: float = History.spike_factor
 
     def __post_init__(self) -> None:
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)

@@ -17,7 +17,7 @@ COMMON_KEYS = tuple(f.name for f in fields(Recipe) if f.name != "evaluation")
 HEAD_KEYS = ("name", *COMMON_KEYS, "evaluation", "base", "delayed", "rules")
 SCHEDULE_KEYS = ("name", "steps", "phases")
 PHASE_KEYS = ("from", "recipe", "convert_parameters")
-DELAYED_KEYS = ("margin", "amax_history_len", "amax_compute_algo", "reduce_amax")
+DELAYED_KEYS = tuple(f.name for f in fields(History) if f.name != "scaling_factor_compute_algo")
 
 Resolve = Callable[[str], Recipe]
 """The recipe that a file refers to by a name or by the path of another file."""

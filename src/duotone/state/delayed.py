@@ -52,11 +52,13 @@ class DelayedState(nn.Module):
     """Scales (n,) and amax history (L, n) of one module and direction; they stay fp32 whatever the module becomes.
 
     Row 0 of the history fills at present, the last row is the newest finished one. `largest` are the elements' largest
-    magnitudes by slot, 0 where a slot is not used. Buffers keep their address while the length stays.
+    magnitudes by slot, 0 where a slot is not used. Buffers keep their address while the length stays. `events` (2, n)
+    counts the amaxes that were not finite and did not enter the history, and the spikes that entered as less.
     """
 
     scale: Tensor
     amax_history: Tensor
+    events: Tensor
 
     def __init__(self, slots: int, parameters: History, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -65,6 +67,7 @@ class DelayedState(nn.Module):
         self.register_buffer("scale", torch.ones(slots, dtype=torch.float32, device=device))
         length = parameters.amax_history_len
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
+        self.register_buffer("events", torch.zeros(2, slots, dtype=torch.int32, device=device), persistent=False)
         self.step = Step()
         self._register()
 
@@ -86,7 +89,7 @@ class DelayedState(nn.Module):
             moved = fn(buffer)
             if buffer.is_meta and not moved.is_meta:
                 moved = torch.ones_like(moved) if name == "scale" else torch.zeros_like(moved)
-            self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+            self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self
 
     def adopt(self, parameters: History) -> None:
@@ -139,7 +142,7 @@ class DelayedState(nn.Module):
         step = self.step
         amaxes, scale = self._buffers["amax_history"], self._buffers["scale"]
         assert amaxes is not None and scale is not None
-        step.now.past = history.roll(amaxes, scale, self.largest, self.history)
+        step.now.past = history.roll(amaxes, scale, self.largest, self.history, self._buffers["events"])
         step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:

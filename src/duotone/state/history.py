@@ -16,15 +16,20 @@ LONGEST = 8192
 """Entries of a history that one program holds."""
 
 
-def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
-    """Roll the history (L, n) and the scales (n,) in place; gives the scales before."""
+SKIPPED, CLAMPED = range(2)
+"""Rows of `events`: amaxes that were not finite and did not enter, and spikes that entered as something smaller."""
+
+
+def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
+    """Roll the history (L, n) and the scales (n,) in place, count `events` int32 (2, n); gives the scales before."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
     if simple and scale.is_cuda and runs_kernels() and scale.numel() and history.shape[0] <= LONGEST:
         in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
-        return in_one_kernel(history, scale, recent=parameters.amax_compute_algo != "max")
+        recent, skip = parameters.amax_compute_algo != "max", parameters.skip_nonfinite_amax
+        return in_one_kernel(history, scale, events, recent=recent, skip=skip, spike=parameters.spike_factor)
     with torch.no_grad():
         before = scale.clone()
-        scale.copy_(rolled(history, scale, largest, parameters))
+        scale.copy_(rolled(history, scale, largest, parameters, events))
     return before
 
 
@@ -38,21 +43,23 @@ def _kernel(largest: tuple[float, ...], margin: int, device: torch.device) -> Ca
     return functools.partial(in_one_kernel, largest=limit)
 
 
-def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
+def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
     """Roll the history (L, n) in place and give the scales (n,) that follow.
 
-    A slot whose live amax is 0 met nothing: its history and scale stay. Else the live amax becomes the newest entry and
-    scale = fl(fl(MAX 2^-margin) / amax), the old scale where amax is not finite, the largest fp32 on overflow.
+    A slot whose live amax is 0 met nothing: its history and scale stay. Else the live amax, as `entering` lets it,
+    becomes the newest entry and scale = fl(fl(MAX 2^-margin) / amax), the old scale where amax is not finite, the
+    largest fp32 on overflow. A NaN among the entries does not count.
     """
-    live = history[0].clone()
-    entries = torch.cat([history[1:], live[None]])  # the entry that drops out now still counts for this scale
-    moves = live > 0
+    entries = entering(history, parameters, events)
+    live = entries[-1]
+    moves = live != 0
     algorithm = parameters.amax_compute_algo
     if isinstance(algorithm, str):
-        amax = entries.amax(0) if algorithm == "max" else live
+        amax = _numbers(entries).amax(0) if algorithm == "max" else live
     else:
         amax = algorithm(entries)
-    history.copy_(torch.where(moves, torch.cat([torch.zeros_like(live)[None], entries[1:]]), history))
+    history[1:].copy_(torch.where(moves, entries[1:], history[1:]))
+    history[0].zero_()
     fp8_max = torch.tensor(largest, dtype=torch.float32, device=history.device)
     if parameters.scaling_factor_compute_algo is not None:
         fresh = parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
@@ -60,6 +67,33 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
         fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
         fresh = torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
     return torch.where(moves, fresh, scale)
+
+
+def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
+    """The entries (L, n) that count for the next scale, oldest first and the live one last; `events` are counted.
+
+    The one that drops out now still counts.
+    """
+    live, rest = history[0].clone(), history[1:]
+    if parameters.skip_nonfinite_amax:
+        live, rest = drop_nonfinite(live, events), torch.where(torch.isfinite(rest), rest, 0.0)
+    if parameters.spike_factor and rest.shape[0]:
+        limit = _numbers(rest).amax(0) * parameters.spike_factor
+        spikes = (limit > 0) & (live > limit)
+        live = torch.where(spikes, limit, live)
+        events[CLAMPED] += spikes
+    return torch.cat([rest, live[None]])
+
+
+def drop_nonfinite(live: Tensor, events: Tensor) -> Tensor:
+    """Live amaxes (n,), 0 where they were not finite, which is counted."""
+    finite = torch.isfinite(live)
+    events[SKIPPED] += ~finite
+    return torch.where(finite, live, 0.0)
+
+
+def _numbers(entries: Tensor) -> Tensor:
+    return torch.where(torch.isnan(entries), 0.0, entries)
 
 
 def resized(history: Tensor, length: int) -> Tensor:

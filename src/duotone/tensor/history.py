@@ -23,6 +23,9 @@ class History:
     `amax_history_len` counts the slot that fills at present. Callables replace the rules: `amax_compute_algo(history)`
     takes the history (L, n), newest last, to amax (n,); `scaling_factor_compute_algo(amax, scale, fp8_max, history)`
     gives the new scale (n,). `reduce_amax` takes the maximum over the amax reduction group of the autocast.
+
+    `skip_nonfinite_amax`: an amax that is infinite or NaN does not enter the history. `spike_factor`: an amax above
+    that many times the largest of the rest of the history enters as this; 0 lets all enter. Both are counted.
     """
 
     margin: int = 0
@@ -30,6 +33,8 @@ class History:
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
     scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
     reduce_amax: bool = True
+    skip_nonfinite_amax: bool = True
+    spike_factor: float = 16.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.margin, int) or isinstance(self.margin, bool):
@@ -46,3 +51,8 @@ class History:
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ALGORITHMS:
             allowed = f"{', '.join(ALGORITHMS)}, or a function of the history"
             raise UserError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown; allowed are {allowed}")
+        if not isinstance(self.skip_nonfinite_amax, bool):
+            raise UserError(f"skip_nonfinite_amax is {self.skip_nonfinite_amax!r}; allowed are true and false")
+        factor = self.spike_factor
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 < factor <= 2**64):
+            raise UserError(f"spike_factor is {factor!r}; it must be 0, which turns it off, or from above 1 to 2^64")
