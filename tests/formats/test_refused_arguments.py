@@ -72,3 +72,50 @@ def test_identity_refuses_what_others_refuse():
 
 def test_a_name_that_is_no_string_is_refused():
     refused(lambda: get(None))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, 0.0, float("inf")])
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "fp8_e4m3_delayed", "fp8_e4m3_row", "fp8_e4m3_1x128_fp32"])
+def test_a_scale_that_is_none_is_refused(name, bad):
+    scale = torch.ones(get(name).parts(*X.shape)["scale"].shape)
+    scale.view(-1)[-1] = bad
+    refused(lambda: get(name).encode(X, scale=scale))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("-inf")])
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4", "nvfp4_row"])
+def test_an_amax_that_is_none_is_refused(name, bad):
+    specs = get(name).parts(*X.shape)
+    amax = torch.ones(specs.get("amax", specs["scale"]).shape)
+    amax.view(-1)[-1] = bad
+    refused(lambda: get(name).encode(X, amax=amax))
+    assert get(name).encode(torch.zeros(32, 32), amax=torch.zeros_like(amax))["codes"].sum() == 0  # of zeros it is 0
+
+
+@pytest.mark.parametrize("name", ["identity", "fp8_e4m3_tensor", "mxfp8_e4m3_32x32", "nvfp4_16x16", "nvfp4_rht"])
+def test_parts_that_lack_one_are_refused(name):
+    parts = get(name).encode(X)
+    for lacking in parts:
+        rest = {part: value for part, value in parts.items() if part != lacking}
+        refused(lambda rest=rest: get(name).decode(rest, torch.float32))
+        if get(name).is_derivable:
+            refused(lambda rest=rest: get(name).derive(rest))
+
+
+NO_MATRICES = {
+    "list": lambda: [1.0],
+    "none": lambda: None,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(3, 32)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(3, 32)], layout=torch.jagged),
+    "coo": lambda: torch.eye(32).to_sparse(),
+    "csr": lambda: torch.eye(32).to_sparse_csr(),
+    "0-d": lambda: torch.tensor(1.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of layouts in prototype
+@pytest.mark.parametrize("make", NO_MATRICES.values(), ids=NO_MATRICES.keys())
+@pytest.mark.parametrize("name", ["identity", "mxfp8_e4m3"])
+def test_what_is_no_dense_matrix_is_refused(name, make):
+    x = make()
+    refused(lambda: get(name).encode(x))

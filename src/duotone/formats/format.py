@@ -147,9 +147,11 @@ class ScaledFormat:
     is_stochastic: bool = False
     is_delayed: bool = False
     outer_extent: str = field(init=False, repr=False, compare=False)
+    part_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "outer_extent", self.rule.outer_extent(self.block))
+        object.__setattr__(self, "part_names", tuple(self.parts(1, 1)))
 
     def __reduce__(self) -> Any:
         # By name: a pickle from another version never carries stale fields.
@@ -228,15 +230,19 @@ class ScaledFormat:
         seed: Tensor | int | None = None,
         plane: str = "row",
         shard: Shard | None = None,
-        stages: Stages = PLAIN,
+        stages: Stages | None = None,
     ) -> Parts:
         """(M, K) bf16, fp16 or fp32 -> parts.
 
         `scale` is an encode scale from outside (fp32 scales only), `amax` a global amax from outside (formats whose
         scale spans the tensor or its rows), `seed` an int64 for stochastic rounding, `plane` "row" or "col" its stream.
-        With `shard`, amaxes that span the sharded dimension are those of all shards.
+        With `shard`, amaxes that span the sharded dimension are those of all shards. A caller that chooses `stages`
+        answers for the values of `scale` and `amax`; another one is refused what is NaN or negative, and a scale of 0.
         """
         self._check(x, scale, amax, seed, plane)
+        if stages is None:
+            _check_values(self.name, scale, amax)
+            stages = PLAIN
         if self.hadamard:
             x = stages.rotate(x)
         rows, cols = x.shape
@@ -259,6 +265,7 @@ class ScaledFormat:
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
         """The values that a GEMM multiplies, (M, K): rotated for Hadamard formats, which keep the padded length."""
+        require_parts(self.name, self.part_names, parts)
         return self._values(parts, dtype, self.rule.factor, stages)
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -290,6 +297,7 @@ class ScaledFormat:
         """
         if not self.is_derivable:
             return None
+        require_parts(self.name, self.part_names, parts)
         codes = self._unpacked(parts["codes"], PLAIN)[:, :cols]
         shape = (codes.shape[0], codes.shape[1])
         return {"codes": self._packed(codes.t()), **self.rule.transpose(parts, self.block, shape)}
@@ -370,8 +378,40 @@ class ScaledFormat:
         return "amax" in self.parts(1, 1) or self.block.name in ("tensor", "row")
 
 
+def _check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
+    """UserError where a given scale is not positive and finite, or an amax NaN or negative; those on a GPU are trusted,
+    because to look at them would wait for it."""
+    for what, given, least, allowed in (
+        ("scale", scale, "positive and finite", lambda x: (x > 0) & torch.isfinite(x)),
+        ("amax", amax, "at least 0", lambda x: x >= 0),
+    ):
+        if given is not None and given.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = given[~allowed(given)]
+            if wrong.numel():
+                raise UserError(f"{name} takes a {what} that is {least}; got {wrong[0].item():g}: correct it")
+
+
+def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
+    """UserError where a buffer of an encoded plane is missing."""
+    for part in wanted:
+        if part not in parts:
+            raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
+
+
+def require_dense(name: str, x: Tensor) -> None:
+    """Raise UserError where `x` is nested, sparse or in a layout of a library; traced code sees no layout."""
+    if torch.compiler.is_compiling():
+        return
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise UserError(f"{name} takes dense tensors; got a {kind} one: make it dense first")
+
+
 def check_matrix(name: str, x: Tensor, plane: str) -> None:
-    """Raise UserError unless `x` is a matrix and `plane` the name of a plane."""
+    """Raise UserError unless `x` is a dense matrix and `plane` the name of a plane."""
+    if not isinstance(x, Tensor):
+        raise UserError(f"{name} encodes a 2-D tensor; got {type(x).__name__}: make it one")
+    require_dense(name, x)
     if x.dim() != 2:
         raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
     if plane not in philox.PLANES:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.formats.format import Factors, check_matrix
+from duotone.formats.format import Factors, check_matrix, require_parts
 from duotone.formats.geometry import TENSOR, Block
 from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.stages import PLAIN, Stages
@@ -70,6 +70,7 @@ class Identity:
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
         del stages
+        require_parts(self.name, ("codes",), parts)
         return parts["codes"].to(dtype)
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -87,6 +88,7 @@ class Identity:
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts:
         del cols
+        require_parts(self.name, ("codes",), parts)
         return {"codes": parts["codes"].t()}
 
     def describe(self) -> dict[str, Any]:

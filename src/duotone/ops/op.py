@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.formats.format import require_dense
 from duotone.linear.stage import Stage
 from duotone.ops.again import is_transformed, second_order
 from duotone.ops.channels import Channels
@@ -153,11 +154,20 @@ def is_autocast(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def is_distributed(x: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing that."""
+    return hasattr(x, "device_mesh")
+
+
 def signal_of(x: Any, name: str = "") -> Signal:
-    """What the first op is told. UserError unless `x` is a tensor with a last dimension."""
+    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension."""
+    if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+        require_dense(name or "a module", x)
     if not isinstance(x, Tensor) or x.dim() == 0:
         got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
+    if type(x) is not Tensor and is_distributed(x):
+        raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
     device, dtype = x.device.type, x.dtype
     if dtype in CAST and is_autocast(device):
         dtype = torch.get_autocast_dtype(device)
