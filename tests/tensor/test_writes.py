@@ -11,6 +11,8 @@ from tensor_cases import (
     every_quantizer,
     every_usage,
     pair,
+    parts_of,
+    planes_of,
     same,
     same_bits,
     same_parts,
@@ -323,3 +325,85 @@ def test_values_of_a_bfloat16_source_are_not_rounded_twice() -> None:
     source = FP8.quantize(X.bfloat16())
     target = QUANTIZERS["identity"].quantize(Y.clone())
     assert same_bits(target.copy_(source).dequantize(), source.dequantize(torch.float32))
+
+
+FP32_WRITES = {
+    "copy_": lambda t, x: t.copy_(x),
+    "copy_ double": lambda t, x: t.copy_(x.double()),
+    "quantize_": lambda t, x: t.quantize_(x),
+    "quantize out=": lambda t, x: t.quantizer.quantize(x, out=t),
+    "foreach": lambda t, x: torch._foreach_copy_([t], [x]),
+    "set item": lambda t, x: t.__setitem__(slice(None), x),
+    "load_state_dict": lambda t, x: load(t, x),
+}
+
+
+def load(t: QuantizedTensor, x: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(t)
+    module.load_state_dict({"w": x})
+
+
+def awkward(dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)) * torch.logspace(-9, 2, 64)[:, None]
+    x[0, :3], x[1] = torch.tensor([0.0, -0.0, 2.0**-140]), 0.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("nominal", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("write", FP32_WRITES.values(), ids=FP32_WRITES.keys())
+def test_fp32_values_are_rounded_once(write, nominal) -> None:
+    """The codes are those that the formats make of the fp32 values, whatever the tensor pretends to be."""
+    x = awkward(torch.float32)
+    for name in ("fp8", "fp8_row", "1x128", "128x128", "mxfp8", "nvfp4", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8>nvfp4"):
+        t = QUANTIZERS[name].quantize(torch.ones(64, 96, dtype=nominal))
+        write(t, x)
+        assert t.dtype is nominal and same_parts(parts_of(t), planes_of(QUANTIZERS[name], x)), name
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
+def test_values_of_another_16_bit_dtype_lose_nothing(source) -> None:
+    """bf16 into fp16 and back: neither holds the other."""
+    nominal = torch.float16 if source is torch.bfloat16 else torch.bfloat16
+    x = awkward(source)
+    t = MX.quantize(torch.ones(64, 96, dtype=nominal)).copy_(x)
+    assert same_parts(parts_of(t), planes_of(MX, x.float()))
+
+
+def test_a_plane_in_high_precision_holds_the_nominal_dtype_and_what_follows_it_encodes_that() -> None:
+    x = awkward(torch.float32)
+    for source, of_col in (("original", x), ("rowwise_dequantized", x.bfloat16())):
+        q = pair("identity", "mxfp8_e4m3", source)
+        t = q.quantize(torch.ones(64, 96, dtype=torch.bfloat16)).copy_(x)
+        row, col = t.planes
+        assert same_bits(row.parts["codes"], x.bfloat16())
+        want = q.columnwise.encode(of_col.t().contiguous(), plane="col")
+        assert all(same_bits(col.parts[name], part) for name, part in want.items())
+
+
+READS = {
+    "float": lambda t: t.float(),
+    "to": lambda t: t.to(torch.float32),
+    "type": lambda t: t.type(torch.float32),
+    "copy_": lambda t: torch.empty(64, 96).copy_(t),
+    "foreach": lambda t: foreach_copied(t),
+    "double": lambda t: t.double().float(),
+}
+
+
+def foreach_copied(t: torch.Tensor) -> torch.Tensor:
+    made = torch.empty(64, 96)
+    torch._foreach_copy_([made], [t])
+    return made
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_wider_reads_are_rounded_once(read) -> None:
+    """Masters start from what the codes say, not from what bf16 holds of that."""
+    for name in ("fp8", "mxfp8", "nvfp4", "nvfp4_rht", "nvfp4|mxfp8", "identity"):
+        t = QUANTIZERS[name].quantize(awkward(torch.bfloat16))
+        plane = t.planes[0] if name != "nvfp4|mxfp8" else t.planes[1]
+        values = plane.format.unrotate(plane.format.decode(plane.parts, torch.float32), plane.shape[1])
+        assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
+        with torch.inference_mode():
+            assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name

@@ -12,12 +12,15 @@ from duotone.tensor import Plane, QuantizedTensor, Quantizer
 
 
 def write(parameter: Tensor, state: State, rates: Rates) -> None:
-    """One step; `parameter` becomes what `parameter.copy_(master)` makes of it: rounded, or each plane encoded."""
+    """One step; `parameter` becomes what `copy_` makes of the master rounded to its dtype: that, or each plane encoded.
+
+    A model that holds its weights quantized so has the bits of one that holds them in its dtype and casts them.
+    """
     if has_kernels(state.master) and has_kernels(state.grad):
         _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), rates)
     else:
         update(state, rates)
-        parameter.copy_(state.master)
+        parameter.copy_(state.master.to(parameter.dtype))
 
 
 def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UsageError
+from duotone.formats.format import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import OPS, QuantizedTensor
-from duotone.tensor.writes import HIGH_PRECISION_DTYPES, matrix_shape, plain, same_formats, unshared
+from duotone.tensor.writes import HIGH_PRECISION_DTYPES, matrix_shape, plain, same_formats, unshared, values_as
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ def _expand(t: QuantizedTensor, size: Sequence[int], implicit: bool = False) -> 
 def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     if dtype is not None and dtype != t.dtype:
-        return aten._to_copy.default(plain(t), **kwargs)
+        return aten._to_copy.default(values_as(t, dtype), **kwargs)
     moved = {"non_blocking": kwargs.get("non_blocking", False), "pin_memory": kwargs.get("pin_memory")}
 
     def move(part: Tensor) -> Tensor:
@@ -63,10 +64,14 @@ def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
 @_op(aten.copy_.default)
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QuantizedTensor):
-        return target.copy_(plain(source), non_blocking)
+        values = values_as(source, target.dtype) if isinstance(source, QuantizedTensor) else source
+        return target.copy_(values, non_blocking)
     target.require_writable()
     if not isinstance(source, QuantizedTensor) or source.shape != target.shape:
-        values = plain(source).to(target.dtype)
+        values = plain(source)
+        require_dense("a quantized tensor", values)
+        if values.dtype not in HIGH_PRECISION_DTYPES:
+            values = values.to(torch.float32)
         return target.quantize_(values.expand(target.shape) if _expands(values.shape, target.shape) else values)
     given = _with_usages_of(source, target)
     if not same_formats(target, given) or given.matrix_shape != target.matrix_shape:
@@ -75,6 +80,15 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return target
+
+
+@_op(aten._foreach_copy_.default)
+def _foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+    for target in targets:
+        if isinstance(target, QuantizedTensor):
+            target.require_writable()
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking)
 
 
 def _expands(shape: torch.Size, to: torch.Size) -> bool:

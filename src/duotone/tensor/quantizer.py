@@ -13,7 +13,7 @@ from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.writes import check_dtype, matrix_shape, plain
+from duotone.tensor.writes import check_source, matrix_shape, plain
 
 SOURCES = ("original", "rowwise_dequantized")
 
@@ -126,13 +126,14 @@ class Quantizer:
             return out.quantize_(x, quantizer=self, usage=usage, noop_flag=noop_flag, ctx=ctx)
         if noop_flag is not None:
             raise UserError("a noop_flag keeps the bytes of `out`, and no `out` was given; pass the tensor to keep")
+        check_source(x)
         if torch.is_grad_enabled() and x.requires_grad:
             return Quantize.apply(x, self, usage, ctx)  # type: ignore[no-any-return]
         return self.make(x, usage, ctx)
 
     def make(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> QuantizedTensor:
         """`quantize` without a gradient."""
-        check_dtype(x)
+        check_source(x)
         x = plain(x.detach())
         planes = self.encode(x.reshape(matrix_shape(x.shape)), usage, ctx)
         return QuantizedTensor(planes, self, x.shape, x.dtype, device=x.device)

@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_map
 from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UsageError, UserError
-from duotone.formats import Format
+from duotone.formats import IDENTITY, Format
+from duotone.formats.format import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
 
@@ -52,8 +53,9 @@ class Writes(Tensor):
             raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
         row, col = self.planes
         held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
-        values = source.values(self.dtype) if isinstance(source, Writes) else source.detach()
-        matrix = values.to(device=self.device, dtype=self.dtype).reshape(self.matrix_shape)
+        values = source.values(torch.float32) if isinstance(source, Writes) else source.detach()
+        dtype = self._encoded_dtype(values.dtype, written)
+        matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
         if any(p is not None and same_memory(matrix, p.parts["codes"]) for p in self.planes):
             matrix = matrix.clone()  # of an Identity plane: bytes are not copied onto themselves
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
@@ -67,6 +69,15 @@ class Writes(Tensor):
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
+
+    def _encoded_dtype(self, source: torch.dtype, written: "Quantizer") -> torch.dtype:
+        """What values in `source` are encoded in: no narrower than they are, so that codes are rounded once.
+
+        Where a columnwise plane encodes a rowwise one in high precision, that one has the nominal dtype.
+        """
+        if written.rowwise == IDENTITY and written.columnwise_source != "original":
+            return self.dtype
+        return torch.promote_types(source, self.dtype)
 
     @property
     def shares_scale(self) -> bool:
@@ -146,7 +157,7 @@ class Writes(Tensor):
         if isinstance(piece, Writes) and not piece.shares_scale:
             super().__setitem__(index, value)
             return
-        values = self.dequantize().clone()
+        values = self.dequantize(torch.float32).clone()
         values[index] = plain(value)
         self.copy_(values)
 
@@ -172,14 +183,16 @@ class _KeptScale(Slot):
 
 
 def _check(source: Any, noop_flag: Tensor | None = None) -> None:
-    if not isinstance(source, Tensor):
-        raise UserError(f"only a tensor can be quantized; got {type(source).__name__}: make it one")
-    check_dtype(source)
+    check_source(source)
     if noop_flag is not None and noop_flag.numel() != 1:
         raise UserError(f"a noop_flag has one element; got shape {tuple(noop_flag.shape)}")
 
 
-def check_dtype(x: Tensor) -> None:
+def check_source(x: Any) -> None:
+    """UserError unless `x` is a dense tensor in a dtype that formats encode."""
+    if not isinstance(x, Tensor):
+        raise UserError(f"only a tensor can be quantized; got {type(x).__name__}: make it one")
+    require_dense("a quantizer", x)
     if x.dtype not in HIGH_PRECISION_DTYPES:
         raise UserError(f"a quantizer takes bf16, fp16 and fp32; got {x.dtype}: cast it first")
 
@@ -197,6 +210,11 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 def plain(value: Any) -> Any:
     """A quantized tensor's values; anything else as it is."""
     return value.values(value.dtype) if isinstance(value, Writes) else value
+
+
+def values_as(t: Any, dtype: torch.dtype) -> Tensor:
+    """A quantized tensor's values in any dtype, rounded once; of memory of their own or that of a plane."""
+    return t.values(dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32).to(dtype)
 
 
 def unshared(value: Any) -> Any:
