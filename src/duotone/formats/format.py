@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats import hadamard, philox
+from duotone.formats.checks import check_matrix, check_values, require_parts
 from duotone.formats.elements import Element
 from duotone.formats.geometry import Block
 from duotone.formats.parts import Parts, PartSpec, Shard
@@ -241,7 +242,7 @@ class ScaledFormat:
         """
         self._check(x, scale, amax, seed, plane)
         if stages is None:
-            _check_values(self.name, scale, amax)
+            check_values(self.name, scale, amax)
             stages = PLAIN
         if self.hadamard:
             x = stages.rotate(x)
@@ -376,46 +377,6 @@ class ScaledFormat:
 
     def _takes_amax(self) -> bool:
         return "amax" in self.parts(1, 1) or self.block.name in ("tensor", "row")
-
-
-def _check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
-    """UserError where a given scale is not positive and finite, or an amax NaN or negative; those on a GPU are trusted,
-    because to look at them would wait for it."""
-    for what, given, least, allowed in (
-        ("scale", scale, "positive and finite", lambda x: (x > 0) & torch.isfinite(x)),
-        ("amax", amax, "at least 0", lambda x: x >= 0),
-    ):
-        if given is not None and given.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = given[~allowed(given)]
-            if wrong.numel():
-                raise UserError(f"{name} takes a {what} that is {least}; got {wrong[0].item():g}: correct it")
-
-
-def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
-    """UserError where a buffer of an encoded plane is missing."""
-    for part in wanted:
-        if part not in parts:
-            raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
-
-
-def require_dense(name: str, x: Tensor) -> None:
-    """Raise UserError where `x` is nested, sparse or in a layout of a library; traced code sees no layout."""
-    if torch.compiler.is_compiling():
-        return
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise UserError(f"{name} takes dense tensors; got a {kind} one: make it dense first")
-
-
-def check_matrix(name: str, x: Tensor, plane: str) -> None:
-    """Raise UserError unless `x` is a dense matrix and `plane` the name of a plane."""
-    if not isinstance(x, Tensor):
-        raise UserError(f"{name} encodes a 2-D tensor; got {type(x).__name__}: make it one")
-    require_dense(name, x)
-    if x.dim() != 2:
-        raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
-    if plane not in philox.PLANES:
-        raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
 
 
 def _as_seed(seed: Tensor | int | None, device: torch.device) -> Tensor:

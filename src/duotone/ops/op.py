@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.formats.format import require_dense
+from duotone.formats.checks import require_dense
 from duotone.linear.stage import Stage
 from duotone.ops.again import is_transformed, second_order
 from duotone.ops.channels import Channels

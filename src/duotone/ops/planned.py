@@ -19,8 +19,9 @@ from duotone.linear.plan import GemmPlan, LinearPlan, Setting, ask_recipe, build
 from duotone.linear.stage import Stage
 from duotone.ops import options, states
 from duotone.ops.consumers import BoundaryRoles
-from duotone.ops.op import Op, Signal, held, is_distributed, region_of_call, signal_of
+from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
+from duotone.ops.sharded_parameters import ShardedParameters
 from duotone.ops.splitting import is_split
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
@@ -49,7 +50,7 @@ def below(name: str, parts: Sequence[str]) -> list[str]:
     return [f"{base}.{part}" for part in parts]
 
 
-class Planned(BoundaryRoles, Op):
+class Planned(BoundaryRoles, ShardedParameters, Op):
     """`recipe` applies where no autocast encloses the call; `rules` go before any recipe.
 
     `module_name` is the full name in the model, `Layer_<n>` where nobody gave one; `site` is where rules find the
@@ -282,8 +283,7 @@ class Planned(BoundaryRoles, Op):
 
         `recorded` is the recipe whose delayed scales the call calibrates.
         """
-        if any(is_distributed(weight) for weight in self.weights):
-            self.refuse_distributed("weight")
+        self.require_whole(self.weights)
         plans = self._bind(recipe, call, group, mode)
         if plans[0].is_delayed:
             states.require_reduction(self.module_name, plans[0], group)
@@ -344,23 +344,6 @@ class Planned(BoundaryRoles, Op):
         if seed is not None and seed.is_meta and fresh is not None and not fresh.is_meta:
             fresh.copy_(seeds.initial_seed(self.module_name))
         return self
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module. UserError where a plain parameter would become a DTensor, as `parallelize_module` does."""
-        if is_distributed(param) and not is_distributed(self._parameters.get(name)):
-            self.refuse_distributed(name)
-        super().register_parameter(name, param)  # type: ignore[misc]
-
-    def refuse_distributed(self, name: str) -> None:
-        raise UserError(
-            f"{self.__dict__.get('module_name', name)} takes no {name} that is a DTensor; leave the module out of "
-            "parallelize_module and build it with parallel_mode=, tp_group="
-        )
-
-    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
-        tell_shards(self._parameters.values())
-        return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed-scaling states that the module does not have wait for a recipe that needs them."""

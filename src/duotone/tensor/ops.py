@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UsageError
-from duotone.formats.format import require_dense
+from duotone.formats.checks import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import OPS, QuantizedTensor
 from duotone.tensor.writes import HIGH_PRECISION_DTYPES, matrix_shape, plain, same_formats, unshared, values_as

@@ -11,7 +11,7 @@ from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UsageError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.formats.format import require_dense
+from duotone.formats.checks import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
 
