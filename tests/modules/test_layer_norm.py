@@ -45,6 +45,9 @@ def activate(name: str, x: Tensor) -> Tensor:
     if name == "clamped_swiglu":
         a, b = a.clamp(max=7.0), b.clamp(-7.0, 7.0)
         return a * torch.sigmoid(1.702 * a) * (b + 1)
+    if name == "situglu":
+        a, b = a.float(), b.float()
+        return (4.0 * torch.tanh(a / 4.0) * torch.sigmoid(a) * (25.0 * torch.tanh(b / 25.0))).to(x.dtype)
     return GATES[name](a) * b
 
 
