@@ -1,0 +1,84 @@
+"""Every block of Python in the README and in docs/*.md runs as it is written.
+
+A block has no names but those of its page's preamble here: what the page says is the reader's own.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+BLOCKS = [
+    (page.relative_to(ROOT).as_posix(), number, code)
+    for page in PAGES
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+]
+
+MODEL = """
+import torch, duotone
+from torch import nn
+from torch.distributed import group as groups
+from torch.distributed.fsdp import fully_shard
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+def build_model():
+    return Model()
+
+recipe = duotone.recipes.load("mxfp8")
+model = duotone.convert(build_model(), recipe)
+batch, step, group = torch.randn(32, 32), 3, groups.WORLD
+batches = [batch.bfloat16() for _ in range(2)]
+"""
+
+PREAMBLES = {
+    ("README.md", 0): MODEL,
+    ("README.md", 2): MODEL,
+    ("docs/hopper.md", 0): "import torch\nloss = torch.ones((), requires_grad=True) * 2",
+    ("docs/parallel.md", 0): MODEL + "model = build_model()",
+    ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')",
+}
+
+EACH_FOR_ITSELF = {("README.md", 2)}
+"""Blocks of which the page says that each paragraph stands for itself."""
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, and the default device as it was."""
+    device = torch.get_default_device()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.set_default_device(device)
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("page", "number", "code"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS])
+def test_a_block_runs_as_it_is_written(page: str, number: int, code: str, one_rank: None) -> None:
+    """In a namespace of its own, and nothing that Duotone warns of."""
+    for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:
+        names: dict[str, object] = {"__name__": "reader"}
+        exec(compile(PREAMBLES.get((page, number), ""), f"preamble of {page}", "exec"), names)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module=r"duotone")
+            exec(compile(part, f"{page}, block {number}", "exec"), names)
+
+
+def test_preambles_are_for_blocks_that_are_there() -> None:
+    assert PREAMBLES.keys() <= {(page, number) for page, number, _ in BLOCKS}
