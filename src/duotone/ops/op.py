@@ -16,6 +16,7 @@ from duotone.ops.channels import Channels
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.pipeline import RUNNER, Backward, PipelineFunction
 from duotone.ops.rules import RULES, rewrite
+from duotone.state import frames
 from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.delayed import USE, in_backward
 from duotone.state.rolling import roll_after
@@ -211,10 +212,17 @@ def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
 
 def region_of_call(module: Any, mode: int) -> AutocastRegion | None:
     """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
-    if in_backward() and module._region is not None:
-        return module._region[0]
-    region = active_region()
-    if mode != USE and (module._region is None or module._region[0] is not region):
+    key = ("region", id(module))
+    running = in_backward()
+    record = frames.recomputed() if running else None
+    if record is not None and record.holds(key):
+        region = record.take(key)
+    elif running and module._region is not None:
+        region = module._region[0]
+    else:
+        region = active_region()
+    frames.remember(key, region)
+    if mode != USE and not running and (module._region is None or module._region[0] is not region):
         module._region = (region,)
     return region
 

@@ -4,10 +4,9 @@ The op is opaque to compilers, so that eager and compiled code record alike; it 
 constant of the graph. Who rolls when: a region of autocast its forward states when the outermost one ends; a backward
 all others (gradient states, and forward states that no region encloses) from one callback at its end.
 
-Forward code that runs inside a backward recomputes: with the scale that forward had, and without recording. Only where
-forward ran without a graph inside an autograd.Function, as reentrant checkpoints do, it is the recompute that records.
-One forward is remembered: of several before a backward, between which scales moved (a region each, pipeline schedules),
-all recompute with the newest one's scale, and of reentrant ones the first recompute alone records.
+Forward code that runs inside a backward recomputes: with the scale that forward had (`frames`), without recording. Only
+where forward ran without a graph inside an autograd.Function, as reentrant checkpoints do, it is the recompute that
+records. A graph that recomputes by itself, compiled with its checkpoint, has the scale of the newest forward.
 """
 
 import itertools
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from duotone.dispatch import traced
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
-from duotone.state import history
+from duotone.state import frames, history
 from duotone.state.rolling import PENDING, STATES
+from duotone.state.seeds import in_backward
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
@@ -160,11 +160,6 @@ USE, RECORD, RECOMPUTE, DEFER = range(4)
 """No gradient: scale without recording; forward; forward code inside a backward; a forward whose recompute records."""
 
 
-def in_backward() -> bool:
-    """Whether a backward runs: forward code inside of one recomputes."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def mode_now() -> int:
     """The mode of forward code that runs now."""
     if torch.is_grad_enabled():
@@ -217,7 +212,21 @@ class DelayedSlot(Slot):
         found, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode == RECORD and not self.backward:
             mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        record = found.records(mode)
+        key, earlier = ("scale", self.state, self.index), frames.recomputed() if running and not self.backward else None
+        if earlier is not None:
+            found.step.before, found.step.deferred = entry = earlier.take(key)
+            record = found.step.deferred and mode == RECOMPUTE and earlier.is_first_run
+            mode = RECOMPUTE
+        elif running and self.mode == RECOMPUTE:
+            raise UserError(
+                "a module under delayed scaling runs inside a backward and no checkpoint recomputes it, so its scale "
+                "is not known; recompute through torch.utils.checkpoint, or call the module outside of the backward"
+            )
+        else:
+            record = found.records(mode)
+            entry = found.used(mode == RECOMPUTE), found.step.deferred
+        if not self.backward:
+            frames.remember(key, entry)
         if record and HAS_CUDA and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.state import frames
 
 BUFFER = "duotone_seed"
 
@@ -24,38 +25,76 @@ def initial_seed(name: str) -> Tensor:
 def take(buffer: Tensor, count: int) -> Tensor:
     """The current seed; the buffer advances by `count`, in place.
 
-    Inside a backward, where forward code only recomputes, it is the seed taken last, and the buffer stays.
+    Inside a backward, where forward code only recomputes, it is the seed of that forward, and the buffer stays.
+    UserError where no checkpoint runs the recompute.
     """
-    return torch.ops.duotone.take_seed(buffer, count)
+    if torch.compiler.is_compiling():
+        return torch.ops.duotone.take_seed(buffer, count)
+    key = ("seed", id(buffer))
+    seed = _again(key) if in_backward() else torch.ops.duotone.draw_seed(buffer, count)
+    frames.remember(key, seed)
+    return seed
 
 
 def upcoming(buffer: Tensor, count: int) -> Tensor:
     """The seed that the next `take` of so many gives; nothing advances."""
-    return torch.ops.duotone.upcoming_seed(buffer, count)
+    if torch.compiler.is_compiling():
+        return torch.ops.duotone.upcoming_seed(buffer, count)
+    return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
+
+
+def in_backward() -> bool:
+    """Whether a backward runs: forward code inside of one recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _again(key: tuple[str, int], advances: bool = True) -> Tensor:
+    record = frames.recomputed()
+    if record is None:
+        raise UserError(
+            "a module that rounds stochastically runs inside a backward and no checkpoint recomputes it, so its seed "
+            "is not known; recompute through torch.utils.checkpoint, or call the module outside of the backward"
+        )
+    seed: Tensor = record.take(key, advances)
+    return seed
 
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("take_seed(Tensor(a!) buffer, int count) -> Tensor")
+_LIBRARY.define("draw_seed(Tensor(a!) buffer, int count) -> Tensor")
 _LIBRARY.define("upcoming_seed(Tensor buffer, int count) -> Tensor")
 
 
-def _take_seed(buffer: Tensor, count: int) -> Tensor:
-    if torch._C._current_graph_task_id() != -1:
-        return buffer - count
+def _draw_seed(buffer: Tensor, count: int) -> Tensor:
     seed = buffer.clone()
     buffer.add_(count)
     return seed
 
 
+def _take_seed(buffer: Tensor, count: int) -> Tensor:
+    """For compiled code, whose buffers may be copies: its draws have one order for all modules of a frame."""
+    if in_backward():
+        record = frames.recomputed()
+        seed = buffer - count if record is None else record.take("compiled")
+    else:
+        seed = _draw_seed(buffer, count)
+    frames.remember("compiled", seed)
+    return seed
+
+
 def _upcoming_seed(buffer: Tensor, count: int) -> Tensor:
-    return buffer - count if torch._C._current_graph_task_id() != -1 else buffer.clone()
+    if not in_backward():
+        return buffer.clone()
+    record = frames.recomputed()
+    return buffer - count if record is None else record.take("compiled", advances=False).clone()
 
 
 def _meta(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-for _name, _eager in (("take_seed", _take_seed), ("upcoming_seed", _upcoming_seed)):
+_EAGER = {"take_seed": _take_seed, "draw_seed": _draw_seed, "upcoming_seed": _upcoming_seed}
+for _name, _eager in _EAGER.items():
     for _key, _kernel in (("CPU", _eager), ("CUDA", _eager), ("Meta", _meta)):
         _LIBRARY.impl(_name, _kernel, _key)
 

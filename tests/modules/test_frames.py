@@ -1,0 +1,237 @@
+"""Checkpoints whose forwards and backwards do not take turns: each recompute has what its own forward drew.
+
+The oracle is the same step without a checkpoint, or what the forward itself computed, bit for bit.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.formats import get
+from duotone.recipes import CustomRecipe, DelayedScaling
+from duotone.tensor import Quantizer
+
+
+def stochastic(role):
+    """Stochastic input and gradient."""
+    kind = "" if role is None else role.tensor_type
+    fmt = get("nvfp4_sr" if kind in ("input", "grad_output") else "nvfp4")
+    return Quantizer(fmt, fmt)
+
+
+STOCHASTIC = CustomRecipe(qfactory=stochastic)
+RECIPES = {"nvfp4": recipes.load("nvfp4"), "stochastic input": STOCHASTIC}
+DELAYED = DelayedScaling(amax_history_len=2)
+
+
+class Own(torch.autograd.Function):
+    """A checkpoint as other libraries write them."""
+
+    @staticmethod
+    def forward(context, run, x):
+        context.run = run
+        context.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(context, dy):
+        (x,) = context.saved_tensors
+        leaf = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = context.run(leaf)
+        torch.autograd.backward(y, dy)
+        return None, leaf.grad
+
+
+def selective(body, x):
+    save_mm = lambda context, op, *args, **options: (  # noqa: E731
+        CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+    )
+    return checkpoint(body, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_mm))
+
+
+KINDS = {
+    "reentrant": lambda body, x: checkpoint(body, x, use_reentrant=True),
+    "non-reentrant": lambda body, x: checkpoint(body, x, use_reentrant=False),
+    "selective": selective,
+    "another library's": Own.apply,
+}
+
+
+def nested(outer: str, inner: str):
+    return lambda body, x: KINDS[outer](lambda t: KINDS[inner](body, KINDS[inner](body, t)) + t, x)
+
+
+NESTED = {f"{a} around {b}": nested(a, b) for a in KINDS for b in KINDS}
+
+
+def model(recipe, dtype=torch.bfloat16) -> nn.Module:
+    torch.manual_seed(3)
+    return duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)).to(dtype), recipe, ())
+
+
+def assert_close(got, expected) -> None:
+    """Frames accumulate gradients in another order, in fp32: a few roundings apart, where another seed is far off."""
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
+
+
+def inputs(count: int, dtype=torch.bfloat16) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(16, 32, generator=generator).to(dtype).requires_grad_() for _ in range(count)]
+
+
+def microbatches(m: nn.Module, run, order) -> list[Tensor]:
+    """Three forwards, then their backwards in an order; all gradients, and the seeds."""
+    leaves = inputs(3, m[0].weight.dtype)
+    losses = [run(m, leaf).float().square().sum() for leaf in leaves]
+    for i in order:
+        losses[i].backward()
+    return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_microbatches_in_flight_change_no_bit(name, kind, order) -> None:
+    expected = microbatches(model(RECIPES[name]), lambda m, x: m(x), order)
+    got = microbatches(model(RECIPES[name]), KINDS[kind], order)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_module_that_runs_twice_in_one_frame_and_in_two_draws_the_same(kind) -> None:
+    def twice(run):
+        m, (x, other) = model(STOCHASTIC, torch.float32), inputs(2, torch.float32)
+        (run(lambda t: m(m(t)), x) + run(m, other) + run(m, x)).float().square().sum().backward()
+        return [x.grad, other.grad, *[p.grad for p in m.parameters()]]
+
+    assert_close(twice(KINDS[kind]), twice(lambda body, x: body(x)))
+
+
+@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_nested_frames_draw_the_same(kind) -> None:
+    expected = microbatches(model(STOCHASTIC, torch.float32), lambda m, x: m(m(x)) + x, (1, 0, 2))
+    *got, first, second = microbatches(model(STOCHASTIC, torch.float32), NESTED[kind], (1, 0, 2))
+    assert torch.equal(first, expected[-2]) and torch.equal(second, expected[-1])
+    assert_close(got, expected[:-2])
+
+
+@pytest.mark.parametrize("kind", ["non-reentrant", "selective", "another library's"])
+def test_a_second_backward_of_one_graph_draws_the_same(kind) -> None:
+    m, (x,) = model(STOCHASTIC), inputs(1)
+    loss = KINDS[kind](m, x).float().square().sum()
+    gradients = []
+    for _ in range(2):
+        m.zero_grad()
+        loss.backward(retain_graph=True)
+        gradients.append([p.grad.clone() for p in m.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *NESTED])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_scales_that_moved_between_forwards_stay_with_them(kind) -> None:
+    """A region for each microbatch moves the scales at its end; growing inputs make each scale another one."""
+    m, calls = model(DELAYED), []
+    m[0].register_forward_hook(lambda *call: calls.append(call[2].detach()))
+    run, losses = {**KINDS, **NESTED}[kind], []
+    for i, x in enumerate(inputs(3)):
+        with duotone.autocast(recipe=DELAYED):
+            m(torch.ones(16, 32).bfloat16() * 3.0**i)  # records at once, also where the checkpoint leaves it for later
+            calls.pop()
+            losses.append(run(m, x).float().square().sum())
+    forwards = calls[:]
+    for i in (1, 0, 2):
+        calls.clear()
+        losses[i].backward()
+        own = forwards[i * len(forwards) // 3 : (i + 1) * len(forwards) // 3]
+        assert calls and all(any(torch.equal(again, y) for y in own) for again in calls)
+
+
+def test_scales_of_microbatches_in_flight_change_no_bit() -> None:
+    """Non-reentrant, so that forwards record as they do without a checkpoint."""
+
+    def steps(run):
+        m, (x, other) = model(DELAYED), inputs(2)
+        losses = []
+        for leaf in (x, other):
+            with duotone.autocast(recipe=DELAYED):
+                losses.append(run(m, leaf * (1 if leaf is x else 30)).float().square().sum())
+        for loss in losses:
+            loss.backward()
+        return [x.grad, other.grad, *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
+
+    got, expected = steps(KINDS["non-reentrant"]), steps(lambda body, x: body(x))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_regions_of_other_recipes_stay_with_their_forwards(kind) -> None:
+    def steps(run):
+        m, leaves = model(recipes.load("bf16")), inputs(2)
+        losses = []
+        for leaf, name in zip(leaves, ("mxfp8", "nvfp4"), strict=True):
+            with duotone.autocast(recipe=recipes.load(name)):
+                losses.append(run(m, leaf).float().square().sum())
+        for loss in losses:
+            loss.backward()
+        return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()]]
+
+    got, expected = steps(KINDS[kind]), steps(lambda body, x: body(x))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_compiled_code_in_frames_changes_no_bit() -> None:
+    torch._dynamo.reset()
+    expected = microbatches(model(STOCHASTIC), lambda m, x: m(x), (1, 0, 2))
+    m = model(STOCHASTIC)
+    compiled = torch.compile(m, backend="aot_eager", fullgraph=True)
+    got = microbatches(m, lambda _, x: KINDS["non-reentrant"](compiled, x), (1, 0, 2))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=["stochastic", "delayed"])
+def test_a_recompute_that_no_checkpoint_runs_is_an_error(recipe) -> None:
+    m, (x,) = model(recipe), inputs(1)
+    y = m(x)
+
+    def again(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            m(x)
+
+    y.register_hook(again)
+    with pytest.raises(UserError, match=r"inside a backward and no checkpoint recomputes it.*torch.utils.checkpoint"):
+        y.sum().backward()
+
+
+def test_a_recompute_that_draws_more_is_an_error() -> None:
+    m, (x,), calls = model(STOCHASTIC), inputs(1), []
+
+    def body(t: Tensor) -> Tensor:
+        calls.append(1)
+        return m(m(t)) if len(calls) > 1 else m(t)
+
+    with pytest.raises(UserError, match="draws more than its forward did"):
+        checkpoint(body, x, use_reentrant=True).sum().backward()
+
+
+def test_an_optimizer_inside_of_a_reentrant_backward_writes_with_the_scale_of_now() -> None:
+    """A hook that the nested backward calls belongs to no recompute."""
+    with duotone.quantized_model_init(recipe=DELAYED):
+        m = duotone.Linear(32, 32, name="a", recipe=DELAYED)
+    optimizer, (x,) = torch.optim.SGD(m.parameters(), lr=0.1), inputs(1)
+    m.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    before = m.weight.dequantize().clone()
+    for _ in range(2):
+        m.zero_grad()
+        checkpoint(m, x.float(), use_reentrant=True).square().sum().backward()
+    assert not torch.equal(m.weight.dequantize(), before)
