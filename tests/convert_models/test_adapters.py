@@ -52,14 +52,29 @@ def test_the_product_of_an_adapter_has_the_bits_of_high_precision() -> None:
     assert torch.equal(adapter(x), before)
 
 
-def test_a_layer_of_peft_is_told_by_where_its_class_comes_from() -> None:
-    """Without a name that says so: small linears of the layer itself are adapters, those of the model are not."""
-    m = adapted(names=("first", "second"))
+def test_two_small_linears_beside_one_of_their_product_are_an_adapter_whatever_they_are_called() -> None:
+    found = first_operands(duotone.convert(adapted(names=("first", "second")), MXFP8))
+    assert {name for name, (fmt, _) in found.items() if fmt == "identity"} == {
+        f"layers.{layer}.up.{part}.default" for layer in range(2) for part in ("first", "second")
+    }
+
+
+def test_linears_that_are_small_in_other_ways_are_no_adapters() -> None:
+    """One after the other, without one of their product beside them, or of half the size."""
+    bottleneck = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8), nn.Linear(8, 64))
+    grouped = nn.ModuleDict({"q": nn.Linear(64, 64), "k": nn.Linear(64, 16), "v": nn.Linear(64, 16)})
+    m = nn.ModuleDict({"bottleneck": bottleneck, "attention": grouped, "wide": adapted(rank=32, names=("a", "b"))})
     assert {fmt for fmt, _ in first_operands(duotone.convert(m, MXFP8)).values()} == {"mxfp8_e4m3"}
-    like_peft = type("Layer", (Lora,), {"__module__": "peft.tuners.some.layer"})
-    m["layers"][0]["up"].__class__ = like_peft
+
+
+def test_a_layer_of_peft_is_told_by_where_its_class_comes_from() -> None:
+    """Of one that keeps its linear elsewhere, the small linears are adapters and the linears of the model are not."""
+    m = adapted(names=("first", "second"))
+    layer = m["layers"][0]["up"]
+    layer.__class__ = type("Layer", (Lora,), {"__module__": "peft.tuners.some.layer"})
+    layer.base_layer = nn.ModuleDict({"up": nn.Linear(64, 256), "down": nn.Linear(256, 64)})
     kept = {name for name, (fmt, _) in first_operands(duotone.convert(m, MXFP8)).items() if fmt == "identity"}
-    assert kept == {"layers.0.up.first.default", "layers.0.up.second.default"}
+    assert {name for name in kept if ".0." in name} == {"layers.0.up.first.default", "layers.0.up.second.default"}
 
 
 @pytest.mark.parametrize(

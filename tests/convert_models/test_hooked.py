@@ -212,6 +212,38 @@ class Pool(nn.Module):
         return self.after(y.to(self.after.weight.dtype))
 
 
+class Indirect(Pool):
+    """Attention as WavLM's: the function is in a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.after.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x) + self.after(x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.q_proj.weight, self.q_proj.bias)
+
+
+class Calling(Indirect):
+    """Calls what the class before it only read."""
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.q_proj(x)
+
+
+class Filled(nn.Module):
+    """Fills a linear that others call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32)
+
+    def _init_weights(self) -> None:
+        nn.init.zeros_(self.proj.weight)
+
+
 class Called(nn.Module):
     """Reads a weight and calls the linear too, by way of a method."""
 
@@ -242,4 +274,7 @@ def test_linears_whose_owner_reads_their_weight_are_no_rows_of_low_precision() -
 def test_only_a_weight_that_is_read_and_never_called_counts() -> None:
     assert bypassed_children(nn.MultiheadAttention) == {"out_proj"}
     assert bypassed_children(Pool) == {"q_proj", "k_proj", "v_proj", "c_proj"}
-    assert bypassed_children(Called) == bypassed_children(nn.TransformerDecoderLayer) == set()
+    assert bypassed_children(Indirect) >= {"q_proj"} and "after" not in bypassed_children(Indirect)
+    assert (
+        bypassed_children(Filled) == bypassed_children(Called) == bypassed_children(nn.TransformerDecoderLayer) == set()
+    )

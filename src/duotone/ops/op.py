@@ -69,9 +69,11 @@ class Op(Channels, KnownRoles):
         """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
         region = active_region()
         recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
+        if recipe.evaluation is not None and not self.training:  # type: ignore[attr-defined]
+            recipe = recipe.evaluation
         tensors = itertools.chain(given, self.parameters())  # type: ignore[attr-defined]
         tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-        if recipe != HIGH_PRECISION or tracked:
+        if type(recipe) is not type(HIGH_PRECISION) or tracked:
             raise UserError(
                 f"torch.jit.trace cannot record {type(self).__name__} under recipe {recipe.name}: trace within "
                 "torch.no_grad() and duotone.autocast(enabled=False), or call duotone.revert(model) before"
