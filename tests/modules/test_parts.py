@@ -127,3 +127,24 @@ def test_what_a_mixture_cannot_route_is_refused_in_one_line() -> None:
         moe(torch.ones(3, 16))
     with pytest.raises(UserError, match="tokens on meta are routed nowhere"):
         moe.to("meta")(torch.ones(3, 16, device="meta"))
+
+
+def test_a_role_for_a_part_that_takes_none_is_refused() -> None:
+    """What a user put in the place of a linear has no slots."""
+    mlp, role = duotone.LayerNormMLP(32, 64), duotone.QuantizerRole("linear", "input", "next")
+    mlp.fc2 = nn.Linear(64, 32)
+    with pytest.raises(UserError, match="LayerNormMLP has no slot for output_quantizer_role: a Linear stands at its"):
+        mlp.output_quantizer_role = role
+    assert mlp.output_quantizer_role is None and not hasattr(mlp.fc2, "output_quantizer_role")
+    mlp.grad_input_quantizer_role = role
+    assert mlp.fc1.grad_input_quantizer_role == role
+
+
+def test_a_mixture_on_meta_takes_no_memory_and_becomes_real() -> None:
+    """core 81: its router too."""
+    module = duotone.MoE(32, 64, 4, device="meta")
+    assert all(p.is_meta for p in module.parameters())
+    module.reset_parameters()
+    assert not any(p.is_meta for p in module.parameters())
+    assert abs(module.router.weight.std() * 32**0.5 - 1) < 0.4  # 128 values of a deviation of 32 ** -0.5
+    assert module(torch.randn(6, 32)).isfinite().all()

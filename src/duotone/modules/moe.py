@@ -27,11 +27,14 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = top_k
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **given))
-        self.reset_parameters()
+        self._fill()
 
     def reset_parameters(self) -> None:
         """Normal values with a variance of 1/hidden_size; a parameter on meta comes to the default device first."""
         materialise(self)
+        self._fill()
+
+    def _fill(self) -> None:
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,4 +77,4 @@ def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
     ):
         if asked and role is None:
             message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
-            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=5)
+            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=6)

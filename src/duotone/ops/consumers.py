@@ -87,17 +87,25 @@ class InnerBoundaryRoles(KnownRoles):
     @property
     def output_quantizer_role(self) -> Role:
         """The role of the output of the last linear at its consumer."""
-        return self.at_boundary[0].output_quantizer_role  # type: ignore[no-any-return]
+        return getattr(self.at_boundary[0], "output_quantizer_role", None)
 
     @output_quantizer_role.setter
     def output_quantizer_role(self, role: Role) -> None:
-        self.at_boundary[0].output_quantizer_role = role
+        self._pass_on(self.at_boundary[0], "output_quantizer_role", role)
 
     @property
     def grad_input_quantizer_role(self) -> Role:
         """The role of the gradient of the first linear's input at its consumer."""
-        return self.at_boundary[1].grad_input_quantizer_role  # type: ignore[no-any-return]
+        return getattr(self.at_boundary[1], "grad_input_quantizer_role", None)
 
     @grad_input_quantizer_role.setter
     def grad_input_quantizer_role(self, role: Role) -> None:
-        self.at_boundary[1].grad_input_quantizer_role = role
+        self._pass_on(self.at_boundary[1], "grad_input_quantizer_role", role)
+
+    def _pass_on(self, module: Any, name: str, role: Role) -> None:
+        if not hasattr(type(module), name):
+            own, other = type(self).__name__, type(module).__name__
+            raise UserError(
+                f"{own} has no slot for {name}: a {other} stands at its boundary; put a duotone.Linear there"
+            )
+        setattr(module, name, role)
