@@ -19,6 +19,7 @@ from tensor_cases import (
     snapshot,
 )
 
+import duotone
 from duotone.errors import UsageError, UserError
 from duotone.tensor import QuantizedTensor
 
@@ -326,3 +327,81 @@ def test_unbind_gives_the_views_that_select_gives() -> None:
         for mine, other in zip(member.planes, t[i].planes, strict=True):
             for name, part in mine.parts.items():
                 assert part.data_ptr() == other.parts[name].data_ptr() and torch.equal(part, other.parts[name])
+
+
+INFERENCE_VIEWS = {
+    "detach": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "view": lambda t: t.view(-1),
+    "alias": lambda t: torch.ops.aten.alias(t),
+    "slice": lambda t: t[:32],
+    "slice that cuts": lambda t: t[:5],
+    "select": lambda t: t[3],
+    "narrow": lambda t: t.narrow(0, 32, 32),
+    "chunk": lambda t: t.chunk(2)[1],
+    "split": lambda t: t.split(32)[0],
+    "unbind": lambda t: t.unbind(0)[2],
+    "t": lambda t: t.t(),
+    "mT": lambda t: t.mT,
+    "permute": lambda t: t.permute(1, 0),
+    "expand": lambda t: t.expand(64, 64),
+    "expand wider": lambda t: t.expand(2, 64, 64),
+    "as_strided": lambda t: t.as_strided((64, 64), (64, 1)),
+    "unsqueeze": lambda t: t.unsqueeze(0),
+    "squeeze": lambda t: t.squeeze(),
+    "diagonal": lambda t: t.diagonal(),
+    "flatten": lambda t: t.flatten(),
+    "unflatten": lambda t: t.unflatten(0, (2, 32)),
+    "index": lambda t: t[torch.tensor([1, 2])],
+    "none": lambda t: t[:, None],
+}
+
+
+@pytest.mark.parametrize("view", INFERENCE_VIEWS.values(), ids=INFERENCE_VIEWS.keys())
+@pytest.mark.parametrize("name", ["mxfp8", "fp8", "identity", "mxfp8|identity", "nvfp4"])
+def test_views_in_inference_mode_are_those_outside_of_it(name, view) -> None:
+    """Of parameters and of tensors from inside; a parameter can be trained and its views written after."""
+    q, x = QUANTIZERS[name], torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    outside = view(q.quantize(x.clone()))
+    for parameter in (True, False):
+        w = torch.nn.Parameter(q.quantize(x.clone()))
+        with torch.inference_mode():
+            made = view(w if parameter else q.quantize(x.clone()))
+            values = made.dequantize().clone() if isinstance(made, QuantizedTensor) else made.clone()
+            plain = view(torch.nn.Parameter(x) if parameter else x.clone())
+        held = outside.dequantize() if isinstance(outside, QuantizedTensor) else outside
+        assert type(made) is type(outside) and same_bits(values, held)
+        assert made.is_inference() == plain.is_inference()
+    with torch.no_grad():
+        w.mul_(2)
+    (w * w).sum().backward()
+    assert torch.equal(w.grad, 2 * w.dequantize().detach())
+
+
+def test_a_view_from_inference_mode_writes_through_and_counts_as_a_write() -> None:
+    w = torch.nn.Parameter(QUANTIZERS["mxfp8"].quantize(torch.randn(64, 64)))
+    for view in (lambda t: t.detach(), lambda t: t.view(-1), lambda t: t.chunk(2)[0]):
+        with torch.inference_mode():
+            made = view(w)
+        version = w._version
+        with torch.no_grad():
+            made.fill_(3.0)
+        assert w._version > version and (w.dequantize()[:32] == 3).all()
+
+
+def test_a_model_is_saved_in_inference_mode_and_trained_after() -> None:
+    model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), duotone.recipes.load("mxfp8"), rules=())
+    duotone.convert_parameters(model, duotone.recipes.load("mxfp8"))
+    x = torch.randn(4, 64)
+    with torch.inference_mode():
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        y = model(x)
+        model.load_state_dict(model.state_dict())
+        copied = copy.deepcopy(saved["0.weight"])
+    assert same(copied, model[0].weight.detach())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model(x), y)
+    model.load_state_dict(saved)
+    assert torch.equal(model(x), y)

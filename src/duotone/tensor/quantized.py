@@ -182,7 +182,9 @@ class QuantizedTensor(ShardHooks, Writes):
             assert isinstance(made, QuantizedTensor)
         made.context = LOCAL
         memo[id(self)] = made
-        stale = {INIT_VALUE} if self._version else set()  # of a tensor that was written; the copy starts with no writes
+        stale = (
+            {INIT_VALUE} if self.is_inference() or self._version else set()
+        )  # of a tensor that was written; the copy starts with no writes
         for name in vars(self).keys() - vars(made).keys() - stale:
             setattr(made, name, copy.deepcopy(vars(self)[name], memo))
         made.grad = copy.deepcopy(self.grad, memo)
@@ -231,15 +233,24 @@ class QuantizedTensor(ShardHooks, Writes):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in OPS:
-            return OPS[func](*args, **kwargs)
-        decomposed = func.decompose(*args, **kwargs)  # only inference mode brings composite operations here
-        if decomposed is not NotImplemented:
-            return decomposed
-        if func._schema.is_mutable:
-            return run_in_place(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map(unshared if func.is_view else plain, (args, kwargs))
-        return func(*plain_args, **plain_kwargs)
+        if func not in OPS:
+            decomposed = func.decompose(*args, **kwargs)  # only inference mode brings composite operations here
+            if decomposed is not NotImplemented:
+                return decomposed
+        if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+            # A view of a tensor that counts its versions counts them too, which no inference tensor can.
+            with torch.inference_mode(False), torch._C._AutoDispatchBelowAutograd():
+                return _run(func, args, kwargs)
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    if func in OPS:
+        return OPS[func](*args, **kwargs)
+    if func._schema.is_mutable:
+        return run_in_place(func, args, kwargs)
+    plain_args, plain_kwargs = tree_map(unshared if func.is_view else plain, (args, kwargs))
+    return func(*plain_args, **plain_kwargs)
 
 
 class Dequantize(torch.autograd.Function):
