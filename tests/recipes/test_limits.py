@@ -129,6 +129,14 @@ def test_a_name_that_no_file_has_is_refused_in_one_line(name):
     refused(name)
 
 
+def test_a_file_of_any_name_is_read(tmp_path):
+    for name in (b"\xff.toml", b"a\nb.toml"):
+        path = os.path.join(os.fsencode(tmp_path), name)
+        with open(path, "w") as file:
+            file.write(RULE)
+        assert recipes.load(os.fsdecode(path)).name == {b"\xff.toml": "\ufffd", b"a\nb.toml": "a\\nb"}[name]
+
+
 def test_files_that_name_each_other_500_deep_are_refused(tmp_path):
     for i in range(500):
         (tmp_path / f"{i}.toml").write_text(f'base = "{i + 1}.toml"' + RULE)
@@ -185,6 +193,7 @@ def deep_recipe():
         (lambda: Rule(module="\ud800", format="mxfp4"), "module is '\\ud800', which holds NUL or half"),
         (lambda: Rule(module="x" * 1025, format="mxfp4"), "module has 1025 characters; give at most 1024"),
         (lambda: RuleRecipe(rules=(), title="a\0"), "title is 'a\\x00', which holds NUL"),
+        (lambda: RuleRecipe(rules=(), title="a\nb"), "title is 'a\\nb'; it must be one line of printable text"),
         (lambda: RuleRecipe(rules=(Rule(format="mxfp4"),) * 4097), "4097 rules are more than a recipe may have"),
         (lambda: Schedule((recipes.Phase(recipes.load("mxfp8"), 0),), title="\ud800"), "title is '\\ud800', which"),
         (deep_recipe, "more than 16 recipes are each the base of the one before"),

@@ -98,7 +98,8 @@ class _Loading:
             raise _ReferenceError(f"recipe files refer to each other more than {BASES} deep; merge some of them")
         if key not in self._files:
             data = _parse(path, content)
-            self._files[key] = self.read(data, str(path), path.stem, path.parent, (*chain, key))
+            title = one_line(os.fsencode(path.stem).decode(errors="replace"))
+            self._files[key] = self.read(data, str(path), title, path.parent, (*chain, key))
         return self._files[key]
 
     def read(self, data: Any, where: str, default_name: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:

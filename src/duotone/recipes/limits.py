@@ -32,6 +32,15 @@ def check_text(field: str, text: str) -> None:
         raise RecipeError(f"{field} is {text[:80]!r}, which holds NUL or half a surrogate pair; leave that out")
 
 
+def check_title(title: Any) -> None:
+    """RecipeError unless `title` is one line that tables and files can show."""
+    if not isinstance(title, str):
+        raise RecipeError(f"title is {title!r}; it must be a string")
+    check_text("title", title)
+    if not title.isprintable():
+        raise RecipeError(f"title is {title[:80]!r}; it must be one line of printable text")
+
+
 def check_number(field: str, count: int, most: int) -> None:
     """RecipeError where there are more than `most` of something."""
     if count > most:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from duotone import formats
 from duotone.errors import RecipeError
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
-from duotone.recipes.limits import BASES, RULES, check_number, check_text
+from duotone.recipes.limits import BASES, RULES, check_number, check_text, check_title
 from duotone.recipes.patterns import expression, glob
 from duotone.recipes.recipe import Recipe, one_of, plain
 from duotone.recipes.roles import (
@@ -190,9 +190,7 @@ class RuleRecipe(Recipe):
     def __post_init__(self) -> None:
         if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
             raise RecipeError(f"rules is {self.rules!r}; give a tuple of duotone.recipes.Rule")
-        if not isinstance(self.title, str):
-            raise RecipeError(f"title is {self.title!r}; it must be a string")
-        check_text("title", self.title)
+        check_title(self.title)
         check_number("rules", len(self.rules), RULES)
         if self.history is not None and not isinstance(self.history, History):
             raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")

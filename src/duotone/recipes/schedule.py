@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from duotone.errors import RecipeError, UserError
-from duotone.recipes.limits import PHASES, check_number, check_text
+from duotone.recipes.limits import PHASES, check_number, check_title
 from duotone.recipes.recipe import Recipe, require_recipe
 
 
@@ -60,9 +60,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.phases, tuple) or not all(isinstance(phase, Phase) for phase in self.phases):
             raise RecipeError(f"phases is {self.phases!r}; give a tuple of duotone.recipes.Phase")
-        if not isinstance(self.title, str):
-            raise RecipeError(f"title is {self.title!r}; it must be a string")
-        check_text("title", self.title)
+        check_title(self.title)
         check_number("phases", len(self.phases), PHASES)
         if not self.phases or self.phases[0].start != 0:
             given = repr(self.phases[0].start) if self.phases else "nothing"
