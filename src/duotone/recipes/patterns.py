@@ -16,6 +16,9 @@ from duotone.errors import RecipeError
 LARGEST = 2000
 """States of an expression: a name is compared with each of them at each of its characters."""
 
+REMEMBERED = 8192
+"""States of the moves that an expression remembers, each from some states by one character."""
+
 ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
 CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
 REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
@@ -77,6 +80,9 @@ class _Automaton:
         self._parsed = parsed
         self._states: list[tuple[str, re.Pattern[str] | None, tuple[int, ...]]] = [(END, None, ())]
         self._start = self._sequence(nodes, 0)
+        self._is_local = all(waits_for != AT for waits_for, _, _ in self._states)
+        self._room = REMEMBERED
+        self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
 
     def run(self, text: str, *, whole: bool) -> bool:
         """Whether the whole text matches, or else a part of it from the start on."""
@@ -84,15 +90,26 @@ class _Automaton:
         for place in range(len(text)):
             if not states or (0 in states and not whole):
                 break
-            after = []
-            for state in states:
-                waits_for, test, following = self._states[state]
-                if waits_for == ONE and test is not None and test.match(text, place):
-                    after += following
-            states = self._reachable(after, text, place + 1)
+            states = self._move(states, text, place)
         return 0 in states
 
-    def _reachable(self, states: list[int], text: str, place: int) -> set[int]:
+    def _move(self, states: frozenset[int], text: str, place: int) -> frozenset[int]:
+        """The states after the character at `place`; remembered, as names have much in common."""
+        key = states, text[place]
+        if key in self._moves:
+            return self._moves[key]
+        after: list[int] = []
+        for state in states:
+            waits_for, test, following = self._states[state]
+            if waits_for == ONE and test is not None and test.match(text, place):
+                after += following
+        found = self._reachable(after, text, place + 1)
+        if self._is_local and len(found) < self._room:
+            self._room -= len(found) + 1
+            self._moves[key] = found
+        return found
+
+    def _reachable(self, states: list[int], text: str, place: int) -> frozenset[int]:
         """The states and those after them that wait for no character."""
         found: set[int] = set()
         while states:
@@ -103,7 +120,7 @@ class _Automaton:
             waits_for, test, following = self._states[state]
             if waits_for == SPLIT or (waits_for == AT and test is not None and test.match(text, place)):
                 states += following
-        return found
+        return frozenset(found)
 
     def _add(self, waits_for: str, test: "re.Pattern[str] | None", *following: int) -> int:
         if len(self._states) == LARGEST:
