@@ -232,3 +232,68 @@ def test_a_checkpoint_outlives_a_copy_and_a_conversion(move) -> None:
     assert torch.equal(m.weight.dequantize().float(), want)
     fresh = move(made[1])
     assert fresh.weight.get_high_precision_init_val() is not None
+
+
+def both_kinds() -> list[nn.Parameter]:
+    return [held(pair("mxfp8_e4m3")), held(pair("fp8_e4m3_delayed")), nn.Parameter(torch.randn(9, 5).bfloat16())]
+
+
+WRITES = {
+    "load_state_dict": lambda p, x: loaded(p, x),
+    "copy_": lambda p, x: p.copy_(x),
+    "in place": lambda p, x: p.mul_(0).add_(x),
+    "detached": lambda p, x: p.detach().copy_(x),
+}
+
+
+def loaded(p: nn.Parameter, x: Tensor) -> None:
+    module = nn.Module()
+    module.p = p
+    module.load_state_dict({"p": x})
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_what_others_write_after_a_step_becomes_the_master(write) -> None:
+    """Without it the next step would write the old weights over a checkpoint."""
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=0.0, master_weights=True)
+        step(optimizer, 0)
+        x = torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+        with torch.no_grad():
+            write(p, x.bfloat16())
+        values = p.dequantize(torch.float32) if hasattr(p, "planes") else p.detach().float()
+        master = optimizer.state[p]["master"]
+        step(optimizer, 1)
+        assert torch.equal(optimizer.state[p]["master"], values) and optimizer.state[p]["master"] is master
+        assert torch.equal(p.detach().float(), values)  # lr is 0: encoding the values again gives them
+        before = master.clone()
+        step(optimizer, 2)
+        assert torch.equal(master, before)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_loaded_master_counts_in_either_order(model_first) -> None:
+    """The master has bits that the weights have not."""
+    source = both_kinds()
+    optimizer = AdamW(source, **RATES, master_weights=True)
+    step(optimizer, 0)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in source]
+    step(optimizer, 1)
+    want = everything(optimizer)
+    step(optimizer, 2)
+    for load_model in (model_first, not model_first):
+        if load_model:
+            for p, w in zip(source, weights, strict=True):
+                loaded(p, w)
+        else:
+            optimizer.load_state_dict(saved)
+    step(optimizer, 1)
+    assert all_same(everything(optimizer), want)
+
+
+def test_a_step_without_other_writes_keeps_the_bits_of_the_master() -> None:
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=1e-6, weight_decay=0.0, master_weights=True)
+        for seed in range(3):
+            step(optimizer, seed)
+        assert not torch.equal(optimizer.state[p]["master"], p.detach().float())

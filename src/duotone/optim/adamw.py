@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from duotone.optim.checks import check_group, check_saved, check_step, refuse_capture, refuse_distributed
-from duotone.optim.master import initial_master, needs_master
+from duotone.optim.master import Mark, initial_master, needs_master, values_of
 from duotone.optim.rates import Rates
 from duotone.optim.update import State
 from duotone.optim.write import write
@@ -46,6 +46,7 @@ class AdamW(Optimizer):
         master_weights: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        self._marks: dict[Tensor, Mark] = {}
         super().__init__(params, defaults | {"master_weights": master_weights})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -102,8 +103,11 @@ class AdamW(Optimizer):
 
     def _update_mastered(self, group: dict[str, Any], parameter: Tensor) -> None:
         held = self.state[parameter]
+        mark = self._marks.get(parameter)
         if "master" not in held:
             held["master"] = initial_master(parameter)
+        elif mark is not None and mark.was_written_since(parameter):  # a checkpoint of the model, say
+            held["master"].copy_(values_of(parameter))
         held = self._state_of(parameter, held["master"])
         for name in FP32:  # moments may be from before the parameter had a master, or from torch
             held[name] = held[name].to(torch.float32).contiguous()
@@ -111,6 +115,7 @@ class AdamW(Optimizer):
         assert parameter.grad is not None
         rates = Rates.of(group, held["step"].item())
         write(parameter, State(parameter.grad, held["exp_avg"], held["exp_avg_sq"], held["master"]), rates)
+        self._marks[parameter] = Mark.of(parameter)
 
     def _state_of(self, parameter: Tensor, like: Tensor) -> dict[str, Any]:
         state = self.state[parameter]
@@ -156,6 +161,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._marks = {}  # masters that were loaded count, whether the model is loaded before or after them
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

@@ -1,9 +1,10 @@
 """Master weights: which parameters have one, and what it starts from."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.tensor import QuantizedTensor
 
@@ -24,6 +25,32 @@ def initial_master(parameter: Tensor) -> Tensor:
     if isinstance(parameter, QuantizedTensor):
         values = parameter.get_high_precision_init_val() if parameter._version == 0 else None
         parameter.clear_high_precision_init_val()
-        values = parameter.values(torch.float32) if values is None else values
-    values = parameter.detach() if values is None else values
+    values = values_of(parameter) if values is None else values
     return torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device).copy_(values)
+
+
+def values_of(parameter: Tensor) -> Tensor:
+    """What a parameter holds, without a gradient; fp32 where it is quantized."""
+    return parameter.values(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter.detach()
+
+
+class Mark(NamedTuple):
+    """What a step left: the memory that it wrote, and the version of that. The reference frees nothing and keeps the
+    address from being used again."""
+
+    memory: StorageWeakRef
+    version: int
+
+    @staticmethod
+    def of(parameter: Tensor) -> "Mark":
+        plane = None
+        if isinstance(parameter, QuantizedTensor):
+            plane = parameter.planes.rowwise or parameter.planes.columnwise
+        codes = parameter if plane is None else plane.parts["codes"]
+        return Mark(StorageWeakRef(codes.untyped_storage()), parameter._version)
+
+    def was_written_since(self, parameter: Tensor) -> bool:
+        """Whether somebody else wrote this memory; a parameter that was converted or moved has another, and keeps its
+        master."""
+        now = Mark.of(parameter)
+        return now.version != self.version and now.memory == self.memory
