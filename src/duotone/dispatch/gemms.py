@@ -17,6 +17,7 @@ from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
 from duotone.formats import Factors
+from duotone.formats.geometry import crop
 
 FULL = "high precision"
 
@@ -199,7 +200,8 @@ def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, in
     """The scales of block column j, one for each row of the operand; None where it has no block scales."""
     if plane.format.outer_extent != "block" or factors.outer is None:
         return None
-    return factors.outer[:, j].repeat_interleave(plane.format.outer_block.rows)[: plane.shape[0]].view(shape)
+    scales = factors.outer[:, j : j + 1].repeat_interleave(plane.format.outer_block.rows, 0)
+    return crop(scales, plane.shape[0], 1).view(shape)
 
 
 def _without_blocks(plane: Operand, factors: Factors) -> Factors:

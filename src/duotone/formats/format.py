@@ -11,7 +11,7 @@ from duotone.errors import UserError
 from duotone.formats import hadamard, philox
 from duotone.formats.checks import check_matrix, check_values, require_parts
 from duotone.formats.elements import Element
-from duotone.formats.geometry import Block
+from duotone.formats.geometry import Block, crop
 from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.registry import get
 from duotone.formats.scales import Blocked, Scaled
@@ -283,7 +283,7 @@ class ScaledFormat:
         """Decoded values -> those of the original (M, cols), in the same dtype."""
         if self.hadamard:
             values = hadamard.unrotate(values).to(values.dtype)
-        return values[:, :cols]
+        return crop(values, values.shape[0], cols)
 
     def factors(self, parts: Parts, stages: Stages = PLAIN, inner: Tensor | None = None) -> Factors:
         """`decode` split into an operand that is exact in bf16, unless given, and what must follow the product."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -49,7 +50,30 @@ class Block:
     def unview(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
         """(grid rows, rows, grid cols, cols) -> (M, K), the inverse of `view`."""
         down, height, across, width = blocks.shape
-        return blocks.reshape(down * height, across * width)[:rows, :cols]
+        return crop(blocks.reshape(down * height, across * width), rows, cols)
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+_LIBRARY.define("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor")
+
+
+def _crop(x: Tensor, rows: int, cols: int) -> Tensor:
+    return x[:rows, :cols].clone()
+
+
+_LIBRARY.impl("crop", _crop, "CPU")
+_LIBRARY.impl("crop", _crop, "Meta")
+
+
+def crop(x: Tensor, rows: int, cols: int) -> Tensor:
+    """The first rows and columns of a matrix, a view. Every cut behind the last whole block goes through here.
+
+    Code compiled for a CPU gets a copy from an own op: torch's C++ backend splits a loop by the width of the blocks
+    that share a scale, and drops the remainder where the loop ends inside a block (`try_loop_split`).
+    """
+    if x.is_cpu and torch.compiler.is_compiling() and (rows, cols) != x.shape:
+        return torch.ops.duotone.crop(x, rows, cols)
+    return x[:rows, :cols]
 
 
 TENSOR = Block(0, 0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from duotone.formats.elements import E4M3, Element
-from duotone.formats.geometry import Block
+from duotone.formats.geometry import Block, crop
 from duotone.formats.parts import Parts, PartSpec, Shard
 from duotone.formats.stages import EXPONENT_MASK, Stages, divide, power_of_two
 
@@ -234,12 +234,14 @@ class TwoLevelScale:
         return "row" if self.per_row else "tensor"
 
     def transpose(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Parts:
-        scale = parts["scale"][:: block.rows].t().repeat_interleave(block.cols, 0)[: shape[1]]
-        return {"scale": scale, "amax": parts["amax"]}
+        scale = parts["scale"][:: block.rows].t().repeat_interleave(block.cols, 0)
+        return {"scale": crop(scale, shape[1], scale.shape[1]), "amax": parts["amax"]}
 
     @staticmethod
     def _rows(code: Tensor, x: Blocked) -> Tensor:
-        return code.repeat_interleave(x.block.rows, 0)[: x.shape[0]] if x.block.rows > 1 else code
+        if x.block.rows == 1:
+            return code
+        return crop(code.repeat_interleave(x.block.rows, 0), x.shape[0], code.shape[1])
 
 
 def _spread(factor: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Factors, Format, Parts
+from duotone.formats.geometry import crop
 from duotone.tensor.context import LOCAL, QuantizeContext
 
 
@@ -102,7 +103,7 @@ class Plane:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that the plane stands for, (rows, cols), any rotation undone."""
         if not self.format.transform:
-            return self.values(dtype)[:, : self.shape[1]]
+            return crop(self.values(dtype), *self.shape)
         return self.format.unrotate(self.values(torch.float32), self.shape[1]).to(dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Plane":
