@@ -788,3 +788,37 @@ def test_identity_under_every_option_is_f_linear() -> None:
         want.sum().backward()
         got = torch.cat([p.grad for p in matrices(m)])
         assert torch.equal(y, want) and torch.equal(got, weight.grad)
+
+
+class Ranks:
+    """What a layout asks of a process group."""
+
+    group_name = "two"
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: duotone.Linear(8, 8, parallel_mode="column", tp_size=2), "needs a tp_group, also beside tp_size"),
+        (
+            lambda: duotone.Linear(8, 8, parallel_mode="row", tp_group=Ranks(), tp_size=4),
+            "tp_size is 4 and tp_group has 2 ranks; leave tp_size out",
+        ),
+        (lambda: duotone.LayerNormMLP(8, 8, set_parallel_mode=True, tp_size=2), "needs a tp_group"),
+        (lambda: duotone.TransformerLayer(8, 8, 2, set_parallel_mode=True, tp_size=2), "needs a tp_group"),
+        (lambda: duotone.GroupedLinear(2, 8, 8, tp_size=2), "tp_size is 2; a GroupedLinear holds whole experts"),
+    ],
+)
+def test_a_number_of_ranks_without_their_group_is_refused(make, message) -> None:
+    """core 6.1: a size alone says nobody to talk to."""
+    with pytest.raises(duotone.UserError, match=message):
+        make()
+
+
+def test_a_number_of_ranks_may_repeat_the_groups() -> None:
+    assert duotone.Linear(8, 8, parallel_mode="column", tp_group=Ranks(), tp_size=2).weight.shape == (4, 8)
+    assert duotone.Linear(8, 8, tp_size=2).weight.shape == (8, 8)
+    assert duotone.TransformerLayer(8, 8, 2, tp_size=1).self_attention.proj.layout.mode is None

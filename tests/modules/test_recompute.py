@@ -116,3 +116,38 @@ def test_a_quantized_weight_under_a_checkpoint_changes_no_bit() -> None:
         found.append(out)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True, "return_layernorm_output": True}])
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_mlp_that_recomputes_itself_changes_no_bit_and_keeps_its_input_alone(name, options) -> None:
+    """core 90, 6.3: two steps under regions that end before their backward."""
+
+    def steps(again: bool) -> tuple[list[Tensor], int]:
+        torch.manual_seed(3)
+        module = duotone.LayerNormMLP(32, 64, activation="swiglu", checkpoint=again, name="m", **options)
+        found: list[Tensor] = []
+        sizes: list[int] = []
+        for _ in range(2):
+            x = torch.randn(16, 32).requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (sizes.append(t.numel()), t)[1], lambda t: t):
+                with duotone.autocast(recipe=RECIPES[name]):
+                    made = module(x)
+            outputs = made if isinstance(made, tuple) else (made,)
+            outputs[0].square().sum().backward()
+            found += [*outputs, x.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            found += [b.clone() for b in module.buffers()]
+        return found, sum(sizes)
+
+    (plain, whole), (recomputed, less) = steps(False), steps(True)
+    assert len(plain) == len(recomputed) and all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+    assert less < whole
+
+
+def test_an_mlp_that_recomputes_itself_runs_alone_in_a_sequential() -> None:
+    module = duotone.LayerNormMLP(32, 64, checkpoint=True, recipe=RECIPES["mxfp8"])
+    assert module.pipeline is None
+    x = torch.randn(4, 32)
+    assert torch.equal(duotone.ops.Sequential(module, duotone.ops.Identity())(x), module(x))
+    with torch.no_grad():
+        assert not module(x).requires_grad

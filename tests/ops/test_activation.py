@@ -30,6 +30,12 @@ def clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
     return a * torch.sigmoid(alpha * a) * (b + 1)
 
 
+def situ(x: Tensor, beta1: float = 4.0, beta2: float = 25.0) -> Tensor:
+    a, b = (x if x.dtype == torch.float64 else x.float()).chunk(2, -1)
+    y = beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))
+    return y.to(x.dtype)
+
+
 def gated(name: str):
     def value(x: Tensor) -> Tensor:
         a, b = x.chunk(2, -1)
@@ -42,9 +48,10 @@ REFERENCE = {
     **{name: UNARY[name] for name in ("gelu", "qgelu", "relu", "srelu", "silu")},
     **{name: gated(unary) for name, unary in GATE_OF.items()},
     "clamped_swiglu": clamped,
+    "situglu": situ,
 }
 ORDINARY = (ops.GELU, ops.GEGLU, ops.GLU, ops.QGELU, ops.QGEGLU, ops.ReLU, ops.ReGLU, ops.SReLU, ops.SReGLU, ops.SiLU)
-CLASSES = {cls().kind: cls for cls in (*ORDINARY, ops.SwiGLU, ops.ClampedSwiGLU)}
+CLASSES = {cls().kind: cls for cls in (*ORDINARY, ops.SwiGLU, ops.ClampedSwiGLU, ops.SiTUGLU)}
 SHAPES = [(33, 96), (2, 3, 34), (1, 2), (0, 8), (2, 0, 6), (10,)]
 
 
@@ -65,7 +72,7 @@ def same(got: list[Tensor], want: list[Tensor]) -> None:
 
 def test_every_activation_has_a_reference_and_a_class() -> None:
     assert set(ACTIVATIONS) == set(REFERENCE) == set(CLASSES)
-    assert {name for name, found in ACTIVATIONS.items() if found.gated} == {*GATE_OF, "clamped_swiglu"}
+    assert {name for name, found in ACTIVATIONS.items() if found.gated} == {*GATE_OF, "clamped_swiglu", "situglu"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -151,3 +158,77 @@ def test_errors_are_one_line() -> None:
         ops.SwiGLU()(torch.zeros(2, 9))
     with pytest.raises(UserError, match="takes a tensor"):
         ops.GELU()(None)
+
+
+def test_situglu_takes_its_caps() -> None:
+    x, dy = 9 * torch.randn(20, 32), torch.randn(20, 16)
+    same(outcome(ops.SiTUGLU(beta1=2.0, beta2=3.0), x, dy), outcome(lambda t: situ(t, 2.0, 3.0), x, dy))
+    assert ops.SiTUGLU(beta1=2.0, beta2=3.0)(1000 * x.abs()).abs().max() <= 6.0
+
+
+SCALED = {
+    "srelu": ops.ScaledSReLU,
+    "swiglu": ops.ScaledSwiGLU,
+    "clamped_swiglu": ops.ScaledClampedQGeGLU,
+    "situglu": ops.ScaledSiTUGLU,
+}
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_activations_are_the_activation_times_a_scale_of_each_row(name, dtype, scale_dtype) -> None:
+    """Values and both gradients against float64, within 8 roundings of the largest magnitude; the tangent of a second
+    derivative against autograd's own."""
+    x, scales = (3 * torch.randn(4, 5, 34)).to(dtype), torch.rand(4, 5).to(scale_dtype)
+    scales[0, 0] = 0.0
+    dy = torch.randn(REFERENCE[name](x).shape).to(dtype)
+    leaves = [x.clone().requires_grad_(), scales.clone().requires_grad_()]
+    y = SCALED[name]()(leaves[0], leaves[1])
+    y.backward(dy)
+    assert y.dtype == dtype and leaves[1].grad.shape == scales.shape and leaves[1].grad.dtype == scale_dtype
+    exact = [x.double().requires_grad_(), scales.double().requires_grad_()]
+    wanted = REFERENCE[name](exact[0]) * exact[1].unsqueeze(-1)
+    wanted.backward(dy.double())
+    eps = max(torch.finfo(dtype).eps, torch.finfo(scale_dtype).eps)
+    pairs = [(y, wanted), (leaves[0].grad, exact[0].grad), (leaves[1].grad, exact[1].grad)]
+    for got, want in pairs:
+        assert (got.double() - want).abs().max() <= 8 * eps * want.abs().max()
+    op = SCALED[name]()
+    twice = [x.double().requires_grad_(), scales.double().requires_grad_()]
+    penalty = torch.autograd.grad(op(*twice).square().sum(), twice, create_graph=True)
+    other = torch.autograd.grad(
+        (REFERENCE[name](exact[0]) * exact[1].unsqueeze(-1)).square().sum(), exact, create_graph=True
+    )
+    for got, want in zip(
+        torch.autograd.grad(sum(p.square().sum() for p in penalty), twice),
+        torch.autograd.grad(sum(p.square().sum() for p in other), exact),
+        strict=True,
+    ):
+        assert_close(got, want)
+
+
+def test_scaled_activations_stand_between_experts() -> None:
+    """The weights of a router between two grouped linears, as a further input of a Sequential."""
+    fc1, fc2 = ops.GroupedLinear(2, 16, 32, name="a"), ops.GroupedLinear(2, 16, 16, name="b")
+    x, scales = torch.randn(6, 16), torch.rand(6)
+    y = ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2)(x, [2, 4], scales, [2, 4])
+    assert torch.equal(y, fc2(ops.SwiGLU()(fc1(x, [2, 4])) * scales.unsqueeze(-1), [2, 4]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.ScaledSwiGLU(glu_interleave_size=32),
+            "glu_interleave_size is 32; swiglu takes its halves",
+        ),
+        (lambda: ops.ScaledSReLU(limit=1.0), "activation_params has 'limit'; srelu takes nothing"),
+        (lambda: ops.ScaledSReLU()(torch.randn(4, 8), torch.rand(5)), "a scale for each of 4 rows; got \\(5,\\)"),
+        (lambda: ops.ScaledSReLU()(torch.randn(4, 8), [1.0] * 4), "takes a floating tensor of scales on cpu; got list"),
+        (lambda: ops.ScaledSReLU()(torch.randn(4, 8)), "0 further inputs were given to ops that take 1"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused(call, message) -> None:
+    with pytest.raises(UserError, match=message):
+        call()

@@ -49,6 +49,7 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
         drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False,
         tp_group: Any = None,
+        tp_size: int = 1,
         sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
@@ -68,7 +69,8 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
         self._check()
         norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
         given = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe, "init_method": init_method}
-        given |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "sequence_parallel": sequence_parallel}
+        given |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "tp_size": tp_size}
+        given["sequence_parallel"] = sequence_parallel
         given["return_layernorm_output"] = apply_residual_connection_post_layernorm
         given["output_layer_init_method"] = output_layer_init_method
         more = {**given, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format, "return_bias": False}

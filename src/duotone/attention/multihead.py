@@ -71,6 +71,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
         tp_group: Any = None,
+        tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         recipe: Recipe | None = None,
@@ -84,7 +85,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
         self._wired: tuple[str, ...] | None = None
         given = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
         given |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        given |= {"tp_group": tp_group if set_parallel_mode else None}
+        given |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
         modes = ("column", "row") if set_parallel_mode else (None, None)
         column = {**given, "init_method": init_method, "parallel_mode": modes[0]}
         row = {**given, "init_method": output_layer_init_method or init_method, "parallel_mode": modes[1]}

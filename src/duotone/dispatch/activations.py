@@ -149,6 +149,35 @@ def clamped_swiglu(limit: float = 7.0, alpha: float = QUICK) -> Activation:
     return Activation(value, gradient, gated=True)
 
 
+def situglu(beta1: float = 4.0, beta2: float = 25.0) -> Activation:
+    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) for x = [a, b], in fp32: SwiGLU with soft caps."""
+
+    def value(x: Tensor) -> Tensor:
+        a, b = _wide(x).chunk(2, -1)
+        return (beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))).to(x.dtype)
+
+    def gradient(dy: Tensor, x: Tensor) -> Tensor:
+        a, b = _wide(x).chunk(2, -1)
+        dy, gate, first, second = _wide(dy), torch.sigmoid(a), torch.tanh(a / beta1), torch.tanh(b / beta2)
+        inner = dy * (beta2 * second)
+        da = aten.tanh_backward(inner * gate * beta1, first) / beta1
+        da = da + aten.sigmoid_backward(inner * (beta1 * first), gate)
+        db = aten.tanh_backward(dy * (beta1 * first * gate) * beta2, second) / beta2
+        return torch.cat((da, db), -1).to(x.dtype)
+
+    return Activation(value, gradient, gated=True)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+PARAMETRIC: dict[str, tuple[Callable[..., Activation], tuple[str, str]]] = {
+    "clamped_swiglu": (clamped_swiglu, ("limit", "alpha")),
+    "situglu": (situglu, ("beta1", "beta2")),
+}
+"""Activations with parameters, and what they take."""
+
 ACTIVATIONS: dict[str, Activation] = {
     **UNARY,
     "glu": _gated(Activation(torch.sigmoid, sigmoid_gradient)),
@@ -157,16 +186,17 @@ ACTIVATIONS: dict[str, Activation] = {
     "reglu": _gated(UNARY["relu"]),
     "sreglu": _gated(UNARY["srelu"]),
     "swiglu": _gated(UNARY["silu"]),
-    "clamped_swiglu": clamped_swiglu(),
+    **{name: make() for name, (make, _) in PARAMETRIC.items()},
 }
 
 
 def activation(name: str, params: Mapping[str, float] | None = None) -> Activation:
-    """The activation of that name; only clamped_swiglu takes parameters, `limit` and `alpha`."""
+    """The activation of that name; only those in PARAMETRIC take parameters."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is unknown; allowed are {', '.join(ACTIVATIONS)}")
-    unknown = set(params or ()) - ({"limit", "alpha"} if name == "clamped_swiglu" else set())
+    make, known = PARAMETRIC.get(name, (None, ()))
+    unknown = set(params or ()) - set(known)
     if unknown:
-        allowed = "limit and alpha" if name == "clamped_swiglu" else "nothing"
+        allowed = " and ".join(known) or "nothing"
         raise UserError(f"activation_params has {sorted(unknown)[0]!r}; {name} takes {allowed}")
-    return clamped_swiglu(**params) if params else ACTIVATIONS[name]
+    return make(**params) if make and params else ACTIVATIONS[name]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
@@ -26,7 +27,8 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
     `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
     `normalization` is "LayerNorm" or "RMSNorm", with the parameters `layer_norm_weight` and `layer_norm_bias`. fc1 and
     fc2 are Linear modules whose roles are named `<name>.fc1` and `<name>.fc2`; with `set_parallel_mode` fc1 is column-
-    and fc2 row-parallel. Checkpoints that name `fc1_weight` instead of `fc1.weight` load too.
+    and fc2 row-parallel. With `checkpoint` only the input is kept, and backward runs the forward again. State dicts
+    that name `fc1_weight` instead of `fc1.weight` load too.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -48,15 +50,18 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
         tp_group: Any = None,
+        tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        checkpoint: bool = False,
         name: str = "",
         recipe: Recipe | None = None,
     ) -> None:
         super().__init__()
         self.activation = ActivationOp(activation, activation_params)
         self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.checkpoint = checkpoint
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
         self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
@@ -66,6 +71,7 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
             "device": device,
             "recipe": recipe,
             "tp_group": tp_group if set_parallel_mode else None,
+            "tp_size": tp_size,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "delay_wgrad_compute": delay_wgrad_compute,
@@ -89,8 +95,8 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
 
     @property
     def pipeline(self) -> tuple[Op, ...] | None:
-        """What stands for this module in a larger pipeline; None where it returns more than one tensor."""
-        more = self.return_bias or self.return_layernorm_output
+        """What stands for this module in a larger pipeline; None where it does more than that."""
+        more = self.return_bias or self.return_layernorm_output or self.checkpoint
         plain = not more and type(self).forward is LayerNormMLP.forward
         return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
 
@@ -102,6 +108,11 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, is_first_microbatch, use_reentrant=False)
+        return self._forward(x, is_first_microbatch)
+
+    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
         ops = self.ops
         if is_plain(*ops[-3:]):
             made = run(ops, x, (), is_first_microbatch, self)

@@ -9,7 +9,12 @@ from duotone.ops.activation import QGELU as QGELU
 from duotone.ops.activation import ClampedSwiGLU as ClampedSwiGLU
 from duotone.ops.activation import ReGLU as ReGLU
 from duotone.ops.activation import ReLU as ReLU
+from duotone.ops.activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
+from duotone.ops.activation import ScaledSiTUGLU as ScaledSiTUGLU
+from duotone.ops.activation import ScaledSReLU as ScaledSReLU
+from duotone.ops.activation import ScaledSwiGLU as ScaledSwiGLU
 from duotone.ops.activation import SiLU as SiLU
+from duotone.ops.activation import SiTUGLU as SiTUGLU
 from duotone.ops.activation import SReGLU as SReGLU
 from duotone.ops.activation import SReLU as SReLU
 from duotone.ops.activation import SwiGLU as SwiGLU

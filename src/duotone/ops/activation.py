@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from duotone.dispatch.activations import QUICK, Activation, activation
@@ -38,8 +39,37 @@ class ActivationStage(Stage):
         return self.activation.produced(x)
 
 
+@dataclass(frozen=True, eq=False)
+class ScaledActivationStage(Stage):
+    """x (*lead, K or 2K), a scale of each row (*lead) -> the activation times the scales, (*lead, K), in x's dtype."""
+
+    activation: Activation
+    keeps: bool
+    arity = (1,)
+    refusal = ""
+
+    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (_scaled(self.activation.value(x), operands[0]),)
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        return _scaled(self.activation(x), operands[0]), (x, operands[0]) if self.keeps else ()
+
+    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+        x, scales = kept
+        of_scales = None
+        if needs[1]:
+            of_scales = (self.activation(x) * dy).sum(-1, dtype=scales.dtype).view(scales.shape)
+        return self.activation.differentiate(_scaled(dy, scales), x), of_scales
+
+
+def _scaled(x: Tensor, scales: Tensor) -> Tensor:
+    return (x * scales.reshape(x.shape[:-1]).unsqueeze(-1)).to(x.dtype)
+
+
 class ActivationOp(Op, nn.Module):
     """The activation `kind`."""
+
+    stage_type: type[ActivationStage] | type[ScaledActivationStage] = ActivationStage
 
     def __init__(self, kind: str, params: Mapping[str, float] | None = None) -> None:
         super().__init__()
@@ -49,7 +79,7 @@ class ActivationOp(Op, nn.Module):
     def _build(self) -> None:
         made = activation(self.kind, self.params)
         self.gated = made.gated
-        self._by_keeps = {keeps: ActivationStage(made, keeps) for keeps in (False, True)}
+        self._by_keeps = {keeps: self.stage_type(made, keeps) for keeps in (False, True)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_by_keeps"}
@@ -70,17 +100,58 @@ class ActivationOp(Op, nn.Module):
         return self.kind
 
 
-class _Named(ActivationOp):
-    """An activation whose kind is its class."""
+class ScaledActivationOp(ActivationOp):
+    """The activation `kind` times a scale of each row, a further input (*lead) such as the weights of a router.
 
-    of: str
+    The two halves of a gated one lie side by side: UserError for a `glu_interleave_size`.
+    """
 
-    def __init__(self) -> None:
-        super().__init__(self.of)
+    stage_type = ScaledActivationStage
+    extra_inputs = 1
+
+    def __init__(
+        self, kind: str, params: Mapping[str, float] | None = None, glu_interleave_size: int | None = None
+    ) -> None:
+        if glu_interleave_size is not None:
+            raise UserError(
+                f"glu_interleave_size is {glu_interleave_size}; {kind} takes its halves side by side: leave it out, "
+                "and order the rows of the linear before it so"
+            )
+        super().__init__(kind, params)
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        return super().link(signal._replace(requires_grad=torch.is_grad_enabled()), is_first_microbatch)
+
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        (scales,) = extra
+        if not isinstance(scales, Tensor) or not scales.is_floating_point() or scales.device.type != signal.device:
+            raise UserError(f"{self.kind} takes a floating tensor of scales on {signal.device}; got {_words(scales)}")
+        if signal.rows not in (None, scales.numel()):
+            raise UserError(f"{self.kind} takes a scale for each of {signal.rows} rows; got {_words(scales)}")
+        return extra
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        return extra
 
 
-def _named(name: str, kind: str) -> type[_Named]:
-    return type(name, (_Named,), {"of": kind, "__module__": __name__, "__doc__": f"The activation {kind}."})
+def _words(x: Any) -> str:
+    return f"{tuple(x.shape)} in {x.dtype} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _named(name: str, kind: str) -> type[ActivationOp]:
+    def __init__(self: ActivationOp) -> None:
+        ActivationOp.__init__(self, kind)
+
+    members = {"__init__": __init__, "__module__": __name__, "__doc__": f"The activation {kind}."}
+    return type(name, (ActivationOp,), members)
+
+
+def _scaled_by_rows(name: str, kind: str) -> type[ScaledActivationOp]:
+    def __init__(self: ScaledActivationOp, *, glu_interleave_size: int | None = None, **params: float) -> None:
+        ScaledActivationOp.__init__(self, kind, params, glu_interleave_size)
+
+    words = f"The activation {kind} times a scale of each row; see `ScaledActivationOp`."
+    return type(name, (ScaledActivationOp,), {"__init__": __init__, "__module__": __name__, "__doc__": words})
 
 
 GELU, GEGLU, GLU = _named("GELU", "gelu"), _named("GEGLU", "geglu"), _named("GLU", "glu")
@@ -88,6 +159,9 @@ QGELU, QGEGLU = _named("QGELU", "qgelu"), _named("QGEGLU", "qgeglu")
 ReLU, ReGLU = _named("ReLU", "relu"), _named("ReGLU", "reglu")
 SReLU, SReGLU = _named("SReLU", "srelu"), _named("SReGLU", "sreglu")
 SiLU, SwiGLU = _named("SiLU", "silu"), _named("SwiGLU", "swiglu")
+ScaledSReLU, ScaledSwiGLU = _scaled_by_rows("ScaledSReLU", "srelu"), _scaled_by_rows("ScaledSwiGLU", "swiglu")
+ScaledSiTUGLU = _scaled_by_rows("ScaledSiTUGLU", "situglu")
+ScaledClampedQGeGLU = _scaled_by_rows("ScaledClampedQGeGLU", "clamped_swiglu")
 
 
 class ClampedSwiGLU(ActivationOp):
@@ -95,3 +169,10 @@ class ClampedSwiGLU(ActivationOp):
 
     def __init__(self, *, limit: float = 7.0, alpha: float = QUICK) -> None:
         super().__init__("clamped_swiglu", {"limit": limit, "alpha": alpha})
+
+
+class SiTUGLU(ActivationOp):
+    """The activation situglu."""
+
+    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0) -> None:
+        super().__init__("situglu", {"beta1": beta1, "beta2": beta2})

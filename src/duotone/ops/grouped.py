@@ -164,11 +164,14 @@ class GroupedLinear(PlannedGroup, nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        tp_size: int = 1,
         name: str = "",
         recipe: Recipe | None = None,
     ) -> None:
         if not isinstance(num_gemms, int) or num_gemms < 1:
             raise UserError(f"num_gemms is {num_gemms!r}; give a whole number, one or more")
+        if tp_size != 1:
+            raise UserError(f"tp_size is {tp_size}; a GroupedLinear holds whole experts: leave it out")
         if single_grouped_weight and (fuse_wgrad_accumulation or delay_wgrad_compute):
             raise UserError("single_grouped_weight gives its gradient to autograd; keep separate weights for the rest")
         super().__init__()

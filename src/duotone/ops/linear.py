@@ -98,10 +98,11 @@ class Linear(PlannedLinear, nn.Linear):
     `params_dtype` is torch's default dtype where None, `device` its default device; on "meta", `reset_parameters()`
     after `to_empty` initialises. `init_method` fills the weight in place. `parameters_split` names the pieces of
     out_features, equal ones or of these sizes, that become parameters `<name>_weight` of their own. `parallel_mode`
-    "column" splits out_features over the ranks of `tp_group`, "row" in_features; `sequence_parallel` keeps the
-    activations outside as shards of their rows. `return_bias` gives the bias beside the output instead of adding it.
-    `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`, `delay_wgrad_compute` leaves them to
-    `backward_dw`, `save_original_input` keeps the input itself for backward and encodes it there.
+    "column" splits out_features over the ranks of `tp_group`, "row" in_features; `tp_size` may repeat its size.
+    `sequence_parallel` keeps the activations outside as shards of their rows. `return_bias` gives the bias beside the
+    output instead of adding it. `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`,
+    `delay_wgrad_compute` leaves them to `backward_dw`, `save_original_input` keeps the input itself for backward and
+    encodes it there.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -119,12 +120,13 @@ class Linear(PlannedLinear, nn.Linear):
         recipe: Recipe | None = None,
         parallel_mode: str | None = None,
         tp_group: Any = None,
+        tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        layout = options.layout(parallel_mode, tp_group, sequence_parallel)
+        layout = options.layout(parallel_mode, tp_group, sequence_parallel, tp_size)
         local_in, local_out = options.local_sizes(layout, in_features, out_features, tp_group)
         if parameters_split is not None and (fuse_wgrad_accumulation or delay_wgrad_compute):
             raise UserError(

@@ -108,14 +108,19 @@ def _weight_of(module: Any, member: int) -> Any:
     return weight
 
 
-def layout(mode: str | None, group: Any, sequence_parallel: bool) -> Layout:
-    """The layout of `parallel_mode` in a process group."""
+def layout(mode: str | None, group: Any, sequence_parallel: bool, tp_size: int = 1) -> Layout:
+    """The layout of `parallel_mode` in a process group, whose size a `tp_size` above 1 repeats."""
     if mode not in LAYOUTS:
         raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
     if mode is None and sequence_parallel:
         raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
     if mode is not None and group is None:
-        raise UserError(f"parallel_mode {mode!r} needs a tp_group; pass the process group of the tensor-parallel ranks")
+        raise UserError(
+            f"parallel_mode {mode!r} needs a tp_group, also beside tp_size; pass the process group of the "
+            "tensor-parallel ranks"
+        )
+    if mode is not None and tp_size not in (1, group.size()):
+        raise UserError(f"tp_size is {tp_size} and tp_group has {group.size()} ranks; leave tp_size out")
     return LAYOUTS[mode](group.group_name, sequence_parallel) if mode else WHOLE
 
 
