@@ -10,6 +10,7 @@ import pytest
 from duotone import recipes
 from duotone.errors import RecipeError
 from duotone.recipes import QuantizerRole, Site
+from duotone.recipes.roles import TENSORS_OF_MODULES
 from duotone.tensor import History
 
 ROLES = [QuantizerRole("linear", kind, "a.b") for kind in ("input", "weight", "grad_output")]
@@ -336,3 +337,12 @@ def test_a_path_is_as_good_as_its_name(tmp_path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "mxfp8"\n')
     assert recipes.load(path) == recipes.load(str(path)) == recipes.load("mxfp8")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_that_ships_answers_every_tensor_of_the_modules_that_there_are(name):
+    """Also for attention and boundaries, which a rule without a tensor type decides too."""
+    recipe = recipes.load(name)
+    for module_type, tensor_types in TENSORS_OF_MODULES.items():
+        for tensor_type in tensor_types:
+            assert recipe(QuantizerRole(module_type, tensor_type, "a")) is not None

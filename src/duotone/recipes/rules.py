@@ -139,7 +139,8 @@ class Rule:
 
     def quantizer(self, role: QuantizerRole, history: History | None = None) -> Quantizer:
         """What the rule gives; `history` are the parameters of its delayed formats, None for the default ones."""
-        self._require_original(role.tensor_type)
+        if role.tensor_type == "grad_output":  # boundaries and attention have no product that reads both planes
+            self._require_original(role.tensor_type)
         row, col = (formats.get(self._require_format(role.tensor_type, direction)) for direction in DIRECTIONS)
         made = Quantizer(row, col, self.columnwise_source)
         return replace(made, history=history or History()) if any(made.delayed) else made
