@@ -142,6 +142,50 @@ def test_pickles_with_buffers_that_do_not_fit(parts) -> None:
         )
 
 
+PLANE = ("mxfp8_e4m3", (4, 32), {"codes": torch.zeros(4, 32, dtype=torch.uint8),
+                                 "scale": torch.zeros(4, 1, dtype=torch.uint8)})  # fmt: skip
+TURNED = ("mxfp8_e4m3", (32, 4), {"codes": torch.zeros(32, 4, dtype=torch.uint8),
+                                  "scale": torch.zeros(32, 1, dtype=torch.uint8)})  # fmt: skip
+NAMES = ("mxfp8_e4m3", "mxfp8_e4m3", "original", None)
+FORGED = {
+    "larger shape": (PLANE, None, NAMES, (8, 32), torch.float32, None),
+    "smaller shape": (PLANE, TURNED, NAMES, (), torch.float32, None),
+    "other columns": (PLANE, PLANE, NAMES, (4, 32), torch.float32, None),
+    "columns of more": (None, TURNED, NAMES, (4, 33), torch.float32, None),
+    "derived of nothing": (None, "derived", NAMES, (4, 32), torch.float32, None),
+    "derived of what has none": (PLANE, "derived", NAMES, (4, 32), torch.float32, None),
+    "negative": (PLANE, None, NAMES, (-4, -32), torch.float32, None),
+    "fractional": (PLANE, None, NAMES, (4.0, 32), torch.float32, None),
+    "no shape": (PLANE, None, NAMES, 128, torch.float32, None),
+    "dtype": (PLANE, None, NAMES, (4, 32), torch.int8, None),
+    "no dtype": (PLANE, None, NAMES, (4, 32), "float32", None),
+    "requires_grad": (PLANE, None, NAMES, (4, 32), torch.float32, "yes"),
+    "three extents": ((PLANE[0], (4, 32, 1), PLANE[2]), None, NAMES, (4, 32), torch.float32, None),
+    "buffers": ((PLANE[0], (4, 32), [1, 2]), None, NAMES, (4, 32), torch.float32, None),
+    "a buffer": ((PLANE[0], (4, 32), {**PLANE[2], "scale": 1}), None, NAMES, (4, 32), torch.float32, None),
+    "no plane": (7, None, NAMES, (4, 32), torch.float32, None),
+    "integers": (("identity", (4, 32), {"codes": torch.ones(4, 32).int()}), None, NAMES, (4, 32), torch.half, None),
+    "no codes": (("identity", (4, 32), {}), None, NAMES, (4, 32), torch.half, None),
+    "sparse": (("identity", (2, 2), {"codes": torch.eye(2).to_sparse()}), None, NAMES, (2, 2), torch.half, None),
+    "devices": ((PLANE[0], (4, 32), {**PLANE[2], "scale": PLANE[2]["scale"].to("meta")}), None, NAMES, (4, 32),
+                torch.float32, None),
+    "quantizer": (PLANE, None, ("mxfp8_e4m3", "mxfp8_e4m3"), (4, 32), torch.float32, None),
+    "history": (PLANE, None, (*NAMES[:3], 3), (4, 32), torch.float32, None),
+    "source": (PLANE, None, (*NAMES[:2], "elsewhere", None), (4, 32), torch.float32, None),
+    "fields": (PLANE, None, NAMES, (4, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+def test_pickles_whose_fields_do_not_fit_together(fields) -> None:
+    """A forged file would have kernels read and write past the buffers."""
+    with pytest.raises(UserError) as error:
+        rebuild(1, *fields)
+    assert "\n" not in str(error.value)
+    good = rebuild(1, PLANE, TURNED, NAMES, [2, 2, 32], torch.float32, True)
+    assert good.shape == (2, 2, 32) and good.requires_grad
+
+
 @every_quantizer
 @every_usage
 def test_prepare_and_restore(q, usage) -> None:
