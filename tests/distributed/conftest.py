@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
+PROCESSES = {"amax_worker.py": 3}
+"""Of workers that need more than two."""
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +23,7 @@ def failures(tmp_path_factory):
     def of(worker: str, check: str) -> str:
         if worker not in done:
             folder = tmp_path_factory.mktemp("ranks")
-            done[worker] = folder, launch(worker, folder)
+            done[worker] = folder, launch(worker, folder, PROCESSES.get(worker, 2))
         return "\n".join(done[worker][1][check])
 
     def folder(worker: str) -> Path:

@@ -14,9 +14,10 @@ from duotone import recipes
 from duotone.errors import UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
+from duotone.state import delayed
 from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.state.region import outermost_region
-from duotone.state.rolling import PENDING
+from duotone.state.rolling import PENDING, roll
 from duotone.tensor import History, QuantizedTensor, Quantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -46,11 +47,11 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def rolls(monkeypatch) -> list[str]:
     """ "f" for each roll of a forward state, "b" for each of a backward state."""
     seen: list[str] = []
-    roll = DelayedState.roll
+    once = DelayedState.roll
 
     def counted(self):
         seen.append("f" if self.scale.numel() == 4 else "b")
-        roll(self)
+        once(self)
 
     monkeypatch.setattr(DelayedState, "roll", counted)
     return seen
@@ -640,3 +641,100 @@ def test_a_scale_on_another_device_than_its_tensor_is_one_clear_error() -> None:
     with pytest.raises(UserError, match="on cpu and what it scales on meta") as caught:
         DelayedSlot(state.number, 0).place(torch.empty(4, 4, device="meta"))
     assert "\n" not in str(caught.value)
+
+
+# The first step
+
+
+def one_step(m: nn.Module, recipe, scale: float = 1.0) -> list[Tensor]:
+    torch.manual_seed(3)
+    leaf = x()
+    with duotone.autocast(recipe=recipe):
+        y = m(leaf)
+    (y.square().sum() * scale).backward()
+    return [y.detach(), leaf.grad, m[0].weight.grad]
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "non-reentrant"])
+def test_the_first_step_is_that_of_current_scaling(how) -> None:
+    """Also of gradients that a scale of 1 would flush to zero; where a checkpoint recomputes, too."""
+    m = model(BF16)
+    twin, high = copy.deepcopy(m), copy.deepcopy(m)
+    body = m if how == "plain" else Checkpointed(m, how == "reentrant")
+    got = one_step(body, RECIPE, 2.0**-20)
+    for a, b in zip(got, one_step(twin, recipes.Float8CurrentScaling(), 2.0**-20), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(got, one_step(high, BF16, 2.0**-20), strict=True):
+        assert (a - b).norm() < 0.1 * b.norm()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.inner[index]
+
+    def forward(self, t: Tensor) -> Tensor:
+        return checkpoint(self.inner, t, use_reentrant=self.reentrant)
+
+
+def test_off_the_first_step_has_a_scale_of_1() -> None:
+    """As Transformer Engine has it."""
+    m = model(BF16)
+    leaf = x()
+    with duotone.autocast(recipe=DelayedScaling(amax_history_len=4, first_scale_from_amax=False)):
+        y = m(leaf)
+        assert (m[0].duotone_forward.scale == 1).all()
+    decoded = (t.to(torch.float8_e4m3fn).float() for t in (leaf.detach(), m[0].weight.detach()))
+    assert torch.allclose(y, torch.nn.functional.linear(*decoded, m[0].bias), rtol=1e-5, atol=1e-6)
+
+
+def slot_of(state: DelayedState, index: int = 0) -> DelayedSlot:
+    state.largest = [448.0] * state.scale.numel()
+    return DelayedSlot(state.number, index)
+
+
+def test_one_step_has_one_scale_and_later_steps_measure_nothing_before_they_cast(monkeypatch) -> None:
+    state = DelayedState(2, History(amax_history_len=3))
+    slot, measured = slot_of(state), []
+    monkeypatch.setattr(delayed, "amax_of", lambda t: measured.append(t) or t.abs().amax().reshape(1))
+    scales = [slot.place(torch.full((2, 2), value))[0].item() for value in (7.0, 14.0)]
+    assert scales == [64.0, 64.0] and len(measured) == 2
+    state.amax_history[0, 0] = 14.0
+    roll({state.number: {""}})
+    scale, live = slot.place(torch.full((2, 2), 7.0))
+    assert scale.item() == 32.0 and live is not None and len(measured) == 2
+    assert state.scale[1] == 1
+
+
+@pytest.mark.parametrize("first", [0.0, float("inf"), float("nan")])
+def test_a_slot_that_has_met_nothing_usable_takes_its_scale_from_what_it_meets_next(first) -> None:
+    """Zero-initialized layers hand zero gradients to those before them in the first step."""
+    state = DelayedState(1, History(amax_history_len=3))
+    slot = slot_of(state)
+    assert slot.scale_for(torch.full((2, 2), first)).item() == 1.0
+    roll({state.number: {""}})
+    assert slot.scale_for(torch.full((2, 2), 7.0)).item() == 64.0
+    roll({state.number: {""}})
+    assert slot.scale_for(torch.full((2, 2), 3.5)).item() == 64.0
+
+
+def test_an_evaluation_before_training_scales_by_its_own_amax_and_keeps_nothing() -> None:
+    m = model(BF16)
+    t = x(False, 1e-4)
+    with torch.no_grad(), duotone.autocast(recipe=recipes.Float8CurrentScaling()):
+        expected = m(t)
+    with torch.no_grad(), duotone.autocast(recipe=RECIPE):
+        assert torch.equal(m(t), expected)
+    assert (m[0].duotone_forward.scale == 1).all() and not m[0].duotone_forward.amax_history.any()
+
+
+@pytest.mark.parametrize("field", ["scale", "amax_history"])
+def test_a_slot_with_a_scale_or_a_history_from_a_checkpoint_is_not_new(field) -> None:
+    state = DelayedState(1, History(amax_history_len=3))
+    saved = {"scale": torch.ones(1), "amax_history": torch.zeros(3, 1)}
+    saved[field][-1] = 2.0
+    state.load_state_dict(saved)
+    assert slot_of(state).scale_for(torch.full((2, 2), 7.0)).item() == saved["scale"].item()

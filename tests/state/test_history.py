@@ -23,7 +23,7 @@ ONE = np.float32(1)
 FLT_MAX = np.finfo(np.float32).max
 
 
-AS_TE = {"skip_nonfinite_amax": False, "spike_factor": 0}
+AS_TE = {"skip_nonfinite_amax": False, "spike_factor": 0, "first_scale_from_amax": False}
 """The fields that are off in section 3 of the numerics page."""
 
 
@@ -267,7 +267,11 @@ def test_gradients_after_one_infinite_batch_are_those_of_a_run_without_it() -> N
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("skip_nonfinite_amax", 1), *(("spike_factor", value) for value in (-1, 0.5, 1, INF, NAN, True, "4", None))],
+    [
+        ("skip_nonfinite_amax", 1),
+        ("first_scale_from_amax", None),
+        *(("spike_factor", value) for value in (-1, 0.5, 1, INF, NAN, True, "4", None)),
+    ],
 )
 def test_a_field_out_of_range_is_one_clear_error(field, value) -> None:
     with pytest.raises(duotone.RecipeError, match=field) as caught:

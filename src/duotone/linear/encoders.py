@@ -1,14 +1,17 @@
 """How the operands of linears over row segments are encoded: all segments by one kernel, or from what is cached."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from duotone.dispatch import segments as native
+from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
+from duotone.formats.stages import block_amax
 from duotone.linear.core import LinearStage
 from duotone.state.delayed import DelayedSlot
 from duotone.tensor.context import QuantizeContext
@@ -55,17 +58,34 @@ class Encoder:
     def encode(self, x: Tensor, products: Any) -> Any:
         """The `duotone.kernels.segment_cast.Coded` of contiguous (M, K)."""
         cast = native.segment_cast(self.row, self.col, x, products.whole)
-        return cast(x, products.segments, self._given(x))
+        amaxes = partial(_segment_amaxes, x, products.segments)
+        return cast(x, products.segments, self._given(x, products.segments.count, amaxes))
 
     def encode_each(self, weights: Sequence[Tensor], products: Any) -> Any:
         """As `encode` of tensors (N, K) of their own, each a segment; columnwise codes are (K, N) of each."""
         first = weights[0]
         cast = native.segment_cast(self.row, self.col, first, False)
         segments = native.equal_segments(first.shape[0], len(weights), first)
-        return cast(first, segments, self._given(first), native.table(weights))
+        amaxes = partial(_amaxes, weights)
+        return cast(first, segments, self._given(first, len(weights), amaxes), native.table(weights))
 
-    def _given(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
-        return (None, None, 0) if self.slot is None else (*self.slot.place(x), self.distance)
+    def _given(self, x: Tensor, count: int, amaxes: Callable[[], Tensor]) -> tuple[Tensor | None, Tensor | None, int]:
+        if self.slot is None:
+            return None, None, 0
+        return *self.slot.place_each(x.device, count, self.distance, amaxes), self.distance
+
+
+def _amaxes(tensors: Sequence[Tensor]) -> Tensor:
+    """fp32 (count,): the largest magnitude of each, NaN ignored."""
+    return torch.cat([amax_of(each) for each in tensors])
+
+
+def _segment_amaxes(x: Tensor, segments: Any) -> Tensor:
+    """As `_amaxes` of the rows (M, K) of each segment; what is behind the last one belongs to none."""
+    rows = block_amax(x.view(x.shape[0], 1, 1, x.shape[1]))[:, 0]
+    ends = segments.ends[: segments.count]
+    owners = torch.bucketize(torch.arange(x.shape[0], device=x.device), ends, right=True)
+    return rows.new_zeros(segments.count + 1).scatter_reduce(0, owners, rows, "amax")[:-1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,8 @@ def _state(module: Any, name: str, history: History) -> DelayedState:
                 state.load_state_dict(saved)
         module._modules[name] = state
     assert isinstance(state, DelayedState)
+    unnamed = module.module_name.startswith("Layer_")  # counted in this process, and other ranks may count otherwise
+    state.name = name if unnamed else f"{module.module_name}.{name}"
     state.adopt(history)
     return state
 

@@ -62,7 +62,7 @@ def _target(parameter: QuantizedTensor, master: Tensor) -> Any:
     slot = context.slots[0] if row is not None else context.slots[1] or context.slots[0]
     parts = *_buffers(row), *_buffers(None if parameter.planes.aliased else col)
     contiguous = all(part is None or part.is_contiguous() for part in parts)
-    if slot is None or context.shard is not None or not contiguous:
+    if slot is None or slot.is_new or context.shard is not None or not contiguous:
         return None
     fmt, place = plane.format, slot.place(master)
     assert fmt.code_dtype is not None

@@ -83,6 +83,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     skip_nonfinite_amax: bool = True
     spike_factor: float = History.spike_factor
+    first_scale_from_amax: bool = True
     kind: ClassVar[str] = "fp8-delayed"
 
     def __post_init__(self) -> None:

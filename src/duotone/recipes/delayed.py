@@ -45,6 +45,7 @@ class DelayedScalingRequest:
     reduce_amax: bool = True
     skip_nonfinite_amax: bool = True
     spike_factor: float = History.spike_factor
+    first_scale_from_amax: bool = True
 
     def __post_init__(self) -> None:
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)

@@ -10,12 +10,14 @@ records. A graph that recomputes by itself, compiled with its checkpoint, has th
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from duotone.comm import all_reduce, require_same
 from duotone.dispatch import traced
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
@@ -69,10 +71,13 @@ class DelayedState(nn.Module):
         self.register_buffer("amax_history", torch.zeros(length, slots, dtype=torch.float32, device=device))
         self.register_buffer("events", torch.zeros(2, slots, dtype=torch.int32, device=device), persistent=False)
         self.step = Step()
+        self.name = ""
         self._register()
 
     def _register(self) -> None:
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
+        self._new: set[int] | None = None
+        self.started: set[int] = set()
         self.number = str(next(_NUMBERS))
         STATES[self.number] = self
 
@@ -89,6 +94,7 @@ class DelayedState(nn.Module):
             moved = fn(buffer)
             if buffer.is_meta and not moved.is_meta:
                 moved = torch.ones_like(moved) if name == "scale" else torch.zeros_like(moved)
+            self._new = None
             self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         return self
 
@@ -97,7 +103,31 @@ class DelayedState(nn.Module):
         if parameters.amax_history_len != self.amax_history.shape[0]:
             with torch.inference_mode(False):  # an inference tensor could not be written in training
                 self.amax_history = history.resized(self.amax_history, parameters.amax_history_len)
+        if parameters != self.history:
+            self._new = None
         self.history = parameters
+
+    @property
+    def new(self) -> set[int]:
+        """The slots that take their scale from the tensor that they meet first; none in TE's way.
+
+        Looking at the device is left to `settle`: a slot may be among them that has a scale, which then stays.
+        """
+        if self._new is None:
+            asks = self.history.first_scale_from_amax
+            flags = history.is_new(self.amax_history, self.scale).tolist() if asks else []
+            self._new = {slot for slot, is_new in enumerate(flags) if is_new}
+        return self._new
+
+    @torch.no_grad()
+    def start(self, slots: slice, amaxes: Tensor, keep: bool) -> Tensor:
+        """Scales (n,) where new ones among `slots` have that of their amaxes (fp32, one each): to `keep`, or a copy."""
+        scale = self.scale if keep else self.scale.clone()
+        if keep:
+            self.started.update(range(scale.numel())[slots])
+        columns, largest = self.amax_history[:, slots], self.largest[slots]
+        scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
+        return scale
 
     def records(self, mode: int) -> bool:
         """Whether an amax that comes in this mode is recorded; a forward in a mode of its own starts a new step."""
@@ -107,11 +137,11 @@ class DelayedState(nn.Module):
             self.step.before, self.step.deferred = None, mode == DEFER
         return mode == RECORD
 
-    def scale_for(self, x: Tensor, slot: int, record: bool, recompute: bool = False) -> Tensor:
-        """The encode scale of the slot, fp32 (1,): that of the forward for its recompute; records the amax of `x`."""
-        if record:
+    def scale_for(self, amax: Tensor | None, slot: int, recompute: bool = False) -> Tensor:
+        """The encode scale of the slot, fp32 (1,): that of the forward for its recompute; records the amax, if any."""
+        if amax is not None:
             live = self.amax_history[0, slot : slot + 1]
-            live.copy_(torch.maximum(live, amax_of(x)))
+            live.copy_(torch.maximum(live, amax))
         return self.scales_of(self.used(recompute))[slot : slot + 1].clone()
 
     def used(self, recompute: bool) -> Scales:
@@ -137,6 +167,12 @@ class DelayedState(nn.Module):
         """Drop what a step recorded that failed."""
         self.amax_history[0].zero_()
 
+    @torch.no_grad()
+    def drop_nonfinite(self) -> None:
+        """Keep live amaxes that are not finite from the other ranks of a reduction, unless they enter histories."""
+        if self.history.skip_nonfinite_amax:
+            self.amax_history[0].copy_(history.drop_nonfinite(self.amax_history[0], self.events))
+
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry, and scales follow; slots that met nothing stay."""
         step = self.step
@@ -153,6 +189,7 @@ class DelayedState(nn.Module):
         if given is not None and given.dim() == 2 and given.shape != self.amax_history.shape:
             state_dict[key] = history.resized(given, self.amax_history.shape[0])
         absent: list[str] = []
+        self._new = None
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
 
 
@@ -189,12 +226,32 @@ class DelayedSlot(Slot):
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode, self.backward)
 
+    @property
+    def is_new(self) -> bool:
+        return self.index in (self.owner or state_of(self.state)).new
+
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.place_each(x.device, 1, 0, lambda: amax_of(x))
+
+    def place_each(
+        self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `place`, the first of `count` slots which lie that far apart; `amaxes` measures theirs, fp32 (count,)."""
         state, mode, record = self.open()
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
-        if scale.device != x.device:
-            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {x.device}; move one of them")
+        if scale.device != device:
+            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
+        slots = slice(self.index, self.index + distance * (count - 1) + 1, distance or 1)
+        if state.new and mode != RECOMPUTE and not state.new.isdisjoint(range(slots.start, slots.stop, slots.step)):
+            scale = self._start(state, slots, amaxes(), mode)
         return scale, live if record else None
+
+    def _start(self, state: DelayedState, slots: slice, amaxes: Tensor, mode: int) -> Tensor:
+        """The scale of the first slot, fp32 (1,), where some may be new; an evaluation keeps none."""
+        if self.group and state.history.reduce_amax and mode != USE:
+            require_same([f"{state.name} {slots}"], amaxes.device, self.group)
+            amaxes = all_reduce(history.finite(amaxes), "max", self.group)
+        return state.start(slots, amaxes, mode != USE)[self.index : self.index + 1]
 
     def fixed(self) -> Slot:
         """Itself where a compiler traces or tensors are fake: the op recomputes as a checkpoint's does."""
@@ -266,8 +323,16 @@ _LIBRARY.define(
 
 
 def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
-    found, mode, record = DelayedSlot(state, index, group, mode, backward).open()
-    return found.scale_for(x, index, record, mode == RECOMPUTE)
+    slot = DelayedSlot(state, index, group, mode, backward)
+    found, mode, record = slot.open()
+    is_new = mode != RECOMPUTE and index in found.new
+    amax = amax_of(x) if record or is_new else None
+    if is_new:
+        assert amax is not None
+        first = slot._start(found, slice(index, index + 1), amax, mode)
+        if mode == USE:
+            return first.clone()
+    return found.scale_for(amax if record else None, index, mode == RECOMPUTE)
 
 
 def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:

@@ -60,13 +60,27 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
         amax = algorithm(entries)
     history[1:].copy_(torch.where(moves, entries[1:], history[1:]))
     history[0].zero_()
-    fp8_max = torch.tensor(largest, dtype=torch.float32, device=history.device)
+    return torch.where(moves, _scale_of(amax, scale, largest, parameters), scale)
+
+
+def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
+    """The scales (n,) that follow from amaxes, the old ones where these are not usable."""
+    fp8_max = torch.tensor(largest, dtype=torch.float32, device=amax.device)
     if parameters.scaling_factor_compute_algo is not None:
-        fresh = parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
-    else:
-        fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
-        fresh = torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
-    return torch.where(moves, fresh, scale)
+        return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
+    fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
+    return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
+
+
+def is_new(history: Tensor, scale: Tensor) -> Tensor:
+    """Whether slots have met nothing yet: bool (n,). With a length of 1 a scale of 1 alone says so."""
+    return (scale == 1) & (history[-1] == 0) if history.shape[0] > 1 else scale == 1
+
+
+def first(history: Tensor, scale: Tensor, amax: Tensor, largest: list[float], parameters: History) -> Tensor:
+    """The scales (n,) of slots whose first tensors have these amaxes (n,); those that slots have already stay."""
+    usable = is_new(history, scale) & torch.isfinite(amax) & (amax > 0)
+    return torch.where(usable, _scale_of(amax, scale, largest, parameters), scale)
 
 
 def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
@@ -76,7 +90,7 @@ def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
     """
     live, rest = history[0].clone(), history[1:]
     if parameters.skip_nonfinite_amax:
-        live, rest = drop_nonfinite(live, events), torch.where(torch.isfinite(rest), rest, 0.0)
+        live, rest = drop_nonfinite(live, events), finite(rest)
     if parameters.spike_factor and rest.shape[0]:
         limit = _numbers(rest).amax(0) * parameters.spike_factor
         spikes = (limit > 0) & (live > limit)
@@ -87,9 +101,12 @@ def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
 
 def drop_nonfinite(live: Tensor, events: Tensor) -> Tensor:
     """Live amaxes (n,), 0 where they were not finite, which is counted."""
-    finite = torch.isfinite(live)
-    events[SKIPPED] += ~finite
-    return torch.where(finite, live, 0.0)
+    events[SKIPPED] += ~torch.isfinite(live)
+    return finite(live)
+
+
+def finite(amaxes: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(amaxes), amaxes, 0.0)
 
 
 def _numbers(entries: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Who rolls delayed scales and when: regions of autocast their forward states, a backward all others."""
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from duotone.comm import require_same
+from duotone.errors import UserError
 from duotone.state import history
 from duotone.state.region import AutocastRegion, outermost_region
 
@@ -84,11 +87,40 @@ def roll_after(gradient: Tensor) -> None:
 
 
 def roll(states: dict[str, set[str]]) -> None:
-    """Reduce the live amaxes, one collective per group and device, and roll every state once."""
+    """Reduce the live amaxes, one collective per group and device, and roll every state once.
+
+    Raises UserError on all ranks of a group, and no state moves, where they did not record the same.
+    """
     found = {number: STATES[number] for number in states if number in STATES}
-    groups = sorted({group for number in found for group in states[number] if group})
-    for group in groups:
-        members = [s for n, s in found.items() if group in states[n] and s.history.reduce_amax]
-        history.reduce([state.amax_history for state in members], group)
+    members: dict[str, list[Any]] = {}
+    for group in sorted({group for number in found for group in states[number] if group}):
+        reducing = [state for n, state in found.items() if group in states[n] and state.history.reduce_amax]
+        members[group] = sorted(reducing, key=lambda state: state.name)
+    try:
+        for group, reducing in members.items():
+            names = [f"{state.name} {state.scale.numel()}" for state in reducing]
+            if names:
+                require_same(names, reducing[0].scale.device, group)
+    except UserError:
+        for state in found.values():
+            state.forget_live()
+        raise
+    for group, reducing in members.items():
+        for state in reducing:
+            state.drop_nonfinite()
+        history.reduce([state.amax_history for state in reducing], group)
     for state in found.values():
         state.roll()
+    settle(found.values())
+
+
+def settle(states: Collection[Any]) -> None:
+    """See which slots that started in this step have scales now: at one look at each device, in first steps only."""
+    waiting = [state for state in states if state.started]
+    for device in {state.scale.device for state in waiting}:
+        here = [state for state in waiting if state.scale.device == device]
+        flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in here]).tolist()
+        for state in here:
+            mine, flags = flags[: state.scale.numel()], flags[state.scale.numel() :]
+            state.new.difference_update([slot for slot in state.started if not mine[slot]])
+            state.started.clear()

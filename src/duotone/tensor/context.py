@@ -15,6 +15,9 @@ class Slot:
         """The slot with the scale that it has now, for a second encoding of what was just encoded; records nothing."""
         return self
 
+    is_new = False
+    """Whether it takes its scale from what it meets first, so that this has to be there whole."""
+
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,); records the amax of `x`."""
         raise NotImplementedError

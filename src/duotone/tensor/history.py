@@ -26,6 +26,7 @@ class History:
 
     `skip_nonfinite_amax`: an amax that is infinite or NaN does not enter the history. `spike_factor`: an amax above
     that many times the largest of the rest of the history enters as this; 0 lets all enter. Both are counted.
+    `first_scale_from_amax`: a slot that has met nothing yet scales its first tensor by the amax of this, not by 1.
     """
 
     margin: int = 0
@@ -35,6 +36,7 @@ class History:
     reduce_amax: bool = True
     skip_nonfinite_amax: bool = True
     spike_factor: float = 16.0
+    first_scale_from_amax: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.margin, int) or isinstance(self.margin, bool):
@@ -51,8 +53,9 @@ class History:
         if not callable(self.amax_compute_algo) and self.amax_compute_algo not in ALGORITHMS:
             allowed = f"{', '.join(ALGORITHMS)}, or a function of the history"
             raise UserError(f"amax_compute_algo {self.amax_compute_algo!r} is unknown; allowed are {allowed}")
-        if not isinstance(self.skip_nonfinite_amax, bool):
-            raise UserError(f"skip_nonfinite_amax is {self.skip_nonfinite_amax!r}; allowed are true and false")
+        for name in ("skip_nonfinite_amax", "first_scale_from_amax"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name} is {getattr(self, name)!r}; allowed are true and false")
         factor = self.spike_factor
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not (factor == 0 or 1 < factor <= 2**64):
             raise UserError(f"spike_factor is {factor!r}; it must be 0, which turns it off, or from above 1 to 2^64")
