@@ -125,19 +125,23 @@ def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize(("length", "margin"), [(1, 0), (2, 3), (5, 0), (1024, 0), (1000, 1)])
-def test_the_roll_in_one_kernel_has_the_bits_of_the_plain_one(length, margin, algorithm) -> None:
-    parameters = History(margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
-    values = torch.rand(length, 6) * 100
-    values[0] = torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0])
-    largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0]
+@pytest.mark.parametrize(("skip", "spike"), [(False, 0), (True, 16.0)])
+def test_the_roll_in_one_kernel_has_the_bits_of_the_plain_one(length, margin, algorithm, skip, spike) -> None:
+    rule = {"skip_nonfinite_amax": skip, "spike_factor": spike}
+    parameters = History(margin=margin, amax_history_len=length, amax_compute_algo=algorithm, **rule)
+    values = torch.rand(length, 7) * 100
+    values[0] = torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0, torch.nan])
+    largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0, 448.0]
+    events, counted = torch.zeros(2, 7, dtype=torch.int32), torch.zeros(2, 7, dtype=torch.int32, device="cuda")
     here, there = values.clone(), values.cuda()
-    scale, moved = torch.rand(6) + 1, None
+    scale = torch.rand(7) + 1
     moved = scale.cuda()
     for _ in range(3):
         old = moved.clone()
-        assert torch.equal(history.roll(there, moved, largest, parameters), old)
-        history.roll(here, scale, largest, parameters)
+        assert torch.equal(history.roll(there, moved, largest, parameters, counted), old)
+        history.roll(here, scale, largest, parameters, events)
         assert torch.equal(bits(there), bits(here))
+        assert torch.equal(counted.cpu(), events)
         assert torch.equal(bits(moved), bits(scale))
         here[0], there[0] = 5.0, 5.0
 

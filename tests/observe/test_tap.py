@@ -19,6 +19,7 @@ from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
 
 BF16 = torch.bfloat16
 ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}
+ROWS |= {"amaxes_skipped", "spikes_clamped"}
 
 
 def step(m: nn.Module, recipe: recipes.Recipe, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -297,3 +298,21 @@ def test_parameters_made_under_a_tap_carry_no_store() -> None:
 def test_what_is_no_recipe_or_no_store_is_refused(recipe, store) -> None:
     with pytest.raises(duotone.UserError, match=r"tap takes a recipe and a Tap; got (str|list)"):
         observe.tap(recipe, store)
+
+
+def test_a_tap_counts_amaxes_that_did_not_enter_a_history_as_they_were() -> None:
+    """One infinite gradient, then an input that is a spike; also of steps that were not sampled."""
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    store, m = observe.Tap(), duotone.convert(nn.ModuleDict({"proj": nn.Linear(16, 16)}), recipe, ())
+    for number in range(4):
+        x, dy = torch.randn(8, 16), torch.randn(8, 16)
+        if number == 1:
+            dy[0, 0] = float("inf")
+        if number == 2:
+            x[0, 0] = 1e8
+        with duotone.autocast(recipe=recipe if number == 1 else observe.tap(recipe, store)):
+            y = m["proj"](x.requires_grad_())
+        y.backward(dy)
+    found = {(r["role"], r["plane"]): (r["amaxes_skipped"], r["spikes_clamped"]) for r in store.rows()}
+    expected = dict.fromkeys(found, (0, 0)) | {("grad_output", "rowwise"): (1, 0), ("input", "rowwise"): (0, 1)}
+    assert found == expected

@@ -112,6 +112,13 @@ def test_a_cell_of_the_heat_map_shows_its_value(result: Result) -> None:
     assert re.search(rf"<title>{re.escape(title)}</title></rect><text [^>]*>27.3</text>", page)
 
 
+def test_spikes_and_amaxes_that_are_not_finite_are_told(result: Result) -> None:
+    assert "delayed scaling:" not in render(result)
+    run_named(result, "hybrid")["statistics"][7] |= {"amaxes_skipped": 2, "spikes_clamped": 1}
+    page = render(result)
+    assert "delayed scaling: 2 amaxes were not finite, 1 were spikes and entered as less; most of them in" in page
+
+
 def test_a_recipe_keeps_its_colour_in_every_chart_and_table(result: Result) -> None:
     page = render(result)
     for name, colour in (

@@ -109,6 +109,16 @@ def test_merging_keeps_the_worst_of_each_field() -> None:
     assert planes.merged(exact)[0]["snr_db"] is None
 
 
+def test_events_of_delayed_histories_are_told_with_the_module_that_has_most() -> None:
+    row = {"role": "grad_output", "plane": "rowwise", "format": "fp8_e5m2_delayed"}
+    entries = [{**row, "module": name, "amaxes_skipped": n} for name, n in (("a", 1), ("b", 3))]
+    told = planes.events([*entries, {**row, "module": "c"}, {**row, "module": "d", "spikes_clamped": 2}])
+    assert told.startswith(
+        "delayed scaling: 4 amaxes were not finite, 2 were spikes and entered as less; most of them in b "
+    )
+    assert planes.events([{**row, "module": "c"}, {**row, "module": "d", "spikes_clamped": 0}]) == ""
+
+
 def test_numbers_are_rounded_with_their_unit() -> None:
     assert numbers.percent(0.2149, sign=True) == "+0.21\N{NO-BREAK SPACE}%"
     assert numbers.percent(-0.0041, sign=True) == "\N{MINUS SIGN}0.004\N{NO-BREAK SPACE}%"

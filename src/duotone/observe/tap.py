@@ -14,12 +14,15 @@ from duotone.errors import UserError
 from duotone.observe.statistics import measure, summary
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 Key = tuple[str, str, str, str]
 """(module, role, plane, format)."""
+
+
+EVENTS = ("amaxes_skipped", "spikes_clamped")
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Entry:
     sums: Tensor
     extremes: Tensor
     samples: int = 1
+    slot: Slot | None = None
+    """Where the plane's delayed scale comes from, unless the other plane says so."""
 
 
 @dataclass(eq=False)
@@ -37,17 +42,18 @@ class Tap:
 
     _entries: dict[Key, Entry] = field(default_factory=dict)
 
-    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane) -> None:
-        """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is."""
+    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
+        """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""
         key = (role.name, role.tensor_type, direction, plane.format.name)
         sums, extremes = measure(x, plane)
         entry = self._entries.get(key)
         if entry is None:
-            self._entries[key] = Entry(sums, extremes)
+            self._entries[key] = Entry(sums, extremes, slot=slot)
             return
         entry.sums = entry.sums + sums
         entry.extremes = torch.maximum(entry.extremes, extremes)
         entry.samples += 1
+        entry.slot = slot
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per module, role, plane and format, in order of first use.
@@ -55,6 +61,8 @@ class Tap:
         `underflow` is the share of nonzero elements that became 0, `saturation` the share of elements larger than their
         scale can hold, `amax` the largest finite magnitude seen, `dynamic_range_bits` log2 of it over the smallest one
         that is not 0. `snr_db` is None where nothing was lost, `dynamic_range_bits` where all was 0.
+        `amaxes_skipped` and `spikes_clamped` count what did not enter the history of a delayed scale as it was, in all
+        steps so far, once where both planes share the scale.
         """
         return [
             {
@@ -64,6 +72,7 @@ class Tap:
                 "format": fmt,
                 **summary(entry.sums.tolist(), entry.extremes.tolist()),
                 "samples": entry.samples,
+                **dict(zip(EVENTS, entry.slot.events() if entry.slot is not None else (0, 0), strict=True)),
             }
             for (module, role, plane, fmt), entry in self._entries.items()
         ]
@@ -94,10 +103,11 @@ class TappedQuantizer:
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
         planes = self.inner.encode(x, usage, ctx)
         with torch.no_grad():
+            row, col = ctx.slots
             if planes.rowwise is not None:
-                self.store.record(self.role, "rowwise", x, planes.rowwise)
+                self.store.record(self.role, "rowwise", x, planes.rowwise, row)
             if planes.columnwise is not None:
-                self.store.record(self.role, "columnwise", x.t(), planes.columnwise)
+                self.store.record(self.role, "columnwise", x.t(), planes.columnwise, col)
         return planes
 
 

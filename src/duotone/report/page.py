@@ -133,6 +133,7 @@ def _row(run: Mapping[str, Any], detail: Detail) -> dict[str, Any]:
         "plan_left_out": sum(group.count for group in groups[detail.plan_groups :]),
         "exact": planes.is_exact(run),
         "formats": planes.formats(run["statistics"]),
+        "events": planes.events(run["statistics"]),
         "share_columns": planes.share_columns(run["statistics"]),
         "share_rows": planes.share_rows(run["statistics"]),
         "recipe": json.dumps(run["recipe"], indent=2, ensure_ascii=False),

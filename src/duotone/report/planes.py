@@ -13,6 +13,9 @@ COLUMNS: tuple[Column, ...] = tuple(
     (role, plane) for role in ("input", "weight", "grad_output") for plane in ("rowwise", "columnwise")
 )
 SHARES = ("underflow", "saturation")
+EVENTS = {"amaxes_skipped": "amaxes were not finite", "spikes_clamped": "were spikes and entered as less"}
+"""What happened to amaxes on their way into a delayed history; results of earlier versions do not say."""
+
 Statistic = Mapping[str, Any]
 Run = Mapping[str, Any]
 
@@ -40,7 +43,8 @@ def merged(statistics: Sequence[Statistic]) -> list[dict[str, Any]]:
         formats = ", ".join(sorted({entry["format"] for entry in entries}))
         samples = sum(entry["samples"] or 0 for entry in entries)
         place = {"module": module, "role": role, "plane": plane, "format": formats}
-        result.append({**place, **worst, "snr_db": low, "samples": samples})
+        counts = {name: sum(entry.get(name) or 0 for entry in entries) for name in EVENTS}
+        result.append({**place, **worst, "snr_db": low, "samples": samples, **counts})
     return result
 
 
@@ -56,6 +60,16 @@ def signal_grid(statistics: Sequence[Statistic]) -> Grid:
         title = f"{entry['format']}, underflow {lost} %, saturation {held} %, amax {largest}, samples {samples}"
         cells[entry["module"], _column(entry)] = Cell(value, text, title)
     return Grid(_modules(statistics), _columns(statistics), cells)
+
+
+def events(statistics: Sequence[Statistic]) -> str:
+    """How many amaxes did not enter their delayed history as they were, and in which module most; "" for none."""
+    counts = {name: sum(entry.get(name) or 0 for entry in statistics) for name in EVENTS}
+    if not any(counts.values()):
+        return ""
+    worst = max(statistics, key=lambda entry: sum(entry.get(name) or 0 for name in EVENTS))
+    told = ", ".join(f"{counts[name]} {text}" for name, text in EVENTS.items() if counts[name])
+    return f"delayed scaling: {told}; most of them in {worst['module']} ({' '.join(_column(worst))})"
 
 
 def share_grid(runs: Sequence[Run], field: str) -> Grid:

@@ -230,6 +230,10 @@ class DelayedSlot(Slot):
     def is_new(self) -> bool:
         return self.index in (self.owner or state_of(self.state)).new
 
+    def events(self) -> tuple[int, int]:
+        skipped, clamped = (self.owner or state_of(self.state)).events[:, self.index].tolist()
+        return skipped, clamped
+
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.place_each(x.device, 1, 0, lambda: amax_of(x))
 

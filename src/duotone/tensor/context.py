@@ -18,6 +18,10 @@ class Slot:
     is_new = False
     """Whether it takes its scale from what it meets first, so that this has to be there whole."""
 
+    def events(self) -> tuple[int, int]:
+        """How many amaxes were not finite and did not enter the history, and how many entered as less, so far."""
+        return 0, 0
+
     def scale_for(self, x: Tensor) -> Tensor:
         """The scale to encode `x` with, fp32 (1,); records the amax of `x`."""
         raise NotImplementedError

@@ -22,7 +22,7 @@ def copied(x: Tensor) -> Work:
 
 def cast(quantizer: Quantizer, x: Tensor) -> Work:
     """Its bytes are those of the input and of the codes, once each; scales do not count."""
-    state = DelayedState(2, History(), x.device)
+    state = DelayedState(2, History(first_scale_from_amax=False), x.device)  # casts as later steps do
     slots = DelayedSlot(state.number, 0), DelayedSlot(state.number, 1)
     ctx = QuantizeContext(slots=slots, seed=torch.ones(1, dtype=torch.int64, device=x.device))
 
