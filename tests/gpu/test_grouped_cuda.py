@@ -414,3 +414,36 @@ def test_small_linears_are_multiplied_together_and_give_the_values_of_separate_o
         assert n or not one.any()
     close(got, want)
     assert all(not g.any() for g, n in zip(got[2:], splits, strict=True) if n == 0)
+
+
+# --- buffers of the caller
+
+
+@on_hopper
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "mxfp8"])
+def test_results_lie_in_the_buffers_of_the_caller_and_rows_beyond_the_counts_stay(name, where) -> None:
+    """core 87: values of a call without buffers; with counts on the device nothing waits for their sum."""
+    m = duotone.GroupedLinear(3, K, N, recipe=recipes.load(name), name="g", **CUDA)
+    splits, rows = [130, 0, 70], 256
+    counts = torch.tensor(splits, device="cuda") if where == "device" else splits
+    x, dy = torch.randn(rows, K, **_bf16()), torch.randn(rows, N, **_bf16())
+    plain = x[:200].clone().requires_grad_()
+    wanted = m(plain, splits)
+    wanted.backward(dy[:200])
+    gradients = [p.grad.clone() for p in m.parameters()]
+    m.zero_grad()
+    out, dgrad_out = torch.full((rows, N), 7.0, **_bf16()), torch.full((rows, K), 7.0, **_bf16())
+    leaf = x.clone().requires_grad_()
+    if where == "device" and name == "mxfp8":
+        with pytest.raises(duotone.UserError, match="sum to"):
+            m(leaf, counts, dgrad_out=dgrad_out)  # waits for the counts, and without out they have to cover x
+    y = m(leaf, counts, out=out, dgrad_out=dgrad_out)
+    y.backward(dy)
+    assert y.data_ptr() == out.data_ptr() and leaf.grad.data_ptr() == dgrad_out.data_ptr()
+    close([out[:200], dgrad_out[:200], *(p.grad for p in m.parameters())], [wanted, plain.grad, *gradients])
+    assert bool((out[200:] == 7).all()) and bool((dgrad_out[200:] == 7).all())
+
+
+def _bf16() -> dict:
+    return {"device": "cuda", "dtype": torch.bfloat16}

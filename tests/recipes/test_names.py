@@ -36,7 +36,8 @@ def test_formats_of_an_enumeration_are_the_strings() -> None:
         (recipes.Float8CurrentScaling, {"use_power_2_scales": True}, "use_power_2_scales; write power_of_two_scales"),
         (recipes.Float8BlockScaling, {"use_f32_scales": True}, "write power_of_two_scales, which is its opposite"),
         (recipes.DelayedScaling, {"fp8_gemm_fprop": None}, "write fprop_fast_accum"),
-        (NVFP4BlockScaling, {"fp4_format": "E2M1"}, "NVFP4 has one element, E2M1: leave it out"),
+        (NVFP4BlockScaling, {"fp4_format": Format.E2M1}, "NVFP4 has one element, E2M1: leave it out"),
+        (recipes.MXFP8BlockScaling, {"fp8_format": Format.E2M1}, "allowed are 'HYBRID', 'E4M3', 'E5M2'"),
         (recipes.MXFP8BlockScaling, {"fp8_fromat": "E4M3"}, "MXFP8BlockScaling has no fp8_fromat; allowed are strict,"),
     ],
 )

@@ -378,3 +378,16 @@ def test_usages_are_attributes_too() -> None:
     handle.rowwise_usage, handle.columnwise_usage = False, True
     assert handle.get_usages() == {"rowwise": False, "columnwise": True}
     assert handle(torch.randn(32, 32)).get_usages() == {"rowwise": False, "columnwise": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NVFP4Quantizer(fp4_dtype="e2m1"), "NVFP4Quantizer has no fp4_dtype; NVFP4 has one element"),
+        (lambda: Float8CurrentScalingQuantizer(device="cuda"), "has no device; results are on the device of what"),
+        (lambda: MXFP8Quantizer(colwise=True), "MXFP8Quantizer has no colwise; its usages are rowwise and columnwise"),
+    ],
+)
+def test_an_argument_that_a_quantizer_does_not_have_is_one_line(make, message) -> None:
+    with pytest.raises(UserError, match=message):
+        make()

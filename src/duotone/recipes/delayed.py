@@ -16,14 +16,18 @@ from duotone.tensor.quantizer import Quantizer
 
 
 class Format(StrEnum):
-    """Names of `fp8_format`, equal to the strings: E4M3, E5M2, or HYBRID, which is E5M2 for gradients alone."""
+    """Names of `fp8_format`, equal to the strings: E4M3, E5M2, or HYBRID, which is E5M2 for gradients alone.
+
+    E2M1 is the element of NVFP4, which has no choice.
+    """
 
     HYBRID = "HYBRID"
     E4M3 = "E4M3"
     E5M2 = "E5M2"
+    E2M1 = "E2M1"
 
 
-FP8_FORMATS = tuple(fp8_format.value for fp8_format in Format)
+FP8_FORMATS = ("HYBRID", "E4M3", "E5M2")
 
 
 def fp8_element(fp8_format: str, role: QuantizerRole | None) -> str:

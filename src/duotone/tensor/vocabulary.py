@@ -17,6 +17,18 @@ from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
 from duotone.tensor.writes import matrix_shape
 
+ELSEWHERE = {
+    "fp4_dtype": "NVFP4 has one element, E2M1: leave it out",
+    "with_post_rht_amax": "amaxes are always those of what is encoded: leave it out",
+    "with_random_sign_mask": "the signs of the Hadamard transform are fixed: leave it out",
+    "with_amax_reduction": "give quantize a QuantizeContext with a shard",
+    "amax_reduction_group": "give quantize a QuantizeContext with a shard",
+    "internal": "every result is a tensor: leave it out",
+    "optimize_for_gemm": "kernels lay scales out themselves: leave it out",
+    "device": "results are on the device of what is quantized: leave it out",
+}
+"""What Transformer Engine's quantizers take besides, and what to do instead."""
+
 
 class QuantizerHandle:
     """A `Quantizer` value with mutable default usages; handles are equal where their values are.
@@ -27,7 +39,10 @@ class QuantizerHandle:
     slots: tuple[Slot | None, Slot | None] = (None, None)
     """Of the rowwise and the columnwise plane; None in the second place shares the first."""
 
-    def __init__(self, value: Quantizer, *, rowwise: bool = True, columnwise: bool = True) -> None:
+    def __init__(self, value: Quantizer, *, rowwise: bool = True, columnwise: bool = True, **unknown: Any) -> None:
+        for name in unknown:
+            remedy = ELSEWHERE.get(name, "its usages are rowwise and columnwise")
+            raise UserError(f"{type(self).__name__} has no {name}; {remedy}")
         self.value = value
         self._usage = Usage(rowwise, columnwise)
 
