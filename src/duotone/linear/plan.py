@@ -3,6 +3,7 @@
 Execution reads no mode; it follows the plan. A plan is frozen and hashable, and its rows say which kernel runs.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,23 +13,22 @@ from torch import Tensor
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
-from duotone.dispatch.gemms import choose
-from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
+from duotone.linear.gemms import GemmPlan as GemmPlan
+from duotone.linear.gemms import gemm_plan
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
 from duotone.linear.source import RECOMPUTED, REMADE, SOURCES, Source
 from duotone.recipes.recipe import MEASURED, Recipe
-from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, SLOTS, TENSOR_TYPES, QuantizerRole, Site
-from duotone.recipes.rules import Rule, first_match, first_rule
+from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import Rule, first_match
 from duotone.state.delayed import RECORD, DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
-HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """In which a small linear is faster than in formats."""
 
@@ -79,17 +79,6 @@ class Setting:
             "grad_output": self.role("grad_output"),
             "grad_input": self.grad_input_role,
         }
-
-
-@dataclass(frozen=True)
-class GemmPlan:
-    """One GEMM: operand formats, the rule that runs it, and what the rule has to say."""
-
-    gemm: str
-    a: Format
-    b: Format
-    rule: GemmRule
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -217,7 +206,7 @@ def _words(quantizer: Quantizer) -> str:
 def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> LinearPlan:
     """Resolve a setting, with the quantizers that the recipe gave before where it was asked already.
 
-    Raises RecipeError where a GEMM cannot run as the recipe says.
+    Raises RecipeError where a GEMM that this call owes cannot run as the recipe says.
     """
     made = dict(given or ask_recipe(setting))
     source = SOURCES[setting.recipe.backward_override]
@@ -275,6 +264,9 @@ def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Sou
     """
     if not source.needs_columnwise or setting.input_held is not None:
         return source
+    if not quantizer.is_repeatable:
+        _warn_of_kept_plane(setting)
+        return source
     if setting.save_original_input and quantizer.delayed[1]:
         raise RecipeError(
             f"save_original_input of {setting.name or 'a linear'}: forward alone records the delayed scale of the "
@@ -292,10 +284,22 @@ def _weight_source(setting: Setting, source: Source, quantizer: Quantizer, weigh
     return REMADE if lives and source.needs_columnwise and _recomputes(setting, quantizer) else source
 
 
+def _warn_of_kept_plane(setting: Setting) -> None:
+    """Say what an input keeps whose quantizer may give other bits to backward than to forward."""
+    asked = "save_original_input" if setting.save_original_input else "recompute_columnwise"
+    if setting.weight_grad and (setting.save_original_input or setting.recipe.recompute_columnwise):
+        warnings.warn(
+            f"{setting.name or 'a linear'}: the quantizer of its input has an encode of its own, which may give other "
+            f"bits the second time, so {asked} keeps the columnwise plane; set is_repeatable = True on its class if "
+            "it gives the same",
+            stacklevel=2,
+        )
+
+
 def _recomputes(setting: Setting, quantizer: Quantizer) -> bool:
     """Not for experts, which encode an operand of all of them at once."""
     asked = setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
-    return asked and not quantizer.delayed[1]
+    return asked and quantizer.is_repeatable and not quantizer.delayed[1]
 
 
 def _quantizer(setting: Setting, role: QuantizerRole | None, slot: QuantizerRole) -> Quantizer:
@@ -335,7 +339,8 @@ def _gemms(setting: Setting, source: Source, made: dict[str, Quantizer]) -> dict
         "dgrad": (made["grad_output"].rowwise, source.format(made["weight"])),
         "wgrad": (made["grad_output"].columnwise, source.format(made["input"])),
     }
-    return {gemm: _gemm(setting, gemm, *formats) for gemm, formats in operands.items()}
+    owed = {"fprop": True, "dgrad": setting.input_grad, "wgrad": setting.weight_grad}
+    return {gemm: gemm_plan(setting, gemm, *formats, owed[gemm]) for gemm, formats in operands.items()}
 
 
 def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:
@@ -357,36 +362,3 @@ def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:
         return ""
     where = FAST_DTYPES[setting.dtype]
     return f"K x N = {k} x {n} = {n * k} is below {least}: left in {where} by min_gemm_work"
-
-
-def _gemm(setting: Setting, gemm: str, a: Format | None, b: Format | None) -> GemmPlan:
-    name = setting.name or "a linear"
-    slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
-    if a is None or b is None:
-        raise RecipeError(f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format")
-    fast = getattr(setting.recipe, f"{gemm}_fast_accum")
-    rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype, fast))
-    full = (a == IDENTITY, b == IDENTITY)
-    if setting.recipe.strict and any(full) and not all(full):
-        raise RecipeError(
-            f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
-            "give both operands a format, or set strict to false"
-        )
-    if not any(full) and a.family != b.family:
-        if not setting.recipe.emulate_mixed:
-            raise RecipeError(
-                f"{gemm} of {name} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), which no "
-                "hardware does; give both the same kind of format, or set emulate_mixed to true"
-            )
-        reason = f"{reason}; mixed formats, which no hardware multiplies"
-    if not all(full) and setting.dtype not in HIGH_PRECISION_DTYPES:
-        raise RecipeError(f"{name} is in {setting.dtype}; formats encode bf16, fp16 and fp32: cast the model first")
-    if all(full):
-        reason = _why_high(setting, gemm)
-    return GemmPlan(gemm, a, b, rule, reason)
-
-
-def _why_high(setting: Setting, gemm: str) -> str:
-    """Why both operands of a GEMM are in high precision."""
-    rules = [first_rule(setting.rules, setting.role(kind), setting.site) for kind, _ in PLANES_OF_GEMM[gemm]]
-    return rules[-1].why if rules[-1] and all(rules) else "the recipe keeps both operands in high precision"

@@ -19,6 +19,7 @@ from duotone.errors import UserError
 is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 NAME = "_duotone_record"
+PACK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 CHECKPOINT, ENGINE, COMPILED = "checkpoint.py", "_engine_run_backward", "_functorch"
 
 
@@ -97,9 +98,8 @@ def recomputed() -> Record | None:
 def _forward_holders() -> Iterator[Any]:
     """The objects of all frames that run their forward: by the stack of hooks, and by Python's stack."""
     for pack in _pack_hooks():
-        for cell in pack.__closure__ or ():
-            if type(cell.cell_contents).__name__ == "_CheckpointFrame":
-                yield cell.cell_contents
+        if getattr(pack, "__qualname__", "") == PACK:
+            yield dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))["frame"].cell_contents
     if is_forward_grad_enabled():
         return
     frame: FrameType | None = sys._getframe(1)

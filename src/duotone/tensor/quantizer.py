@@ -66,6 +66,14 @@ class Quantizer:
         """Whether quantizing the same tensor twice gives the same bits: no delayed scale, no stochastic rounding."""
         return not (self.is_stochastic or any(self.delayed))
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether `encode` gives one tensor the same bits again, with the seed and the scales of the first time.
+
+        A subclass with an `encode` of its own says so with `is_repeatable = True`.
+        """
+        return type(self).encode is Quantizer.encode
+
     def with_usage(self, rowwise: bool = True, columnwise: bool = True) -> "Quantizer":
         """The quantizer that makes only these planes."""
         return replace(
