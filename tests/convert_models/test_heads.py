@@ -79,10 +79,19 @@ def test_distributed_data_parallel_is_a_wrapper(tmp_path) -> None:
         lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
         lambda: Block(32, 96),
         lambda: nn.ModuleDict({"attention": Block(32, 96).attention}),
+        lambda: nn.ModuleDict({"block": nn.ModuleDict({"self_attn": Block(32, 96).attention})}),
         lambda: nn.ModuleDict({"head": nn.Linear(32, 8), "other": nn.Linear(32, 8)}),
         lambda: model("last", width=64, outputs=48, vocabulary=64),
     ],
-    ids=["other name", "plain MLP", "block", "attention alone", "not the last", "vocabulary as wide as the model"],
+    ids=[
+        "other name",
+        "plain MLP",
+        "block",
+        "attention alone",
+        "attention in a wrapper",
+        "not the last",
+        "vocabulary as wide as the model",
+    ],
 )
 def test_what_is_no_head_stays_quantized(build) -> None:
     assert reasons(duotone.convert(build(), MXFP8)) == {}

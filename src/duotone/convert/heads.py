@@ -10,7 +10,7 @@ NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to
 """What the last linear of a whole model is called where it is its head."""
 
 PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
-"""How parts of a layer end their names: the last linear of a part is no head, whatever it is called."""
+"""How names of parts of a layer end: one that is all that a model holds is a part still, and no wrapper of a model."""
 
 
 def heads(model: nn.Module) -> dict[str, str]:
@@ -61,9 +61,8 @@ def _place(name: str) -> str:
 def _named(model: nn.Module) -> dict[str, str]:
     """The last linear registered directly in the root, or in its only wrapper, where it is called as heads are."""
     name, root = _unwrapped(model)
-    called = (name.rsplit(".", 1)[-1].lower(), type(root).__name__.lower())
     linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
-    if not linears or linears[-1] not in NAMES or any(part.endswith(PARTS) for part in called):
+    if not linears or linears[-1] not in NAMES or name.lower().endswith(PARTS):
         return {}
     full = f"{name}.{linears[-1]}" if name else linears[-1]
     return {full: f"it is the last linear of the model and is called {linears[-1]}"}

@@ -17,6 +17,7 @@ MEASURED = "measured"
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Base of all recipes. `recipe(role) -> Quantizer`; a role of None is a boundary slot with an unknown consumer.
+    A subclass defines `assign(role)`.
 
     `strict` turns every fallback to high precision into an error before the first step. `backward_override` runs both
     backward GEMMs in high precision: on the original operands ("high_precision") or on the dequantized operands of
