@@ -125,12 +125,25 @@ def test_a_forward_that_another_one_took_the_place_of_is_left_alone_with_a_warni
     ):
         duotone.convert(m, MXFP8)
     assert torch.equal(m(x), before)
-    assert {row.reason for row in duotone.plan(m)} == {"its forward was replaced on the instance"}
+    (reason,) = {row.reason for row in duotone.plan(m)}
+    assert "its forward was replaced on the instance by " in reason and reason.endswith("parallel.<locals>.<lambda>")
     with pytest.raises(RecipeError, match="strict: 0 stays in high precision: its forward was replaced"):
         duotone.convert(m, recipes.MXFP8BlockScaling(strict=True))
     m.append(nn.Linear(32, 32))
     with pytest.warns(UserWarning, match="2 of the linears do not follow recipe mxfp8; left alone: 0"):
         duotone.convert(m, MXFP8)
+
+
+def test_experts_of_which_a_library_took_the_forward_are_a_warning_too() -> None:
+    m = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+    experts = m.model.layers[0].mlp.experts
+    before = experts.forward
+    experts.forward = functools.partial(lambda *args: before(*args))
+    with pytest.warns(
+        UserWarning, match=r"1 of the linears do not follow .* model.layers.0.mlp.experts \(.* replaced on"
+    ):
+        duotone.convert(m, MXFP8)
+    assert "planned_down_proj" not in dict(experts.named_children())
 
 
 def encoder(**options: object) -> nn.TransformerEncoder:

@@ -20,6 +20,13 @@ def is_replaced(module: nn.Module) -> bool:
     return "forward" in module.__dict__ and not own_forwards(module)
 
 
+def replacement(module: nn.Module) -> str:
+    """What took the place of the forward, by the name that its code has."""
+    forward = module.__dict__["forward"]
+    code = getattr(forward, "func", forward)  # of a functools.partial
+    return f"{getattr(code, '__module__', '')}.{getattr(code, '__qualname__', type(code).__qualname__)}"
+
+
 def own_forwards(module: Any) -> list[str]:
     """The attributes of a module that hold the forward of its class."""
     own = type(module).forward

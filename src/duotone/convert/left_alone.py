@@ -49,14 +49,16 @@ def reason_left_alone(module: nn.Module) -> str:
     held = f"{type(module).__name__} holds {' and '.join(matrices)} itself"
     if not experts.holds_experts(module):
         return f"{held}; convert covers nn.Linear"
-    reason = REPLACED if hooked.is_replaced(module) else experts.reason_left_alone(module)
+    if hooked.is_replaced(module):
+        return f"{held}, and {REPLACED} by {hooked.replacement(module)}"
+    reason = experts.reason_left_alone(module)
     return f"{held}, and {reason}" if reason else ""
 
 
 def _reason_of_linear(module: nn.Linear) -> str:
     kind = type(module)
     if hooked.is_replaced(module):
-        return REPLACED
+        return f"{REPLACED} by {hooked.replacement(module)}"
     if kind is nn.Linear:
         return ""
     if isinstance(module, LazyModuleMixin):

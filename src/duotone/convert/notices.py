@@ -39,7 +39,7 @@ def warn_of_surprises(
             _warn(f"convert found nothing to convert: {kind} has no nn.Linear, no experts and no module of Duotone")
         return
     follows = any(is_quantized(slots) for _, slots in planned)
-    suspects = {name: reason for name, reason in left.items() if not follows or reason.endswith(SURPRISING)}
+    suspects = {name: reason for name, reason in left.items() if not follows or is_surprising(reason)}
     passed = {name: reason for name, reason in suspects.items() if wants_less(name, recipe, rules, sites)}
     if follows and passed:
         _warn(f"{len(passed)} of the linears do not follow recipe {recipe.name}; {_listed(passed)}")
@@ -57,6 +57,10 @@ def _kept_by_default(
     deciding = {t.name: first_rule(rules, QuantizerRole(t.module_type, "weight", t.name), t.site) for t in targets}
     default = {name: rule for name, rule in deciding.items() if isinstance(rule, KeptRule) or rule in OUTPUT_HEAD}
     return {name: rule.why for name, rule in default.items() if rule and wants_less(name, recipe, (), sites)}
+
+
+def is_surprising(reason: str) -> bool:
+    return any(words in reason for words in SURPRISING)
 
 
 def is_quantized(slots: Slots) -> bool:
