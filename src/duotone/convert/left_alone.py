@@ -18,6 +18,7 @@ from duotone.ops.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, Site
 from duotone.recipes.rules import Rule
+from duotone.tensor import Quantizer
 
 HEAD = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
 REPLACED = "its forward was replaced on the instance"
@@ -82,5 +83,9 @@ def refuse_left_alone(
 
 def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> bool:
     """Whether the rules and the recipe want less than high precision of a linear of that name."""
-    asked = ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name]))
-    return {plane for kind in TENSOR_TYPES for plane in (asked[kind].rowwise, asked[kind].columnwise)} != {IDENTITY}
+    return is_quantized(ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name])))
+
+
+def is_quantized(slots: Mapping[str, Quantizer]) -> bool:
+    """Whether any plane of a linear's operands is in less than high precision."""
+    return {plane for kind in TENSOR_TYPES for plane in (slots[kind].rowwise, slots[kind].columnwise)} != {IDENTITY}

@@ -7,11 +7,10 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.convert.kept import KeptRule
-from duotone.convert.left_alone import LAZY, REPLACED, wants_less
+from duotone.convert.left_alone import LAZY, REPLACED, is_quantized, wants_less
 from duotone.convert.targets import Target
-from duotone.formats import IDENTITY
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.roles import QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_rule
 from duotone.tensor import Quantizer
 
@@ -61,11 +60,6 @@ def _kept_by_default(
 
 def is_surprising(reason: str) -> bool:
     return any(words in reason for words in SURPRISING)
-
-
-def is_quantized(slots: Slots) -> bool:
-    """Whether any plane of a linear's operands is in less than high precision."""
-    return {plane for kind in TENSOR_TYPES for plane in (slots[kind].rowwise, slots[kind].columnwise)} != {IDENTITY}
 
 
 def _listed(reasons: Mapping[str, str]) -> str:
