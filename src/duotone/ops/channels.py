@@ -1,6 +1,6 @@
 """Channels: further outputs of ops that later ops of the same Sequential take as further inputs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from duotone.errors import UserError
@@ -41,9 +41,10 @@ def bound(op: Any, kind: str) -> dict[int, Any]:
     return op.__dict__.get(kind) or {}
 
 
-def public_inputs(op: Any) -> int:
-    """How many further inputs of an op the caller gives."""
-    return getattr(op, "extra_inputs", 0) - len(bound(op, INPUTS))
+def public_inputs(ops: Sequence[Any]) -> int:
+    """How many further inputs of ops the caller gives."""
+    every = sum([getattr(op, "extra_inputs", 0) for op in ops])
+    return every - sum([len(bound(op, INPUTS)) for op in ops]) if every else 0
 
 
 def are_used(ops: Sequence[Any]) -> bool:
@@ -70,6 +71,24 @@ def check_channels(ops: Sequence[Any]) -> None:
                 raise UserError(f"{taker}, which the op at {places[name][0]} gives later; put that one before it")
 
 
+class InOrder:
+    """Further inputs and outputs of one call without channels."""
+
+    def __init__(self, extra: Sequence[Any]) -> None:
+        self.given = extra
+        self.outputs: list[Any] = []
+
+    def inputs(self, ops: Sequence[Any]) -> Sequence[Any]:
+        """The further inputs of ops, in order."""
+        count = sum([getattr(op, "extra_inputs", 0) for op in ops]) if self.given else 0
+        made, self.given = self.given[:count], self.given[count:]
+        return made
+
+    def take(self, ops: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """The further outputs of ops."""
+        self.outputs += outputs
+
+
 class Routing:
     """What lies in channels during one call, and what the caller gave."""
 
@@ -78,12 +97,14 @@ class Routing:
         self.channels: dict[str, Any] = {}
         self.outputs: list[Any] = []
 
-    def inputs(self, ops: Sequence[Any]) -> Iterator[Any]:
+    def inputs(self, ops: Sequence[Any]) -> Sequence[Any]:
         """The further inputs of ops, in order."""
+        made = []
         for op in ops:
             names = bound(op, INPUTS)
             for i in range(getattr(op, "extra_inputs", 0)):
-                yield self.channels[names[i]] if i in names else next(self.given)
+                made.append(self.channels[names[i]] if i in names else next(self.given))
+        return made
 
     def take(self, ops: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Put the further outputs of ops where they belong."""

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.ops.channels import INPUTS, Routing, are_used, bound, check_channels, public_inputs
+from duotone.ops.channels import INPUTS, InOrder, Routing, are_used, bound, check_channels, public_inputs
 from duotone.ops.consumers import KnownRoles
 from duotone.ops.op import Op, run
 
@@ -27,7 +27,7 @@ class Sequential(KnownRoles, nn.Sequential):
     @property
     def extra_inputs(self) -> int:
         """How many further inputs a call takes."""
-        return sum(public_inputs(module) for module in self)
+        return public_inputs(tuple(self))
 
     def forward(  # type: ignore[override]
         self,
@@ -36,10 +36,10 @@ class Sequential(KnownRoles, nn.Sequential):
         is_first_microbatch: bool | None = None,
         op_kwargs: Mapping[nn.Module | int, Mapping[str, Any]] | None = None,
     ) -> Any:
-        if self.extra_inputs != len(extra):
-            takes = self.extra_inputs
+        modules = tuple(self._modules.values())
+        takes = public_inputs(modules)
+        if takes != len(extra):
             raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
-        modules = tuple(self)
         own = _keywords(modules, op_kwargs) if op_kwargs else {}
         made, outputs = run_modules(modules, x, extra, is_first_microbatch, self, own)
         return (made, *outputs) if outputs else made
@@ -71,25 +71,22 @@ def run_modules(
     channels = are_used(modules)
     if channels:
         check_channels(modules)
-    routing = Routing(extra)
+    routing = Routing(extra) if channels else InOrder(extra)
     for part in _parts(modules, keywords, channels):
-        ops = part if isinstance(part, list) else [part[0]]
-        inputs = tuple(routing.inputs(ops))
+        ops = part if isinstance(part, list) else part[:1]
+        inputs = routing.inputs(ops)
         if isinstance(part, list):
             y = run(part, x, inputs, first, owner)
         else:
             module, given = part
-            given = {"is_first_microbatch": first, **given} if _is_ours(module) else given
+            if getattr(module, "takes_first_microbatch", False):
+                given = {"is_first_microbatch": first, **given}
             y = module(x, *inputs, **given)
         if isinstance(y, tuple):
             y, *more = y
             routing.take(ops, more)
         x = y
     return x, routing.outputs
-
-
-def _is_ours(module: Any) -> bool:
-    return getattr(module, "takes_first_microbatch", False)
 
 
 def _keywords(modules: Sequence[Any], op_kwargs: Any) -> dict[int, Mapping[str, Any]]:
