@@ -21,7 +21,7 @@ from tensor_cases import (
 
 from duotone.errors import UsageError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
-from duotone.tensor.vocabulary import MXFP8Quantizer
+from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
 X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()
@@ -266,12 +266,24 @@ def test_update_quantizer() -> None:
     for quantizer, text in (
         (FP8, "makes fp8_e4m3_tensor where the tensor holds mxfp8_e4m3; convert"),
         (Quantizer(MX.rowwise, None), "makes nothing where the tensor holds mxfp8_e4m3"),
-        (MXFP8Quantizer(), "pass its .value"),
+        (Float8CurrentScalingQuantizer(), "makes fp8_e4m3_tensor where the tensor holds mxfp8_e4m3; convert"),
         (None, "got NoneType"),
     ):
         with pytest.raises(UserError, match=text):
             t.update_quantizer(quantizer)
     assert t.quantizer == follows and same_parts(snapshot(t), before)
+    t.update_quantizer(MXFP8Quantizer())
+    assert t.quantizer == MX and same_parts(snapshot(t), before)
+
+
+def test_update_quantizer_with_a_handle_that_is_bound_to_a_slot() -> None:
+    """core 43: later writes take the scale of the handle, and record their amax in it."""
+    amax = torch.zeros(1)
+    t = QUANTIZERS["fp8_delayed"].quantize(X)
+    t.update_quantizer(Float8Quantizer(torch.tensor([16.0]), amax))
+    t.copy_(Y)
+    assert float(t.rowwise_scale) == 1 / 16 and amax == 5
+    assert same_parts(parts_of(t)[:1], (QUANTIZERS["fp8_delayed"].rowwise.encode(Y, scale=torch.tensor([16.0])),))
 
 
 def test_a_failing_write_changes_nothing() -> None:

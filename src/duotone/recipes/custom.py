@@ -34,7 +34,7 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not callable(self.qfactory):
+        if not callable(self.qfactory) or hasattr(self.qfactory, "quantize"):
             raise RecipeError(f"qfactory must be callable with a role; got {type(self.qfactory).__name__}")
         size = self.quantization_alignment
         if not isinstance(size, int) or isinstance(size, bool) or size <= 0:

@@ -135,6 +135,18 @@ class Quantizer:
         if noop_flag is not None:
             raise UserError("a noop_flag keeps the bytes of `out`, and no `out` was given; pass the tensor to keep")
         check_source(x)
+        if torch.compiler.is_compiling() and type(self) is Quantizer:
+            from duotone.tensor.traced import quantize_traced  # imports Dynamo
+
+            return quantize_traced(self, x, usage, ctx)
+        return self.quantized(x, usage, ctx)
+
+    def __call__(self, x: Tensor, **kwargs: Any) -> QuantizedTensor:
+        """`quantize`."""
+        return self.quantize(x, **kwargs)
+
+    def quantized(self, x: Tensor, usage: Usage, ctx: QuantizeContext) -> QuantizedTensor:
+        """`quantize` without its checks."""
         if torch.is_grad_enabled() and x.requires_grad:
             return Quantize.apply(x, self, usage, ctx)  # type: ignore[no-any-return]
         return self.make(x, usage, ctx)

@@ -1,6 +1,7 @@
 """Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,17 +139,23 @@ class Writes(Tensor):
         self._rowwise, self._columnwise = made.planes
         self.quantizer, self.is_piece = made.quantizer, made.is_piece
 
-    def update_quantizer(self, quantizer: "Quantizer") -> None:
-        """Describe later writes by another quantizer of the same formats; the data stays as it is."""
+    def update_quantizer(self, quantizer: Any) -> None:
+        """Describe later writes by another quantizer of the same formats, a value or a handle; the data stays as it is.
+
+        A handle that is bound to delayed-scaling slots gives them to the tensor too.
+        """
+        slots = getattr(quantizer, "slots", (None, None))
+        quantizer = quantizer if hasattr(quantizer, "encode") else getattr(quantizer, "value", quantizer)
         if not hasattr(quantizer, "encode"):
-            kind = type(quantizer).__name__
-            raise UserError(f"update_quantizer takes a Quantizer; got {kind}: of a handle, pass its .value")
+            raise UserError(f"update_quantizer takes a quantizer; got {type(quantizer).__name__}: make one")
         offered = (quantizer.rowwise, quantizer.columnwise)
         for mine, theirs in zip(self.planes, offered, strict=True):
             if mine is not None and theirs is None:
                 raise UserError(f"the quantizer makes nothing where the tensor holds {mine.format.name}; drop it first")
         self._require_formats(offered, BOTH)
         self.quantizer = quantizer
+        if slots != (None, None):
+            self.context = replace(self.context, slots=slots)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """As of any tensor, also where what `index` names is read as a plain copy."""

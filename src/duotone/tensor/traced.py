@@ -1,0 +1,61 @@
+"""quantize inside of a compiled function: one call of the graph, because Dynamo makes no wrapper subclass by itself."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.comm import ShardContext
+from duotone.errors import UsageError
+from duotone.formats import get
+from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.history import History
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.quantizer import Quantizer
+
+
+class _Known(Slot):
+    """A slot whose scale the graph has asked for already."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return self.scale
+
+
+def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> QuantizedTensor:
+    """`Quantizer.quantize`, in traced code. Tensors, names and numbers alone go into the graph."""
+    row, col, history = quantizer.rowwise, quantizer.columnwise, quantizer.history
+    names = "" if row is None else row.name, "" if col is None else col.name
+    kept: tuple[Any, ...] | None = None
+    if history is not None:
+        if callable(history.amax_compute_algo) or history.scaling_factor_compute_algo is not None:
+            raise UsageError("a history with functions of its own stays out of compiled code; quantize outside")
+        kept = history.margin, history.amax_history_len, history.amax_compute_algo, None, history.reduce_amax
+    first, second = ctx.slots
+    wants_row = usage.rowwise and row is not None and row.is_delayed
+    wants_col = usage.columnwise and col is not None and col.is_delayed
+    of_row = first.scale_for(x) if first is not None and (wants_row or (wants_col and second is None)) else None
+    of_col = second.scale_for(x) if second is not None and wants_col else None
+    shard = None if ctx.shard is None else (ctx.shard.group, ctx.shard.dim)
+    value = (*names, quantizer.columnwise_source, kept)
+    return _made(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
+
+
+@torch.compiler.allow_in_graph
+def _made(
+    x: Tensor,
+    of_row: Tensor | None,
+    of_col: Tensor | None,
+    seed: Tensor | None,
+    value: tuple[Any, ...],
+    usage: tuple[bool, bool],
+    shard: tuple[str, int] | None,
+) -> QuantizedTensor:
+    row, col, source, history = value
+    quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source, history and History(*history))
+    slots = None if of_row is None else _Known(of_row), None if of_col is None else _Known(of_col)
+    ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed)
+    return quantizer.quantized(x, Usage(*usage), ctx)

@@ -1,0 +1,79 @@
+"""Quantizing inside of torch.compile(fullgraph=True) has the bytes and the gradients of eager."""
+
+import pytest
+import torch
+from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, pair, same, same_bits
+
+from duotone.tensor import History, QuantizeContext, QuantizedTensor, Quantizer
+from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
+
+X = torch.randn(48, 80, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    "name", ["identity", "fp8", "fp8_row", "128x128", "mxfp8", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8>nvfp4"]
+)
+def test_quantizers(name) -> None:
+    """core 21: the tensor comes out whole, and can be used inside."""
+    q = QUANTIZERS[name]
+    for usage in (BOTH, ROW, COLUMN):
+        got = compiled(lambda x, usage=usage: q.quantize(x, usage=usage))(X)
+        assert isinstance(got, QuantizedTensor) and got.quantizer == q and same(got, q.quantize(X, usage=usage))
+    want = (q.quantize(X).dequantize() + 1) @ X.t()
+    assert torch.equal(compiled(lambda x: (q(x).dequantize() + 1) @ x.t())(X), want)
+
+
+@pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])
+def test_handles(make) -> None:
+    handle = make(columnwise=False)
+    got = compiled(lambda x: handle(x))(X)
+    assert same(got, handle(X)) and got.get_usages() == {"rowwise": True, "columnwise": False}
+    assert torch.equal(compiled(lambda x: handle.quantize(x).dequantize())(X), handle(X).dequantize())
+
+
+def test_gradients_pass_unchanged() -> None:
+    q = QUANTIZERS["mxfp8"]
+
+    def gradient(function) -> torch.Tensor:
+        x = X.clone().requires_grad_()
+        y = function(x)
+        (y * y).sum().backward()
+        return x.grad
+
+    want = gradient(lambda x: q(x).dequantize())
+    assert same_bits(want, 2 * q.quantize(X).dequantize())
+    assert same_bits(gradient(compiled(lambda x: q(x).dequantize())), want)
+
+
+def test_seeds_are_inputs_of_the_graph() -> None:
+    q = pair("nvfp4_sr")
+    run = compiled(lambda x, seed: q.quantize(x, ctx=QuantizeContext(seed=seed)))
+    for value in (1, 2):
+        seed = torch.tensor([value])
+        assert same(run(X, seed), q.quantize(X, ctx=QuantizeContext(seed=seed)))
+
+
+def test_a_delayed_handle_takes_its_scale_and_records_its_amax() -> None:
+    inside, outside = (Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1)) for _ in range(2))
+    run = compiled(lambda x: inside(x))
+    for x in (X, 3 * X):
+        got, want = run(x), outside(x)
+        assert same(got, want) and got.quantizer == want.quantizer
+        assert torch.equal(inside.amax, outside.amax) and inside.amax == x.abs().max()
+    inside.scale.fill_(5.0)
+    assert float(run(X).rowwise_scale) == float(torch.tensor(1.0) / 5.0)
+
+
+def test_histories_come_along() -> None:
+    delayed = QUANTIZERS["fp8_delayed"].rowwise
+    q = Quantizer(delayed, delayed, history=History(margin=2, amax_history_len=4))
+    assert compiled(lambda x: q.quantize(x))(X).quantizer == q
