@@ -401,5 +401,8 @@ def test_a_role_for_a_slot_that_is_not_there_or_what_is_no_role_is_refused(make)
         module.input_quantizer_role = linear("input", "next")
     with pytest.raises(UserError, match=r"output_quantizer_role is 'next'; give a duotone\.QuantizerRole"):
         module.output_quantizer_role = "next"
+    with pytest.raises(UserError, match="a linear has no tensor 'inputs'"):
+        module.output_quantizer_role = linear("inputs", "next")
+    assert module.output_quantizer_role is None
     with pytest.raises(UserError, match="MoE has no output_quantizer_role; set those of its children"):
         duotone.MoE(32, 32, 2).output_quantizer_role = None

@@ -21,14 +21,14 @@ BUILTIN = ["bf16", "fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mx
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize(("mode", "explicit"), [("forward", FORWARD), ("backward", BACKWARD)])
 def test_positions_stand_for_roles_that_are_absent(name, count, mode, explicit) -> None:
-    """hybrid 82: also layouts of two slots, a None in the list, and a tensor type that nobody knows."""
+    """hybrid 82: also layouts of two slots, a None in the list, and a tensor type of a module that nobody knows."""
     recipe = recipes.load(name)
     roles = [explicit[i % len(explicit)] for i in range(count)]
     wanted = [
         h.value for h in RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=roles).make_quantizers()
     ]
     assert wanted == [recipe(role) for role in roles]
-    for given in (None, [None] * count, [QuantizerRole("linear", "what")] * count):
+    for given in (None, [None] * count, [QuantizerRole("conv", "what")] * count):
         state = RecipeState.create(recipe, mode=mode, num_quantizers=count, roles=given)
         assert [h.value for h in state.make_quantizers()] == wanted
 
@@ -46,6 +46,12 @@ def test_attention_types_fall_back_by_position() -> None:
         for mode, roles, explicit in (("forward", forward, FORWARD), ("backward", backward, BACKWARD * 2)):
             state = RecipeState.create(recipe, mode=mode, num_quantizers=len(roles), roles=roles)
             assert [handle.value for handle in state.make_quantizers()] == [recipe(role) for role in explicit], name
+
+
+def test_a_tensor_that_a_linear_does_not_have_is_refused() -> None:
+    """A typo does not fall back in silence."""
+    with pytest.raises(ValueError, match="a linear has no tensor 'wieght'"):
+        RecipeState.create(recipes.load("mxfp8"), mode="forward", roles=[QuantizerRole("linear", "wieght")])
 
 
 def test_square_blocks_of_mxfp8_need_a_weight_of_a_linear() -> None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from duotone.errors import UserError
-from duotone.recipes.roles import SLOTS, QuantizerRole
+from duotone.recipes.roles import SLOTS, QuantizerRole, require_known
 
 Role = QuantizerRole | None
 Roles = tuple[Role, Role]
@@ -35,6 +35,7 @@ class KnownRoles:
                 allowed = [known for known in BOUNDARY_ROLES if hasattr(kind, known)]
                 has = f"allowed are {', '.join(allowed)}" if allowed else "set those of its children"
                 raise UserError(f"{kind.__name__} has no {name}; {has}")
+            require_known(value if isinstance(value, QuantizerRole) else None)
             if value is not None and not isinstance(value, QuantizerRole):
                 raise UserError(f"{name} is {value!r}; give a duotone.QuantizerRole, or None where nobody is known")
         super().__setattr__(name, value)

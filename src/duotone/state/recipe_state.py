@@ -16,7 +16,7 @@ from duotone.errors import UserError
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, require_recipe
-from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole
+from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
 from duotone.state.autocast import active_region
 from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
 from duotone.tensor import History, Quantizer
@@ -85,6 +85,7 @@ class RecipeState:
             self.delayed.roll()
 
     def _value(self, i: int) -> Quantizer:
+        require_known(self.roles[i])
         kinds = SLOTS[self.mode]
         return self.recipe.quantizer(self.roles[i], ANYWHERE, QuantizerRole(tensor_type=kinds[i % len(kinds)]))
 
