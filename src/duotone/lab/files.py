@@ -150,7 +150,7 @@ def _open_locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):  # its last holder removes it
+            if _is_at(descriptor, path):  # its last holder removes it
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
                 return descriptor
@@ -158,6 +158,14 @@ def _open_locked(path: Path) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file still has the name `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _holder(path: Path) -> str:
