@@ -207,6 +207,51 @@ def test_hybrid_of_one_format_is_that_format(name) -> None:
         assert same(single(x), both(x))
 
 
+@dataclasses.dataclass(frozen=True)
+class Halving(Quantizer):
+    """Encodes half of what it is given."""
+
+    factor: float = 0.5
+
+    def encode(self, x, usage=BOTH, ctx=LOCAL):
+        return super().encode(x * self.factor, usage, ctx)
+
+
+def test_children_of_a_hybrid_may_be_values() -> None:
+    """hybrid 1: values and handles give the same value, and one value may serve both directions."""
+    mx, nv = QUANTIZERS["mxfp8"], QUANTIZERS["nvfp4_rht"]
+    want = hybrid(MXFP8Quantizer(), NVFP4Quantizer(with_rht=True))
+    for row, col in ((mx, nv), (mx, NVFP4Quantizer(with_rht=True)), (MXFP8Quantizer(), nv)):
+        assert hybrid(row, col) == want and type(hybrid(row, col).value) is Quantizer
+    assert hybrid(mx, mx) == MXFP8Quantizer()
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+def test_children_of_a_hybrid_encode_in_their_own_way(source) -> None:
+    """hybrid 1: a subclass keeps its encode, in whichever direction it stands, through writes and pickles too."""
+    mx, x = QUANTIZERS["mxfp8"], torch.randn(32, 64, generator=torch.Generator().manual_seed(6))
+    half, nv = Halving(mx.rowwise, mx.columnwise), QUANTIZERS["nvfp4"]
+    for row, col in ((half, nv), (nv, half), (half, half)):
+        q = hybrid(row, col, columnwise_source=source)
+        of_row = row.encode(x, ROW)
+        follows = x if source == "original" else of_row.rowwise.dequantize(torch.float32)
+        want = of_row.rowwise.parts, col.encode(follows, COLUMN).columnwise.parts
+        t = q(x)
+        assert same_parts(snapshot(t), want)
+        assert same_parts(snapshot(q.quantize(torch.zeros(32, 64)).copy_(x)), want)
+        made = pickle.loads(pickle.dumps(t))
+        assert made.quantizer == t.quantizer and same_parts(snapshot(made.zero_().copy_(x)), want)
+        assert len({q.value, hybrid(row, col, columnwise_source=source).value}) == 1
+        for usage in (ROW, COLUMN):
+            assert same(q.value.quantize(x, usage=usage), keep(t, usage))
+
+
+def keep(t, usage: Usage):
+    held = t.detach()
+    held.update_usage(*usage)
+    return held
+
+
 def count(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     original = Plane.encode

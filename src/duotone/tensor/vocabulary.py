@@ -12,6 +12,7 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError, UserError
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
+from duotone.tensor.paired import paired
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
@@ -277,24 +278,29 @@ class NVFP4Quantizer(QuantizerHandle):
 
 
 class HybridQuantizer(QuantizerHandle):
-    """The rowwise plane as `rowwise_quantizer` makes it, the columnwise one as `columnwise_quantizer` does."""
+    """The rowwise plane as `rowwise_quantizer` makes it, the columnwise one as `columnwise_quantizer` does.
+
+    Both are handles or values, subclasses of `Quantizer` with an encode of their own too.
+    """
 
     def __init__(
         self,
         *,
-        rowwise_quantizer: QuantizerHandle,
-        columnwise_quantizer: QuantizerHandle,
+        rowwise_quantizer: QuantizerHandle | Quantizer,
+        columnwise_quantizer: QuantizerHandle | Quantizer,
         columnwise_source: str = "original",
         **usage: bool,
     ) -> None:
-        for direction, child in (("rowwise", rowwise_quantizer), ("columnwise", columnwise_quantizer)):
-            if not isinstance(child, QuantizerHandle):
+        given = {"rowwise": rowwise_quantizer, "columnwise": columnwise_quantizer}
+        for direction, child in given.items():
+            if not isinstance(child, QuantizerHandle | Quantizer):
                 raise TypeError(
                     f"{direction}_quantizer must be a quantizer; got {type(child).__name__} "
                     "(a request for delayed scaling works only as a top-level slot: use a delayed format in Quantizer)"
                 )
-        if rowwise_quantizer is columnwise_quantizer:
+        if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, QuantizerHandle):
             raise UserError("rowwise_quantizer and columnwise_quantizer are the same object; make two quantizers")
-        row, col = rowwise_quantizer.value, columnwise_quantizer.value
-        super().__init__(Quantizer(row.rowwise, col.columnwise, columnwise_source, row.history or col.history), **usage)
-        self.slots = (rowwise_quantizer.slots[0], columnwise_quantizer.slots[1] or columnwise_quantizer.slots[0])
+        row, col = (child.value if isinstance(child, QuantizerHandle) else child for child in given.values())
+        super().__init__(paired(row, col, columnwise_source), **usage)
+        of_row, of_col = (getattr(child, "slots", (None, None)) for child in given.values())
+        self.slots = (of_row[0], of_col[1] or of_col[0])
