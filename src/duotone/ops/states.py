@@ -142,7 +142,9 @@ def _places(model: nn.Module) -> dict[str, Place]:
         if isinstance(module, DelayedState):
             found[name] = Place(module, {}, "")
         saved = module.__dict__.get("_saved")
-        for state in STATES if isinstance(saved, dict) else ():
+        if not isinstance(saved, dict):
+            continue
+        for state in STATES:
             found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, saved, state))
     return found
 

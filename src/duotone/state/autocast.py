@@ -74,7 +74,7 @@ class autocast:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, or coroutine function, of which each call is a region like this one."""
-        if not inspect.isroutine(function) and not isinstance(function, functools.partial):
+        if not inspect.isroutine(function):
             raise UserError(f"autocast decorates functions; got {type(function).__name__}: decorate its method")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise UserError(

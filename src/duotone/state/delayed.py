@@ -178,7 +178,7 @@ class DelayedState(nn.Module):
         step = self.step
         amaxes, scale = self._buffers["amax_history"], self._buffers["scale"]
         assert amaxes is not None and scale is not None
-        step.now.past = history.roll(amaxes, scale, self.largest, self.history, self._buffers["events"])
+        step.now.past = history.roll(amaxes, scale, self.largest, self.history, self.events)
         step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -235,20 +235,27 @@ class DelayedSlot(Slot):
         return skipped, clamped
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return self.place_each(x.device, 1, 0, lambda: amax_of(x))
+        state, scale, live, mode = self._place(x.device)
+        if self.index in state.new and mode != RECOMPUTE:
+            scale = self._start(state, slice(self.index, self.index + 1), amax_of(x), mode)
+        return scale, live
 
     def place_each(
         self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """As `place`, the first of `count` slots which lie that far apart; `amaxes` measures theirs, fp32 (count,)."""
+        state, scale, live, mode = self._place(device)
+        slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
+        if mode != RECOMPUTE and not state.new.isdisjoint(slots):
+            scale = self._start(state, slice(slots.start, slots.stop, slots.step), amaxes(), mode)
+        return scale, live
+
+    def _place(self, device: torch.device) -> tuple[DelayedState, Tensor, Tensor | None, int]:
         state, mode, record = self.open()
         scale, live = state.views(self.index, before=mode == RECOMPUTE)
         if scale.device != device:
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
-        slots = slice(self.index, self.index + distance * (count - 1) + 1, distance or 1)
-        if state.new and mode != RECOMPUTE and not state.new.isdisjoint(range(slots.start, slots.stop, slots.step)):
-            scale = self._start(state, slots, amaxes(), mode)
-        return scale, live if record else None
+        return state, scale, live if record else None, mode
 
     def _start(self, state: DelayedState, slots: slice, amaxes: Tensor, mode: int) -> Tensor:
         """The scale of the first slot, fp32 (1,), where some may be new; an evaluation keeps none."""
@@ -273,6 +280,11 @@ class DelayedSlot(Slot):
         found, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode == RECORD and not self.backward:
             mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
+        if mode != USE and HAS_CUDA and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
+                "capture under fp8-current, or leave this module out of the graph"
+            )
         key, earlier = ("scale", self.state, self.index), frames.recomputed() if running and not self.backward else None
         if earlier is not None:
             found.step.before, found.step.deferred = entry = earlier.take(key)
@@ -288,11 +300,6 @@ class DelayedSlot(Slot):
             entry = found.used(mode == RECOMPUTE), found.step.deferred
         if not self.backward:
             frames.remember(key, entry)
-        if record and HAS_CUDA and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
-                "capture under fp8-current, or leave this module out of the graph"
-            )
         PENDING.add(self, record, running)
         return found, mode, record
 

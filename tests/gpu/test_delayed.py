@@ -1,0 +1,82 @@
+"""On a CUDA device: first steps of delayed scaling have the bits of the CPU, later ones read once; captures fail."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from comparing import bits
+from torch import nn
+
+import duotone
+from duotone.errors import UserError
+from duotone.recipes import DelayedScaling
+from duotone.state import delayed
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def states(m: nn.Module) -> list[torch.Tensor]:
+    return [bits(tensor) for tensor in duotone.recipe_state(m).values()]
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_first_steps_have_the_states_of_the_cpu(kind) -> None:
+    """Inputs and gradients are the same on both; one expert's are a thousand times smaller, and one meets zeros."""
+    torch.manual_seed(0)
+    splits = [32, 0, 64, 32]
+    if kind == "linear":
+        here = duotone.Linear(64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
+    else:
+        here = duotone.GroupedLinear(4, 64, 64, bias=False, params_dtype=torch.bfloat16, recipe=RECIPE, device="cpu")
+    there = copy.deepcopy(here).cuda()
+    for number in range(3):
+        x, dy = torch.randn(128, 64).bfloat16(), (torch.randn(128, 64) * 2.0**-12).bfloat16()
+        x[:32] /= 1000
+        if number == 0:
+            dy[:32] = 0
+        for m, device in ((here, "cpu"), (there, "cuda")):
+            given = () if kind == "linear" else (splits,)
+            with duotone.autocast(recipe=RECIPE):
+                y = m(x.to(device).requires_grad_(), *given)
+            y.backward(dy.to(device))
+        for ours, theirs in zip(states(here), states(there), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_steps_after_the_first_measure_no_amax_before_they_cast() -> None:
+    m = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
+    counts = []
+    for _ in range(3):
+        with mock.patch.object(delayed, "amax_of", wraps=delayed.amax_of) as measured:
+            with duotone.autocast(recipe=RECIPE):
+                y = m(torch.randn(32, 64, device="cuda").bfloat16().requires_grad_())
+            y.sum().backward()
+        counts.append(measured.call_count)
+    assert counts == [3, 0, 0]
+
+
+def test_compiled_first_steps_have_eager_bits() -> None:
+    torch.manual_seed(0)
+    eager = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(32, 64, device="cuda").bfloat16()
+        for call in (eager, run):
+            with duotone.autocast(recipe=RECIPE):
+                y = call(x.clone().requires_grad_())
+            (y.sum() * 2.0**-12).backward()
+        for ours, theirs in zip(states(compiled), states(eager), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_capture_in_training_is_refused_and_training_goes_on() -> None:
+    m = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
+    x = torch.randn(32, 64, device="cuda").bfloat16().requires_grad_()
+    with pytest.raises(UserError, match="cannot be captured in a CUDA graph"):
+        torch.cuda.make_graphed_callables(m, (x,))
+    torch.cuda.synchronize()
+    for _ in range(2):
+        m(x).sum().backward()
+    assert m.weight.grad.isfinite().all()
