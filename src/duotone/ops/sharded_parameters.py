@@ -15,6 +15,13 @@ class ShardedParameters:
 
     _parameters: dict[str, nn.Parameter | None]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module. FSDP2 sets a shard like this where a module has a `__setattr__` that is not nn.Module's."""
+        if isinstance(value, nn.Parameter) and is_distributed(value) and name in self.__dict__.get("_parameters", ()):
+            self._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As nn.Module. UserError where a plain parameter would become a DTensor, as `parallelize_module` does."""
         if is_distributed(param) and not is_distributed(self._parameters.get(name)):
