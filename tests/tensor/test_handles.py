@@ -436,3 +436,19 @@ def test_usages_are_attributes_too() -> None:
 def test_an_argument_that_a_quantizer_does_not_have_is_one_line(make, message) -> None:
     with pytest.raises(UserError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    "scale,amax",
+    [
+        *((torch.tensor([bad]), torch.zeros(1)) for bad in (0.0, -1.0, float("nan"), float("inf"))),
+        *((torch.ones(1), torch.tensor([bad])) for bad in (-1.0, float("nan"))),
+        (torch.ones(2), torch.zeros(1)),
+        (torch.ones(1), torch.zeros(2)),
+        (1.0, torch.zeros(1)),
+    ],
+)
+def test_a_delayed_handle_over_what_is_no_scale_or_amax_is_refused(scale, amax) -> None:
+    with pytest.raises(UserError, match="Float8Quantizer takes") as error:
+        Float8Quantizer(scale, amax)
+    assert "\n" not in str(error.value)

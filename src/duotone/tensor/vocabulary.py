@@ -10,6 +10,7 @@ from torch import Tensor
 from duotone import formats
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError, UserError
+from duotone.formats.checks import check_values
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.paired import paired
@@ -184,6 +185,11 @@ class Float8Quantizer(QuantizerHandle):
     """
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Fp8Dtype = "e4m3", **usage: bool) -> None:
+        for what, given in (("scale", scale), ("amax", amax)):
+            if not isinstance(given, Tensor) or given.numel() != 1:
+                got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+                raise UserError(f"Float8Quantizer takes its {what} as a tensor with one element; got {got}")
+        check_values("Float8Quantizer", scale, amax)
         fmt = formats.get(f"fp8_{fp8_element(fp8_dtype)}_delayed")
         super().__init__(Quantizer(fmt, fmt, history=History()), **usage)
         self.scale, self.amax = scale, amax
