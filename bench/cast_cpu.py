@@ -11,7 +11,8 @@ import torch
 from _timing import record, turns
 from duotone import formats
 from duotone.dispatch.chunked import CHUNKED
-from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.dispatch.compiled import COMPILED
+from duotone.dispatch.compiler import compiler_reason
 from duotone.formats.stages import Stages
 
 SIZE = 4096

@@ -122,11 +122,17 @@ def test_ragged_and_odd_contractions_multiply(a: str, b: str, cols: int) -> None
     assert ((rule.run(left, right, torch.float32).double() - exact).abs() <= 64 * 2.0**-24 * magnitude + 1e-30).all()
 
 
-def test_mm_fp32_keeps_fp32_sums_and_restores_the_backend_setting() -> None:
+def test_mm_fp32_keeps_fp32_sums_and_no_other_thread_sees_another_setting(monkeypatch) -> None:
     a, b = torch.randn(64, 512).bfloat16(), torch.randn(32, 512).bfloat16()
-    before = torch.backends.mkldnn.matmul.fp32_precision
+    before, plain, during = torch.backends.mkldnn.matmul.fp32_precision, torch.mm, []
+
+    def watched(*operands: torch.Tensor) -> torch.Tensor:
+        during.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return plain(*operands)
+
+    monkeypatch.setattr(torch, "mm", watched)
     y = mm_fp32(a, b)
-    assert torch.backends.mkldnn.matmul.fp32_precision == before
+    assert during == [before]
     exact = a.double() @ b.double().t()
     assert y.dtype == torch.float32
     assert ((y - exact).abs() <= 512 * 2.0**-24 * (a.double().abs() @ b.double().abs().t())).all()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import formats, recipes
-from duotone.dispatch.compiled import compiler_reason
+from duotone.dispatch.compiler import compiler_reason
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane

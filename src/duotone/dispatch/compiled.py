@@ -6,10 +6,7 @@ variants. Three stages instead of one fused encode: inductor would recompute a b
 
 import functools
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -17,41 +14,10 @@ import torch
 import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 
+from duotone.dispatch.compiler import backend
 from duotone.formats import hadamard, philox, stages
 from duotone.formats.elements import Element
 from duotone.formats.stages import Stages
-
-OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
-"""Without it inductor drops bf16 round trips, and with them bits."""
-
-
-@functools.cache
-def compiler_reason() -> str:
-    """Why casts cannot be compiled here, or "" where they can: found out by building something, once a process."""
-    from torch._inductor import cpp_builder, exc
-
-    try:
-        compiler = cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError) as error:
-        return f"no C++ compiler: {error}".splitlines()[0]
-    if shutil.which(compiler) is None:
-        return f"the C++ compiler {compiler} is not on the path"
-    return _build_failure(compiler)
-
-
-def _build_failure(compiler: str) -> str:
-    import subprocess
-
-    source = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return omp_get_max_threads(); }\n'
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "probe.cpp"
-        path.write_text(source)
-        command = [compiler, "-shared", "-fPIC", "-fopenmp", "-o", str(path.with_suffix(".so")), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return ""
-    detail = done.stderr.strip().splitlines()
-    return f"{compiler} does not build a shared library: {detail[0] if detail else done.returncode}"
 
 
 def own_code(function: Callable[..., Any], name: str) -> FunctionType:
@@ -66,7 +32,7 @@ def _compile(function: Callable[..., Any], key: str) -> Callable[..., Any]:
     """`function` compiled under a name that says what it is for; dynamic in the sizes of its tensors."""
     name = f"duotone_{function.__name__}_{key}"
     logging.getLogger(__name__).debug("compiling %s", name)
-    compiled = torch.compile(own_code(function, name), dynamic=True, options=OPTIONS)
+    compiled = torch.compile(own_code(function, name), dynamic=True, backend=backend)
 
     def run(*arguments: Any) -> Any:
         # Each of these would make variants: gradients required or not, and sizes that happen to be equal.

@@ -1,31 +1,18 @@
 """Products of bf16 operands that leave fp32, as an own op: `mm(out_dtype=float32)` exists on CUDA only; and products
 that add to what is there."""
 
-import threading
-
 import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import PLAIN_TYPES
-
-_PRECISION = threading.Lock()
-"""A setting of the process is changed for a product: two threads at once would leave the change."""
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("mm_fp32(Tensor a, Tensor b) -> Tensor")
 
 
 def _cpu(a: Tensor, b: Tensor) -> Tensor:
-    left, right = a.to(torch.float32), b.to(torch.float32).t()
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    with _PRECISION:
-        before = matmul.fp32_precision
-        if a.dtype is torch.bfloat16:  # whose products are exact in bf16 instructions, which the backend may use
-            matmul.fp32_precision = "bf16"
-        try:
-            return torch.mm(left, right)
-        finally:
-            matmul.fp32_precision = before
+    # No setting of the process asks for bf16 instructions here: other threads would multiply under it too.
+    return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
 
 
 def _cuda(a: Tensor, b: Tensor) -> Tensor:

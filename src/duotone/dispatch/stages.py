@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.chunked import CHUNKED
-from duotone.dispatch.compiled import COMPILED, compiler_reason
+from duotone.dispatch.compiled import COMPILED
+from duotone.dispatch.compiler import compiler_reason
 from duotone.dispatch.cuda import CUDA, runs_kernels
 from duotone.formats import hadamard
 from duotone.formats.geometry import TENSOR

@@ -1,0 +1,132 @@
+"""Whether and how inductor compiles for the CPU here: a compiler that works, a cache folder that only its user writes.
+
+What goes wrong later (a full disk, a damaged library in the cache) leaves plain torch, with one warning.
+"""
+
+import atexit
+import ctypes
+import functools
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+"""Without it inductor drops bf16 round trips, and with them bits."""
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+PATIENCE = 60.0
+"""Seconds after which a compiler counts as one that hangs; building the probe takes less than one."""
+
+_SOURCE = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return 41 + (omp_get_max_threads() > 0); }\n'
+_FAILURES: list[str] = []
+
+
+def compiler_reason() -> str:
+    """Why casts cannot be compiled here, or "" where they can."""
+    return _FAILURES[0] if _FAILURES else probe()
+
+
+@functools.cache
+def probe() -> str:
+    """Build and load a library, once a process; a compiler that is there and does not work is warned of."""
+    from torch._inductor import config
+
+    named = config.cpp.cxx
+    names = [name for name in ((named,) if isinstance(named, str) else named) if name]
+    compiler = next((name for name in names if shutil.which(name)), None)
+    if compiler is None:
+        return f"the C++ compiler {' or '.join(names)} is not on the path"
+    reason = _build_failure(compiler)
+    if reason:
+        _warn(reason)
+    return reason
+
+
+def _build_failure(compiler: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+        source.write_text(_SOURCE)
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", "-o", str(library), str(source)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+        except (subprocess.TimeoutExpired, OSError) as error:
+            return f"{compiler} does not build a shared library: {error}"
+        if done.returncode != 0:
+            detail = done.stderr.strip().splitlines()
+            return f"{compiler} does not build a shared library: {detail[0] if detail else done.returncode}"
+        try:
+            answer = ctypes.CDLL(str(library)).f()
+        except (OSError, AttributeError) as error:
+            return f"{compiler} builds a library that does not load: {error}"
+    return "" if answer == 42 else f"{compiler} builds a library that computes {answer} instead of 42"
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"casts on the CPU run in plain torch, which is slower: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor for `torch.compile(backend=...)`; where it fails, the graph itself, as all further casts run."""
+    from torch._dynamo.exc import RestartAnalysis
+    from torch._inductor.compile_fx import compile_fx
+
+    if not _FAILURES:
+        try:
+            with _own_cache():
+                return compile_fx(graph, inputs, config_patches=OPTIONS)  # type: ignore[return-value]
+        except RestartAnalysis:  # no failure: Dynamo traces again and comes back
+            raise
+        except Exception as error:
+            logging.getLogger(__name__).debug("inductor failed", exc_info=True)
+            detail = str(error).strip().splitlines()
+            _FAILURES.append(f"inductor failed with {type(error).__name__}: {detail[0] if detail else ''}")
+            _warn(_FAILURES[0])
+    return graph.forward
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Let inductor write, and load libraries, in `cache_folder()` alone."""
+    before = os.environ.get(FOLDER)
+    os.environ[FOLDER] = cache_folder()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[FOLDER]
+        else:
+            os.environ[FOLDER] = before
+
+
+@functools.cache
+def cache_folder() -> str:
+    """A folder for compiled casts that belongs to this user, and that not everyone may write to.
+
+    The one that TORCHINDUCTOR_CACHE_DIR names, else one below XDG_CACHE_HOME (~/.cache); where neither is the user's
+    own, a new one that goes with the process.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    for path in (os.environ.get(FOLDER, ""), os.path.join(os.path.expanduser(base), "duotone", "inductor")):
+        if os.path.isabs(path) and _is_own(path):
+            return path
+    folder = tempfile.mkdtemp(prefix="duotone_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _is_own(path: str) -> bool:
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        status = os.stat(path)
+    except OSError:
+        return False
+    if not hasattr(os, "getuid"):  # Windows, whose temporary folders are the user's own
+        return True
+    return status.st_uid == os.getuid() and not status.st_mode & 0o002 and os.access(path, os.W_OK | os.X_OK)

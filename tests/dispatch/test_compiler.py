@@ -1,0 +1,141 @@
+"""Compilers that fail, write garbage or hang, damaged caches, and folders of others: plain torch with one warning."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor import config
+
+from duotone import formats
+from duotone.dispatch import compiler, stages
+from duotone.dispatch.compiled import CompiledStages
+
+CXX = shutil.which("g++") or shutil.which("clang++")
+needs_compiler = pytest.mark.skipif(CXX is None, reason="no C++ compiler; `apt-get install g++` provides it")
+
+
+@pytest.fixture(autouse=True)
+def unknown(monkeypatch) -> Iterator[None]:
+    """Nothing is known of the compiler before a test, and nothing of what it was told afterwards."""
+    monkeypatch.setattr(compiler, "_FAILURES", [])
+    caches = (compiler.probe, compiler.cache_folder)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def fake(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "fake-cxx"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+FAKES = {
+    "fails": ("echo internal error >&2; exit 1", "does not build a shared library: internal error"),
+    "writes garbage": ('while [ "$1" != -o ]; do shift; done; echo garbage > "$2"', "does not load"),
+    "sleeps": ("exec sleep 600", "timed out after"),
+}
+
+
+@pytest.mark.parametrize("name", FAKES)
+def test_a_compiler_that_does_not_work_leaves_plain_torch_and_one_warning(name, tmp_path, monkeypatch) -> None:
+    script, reason = FAKES[name]
+    monkeypatch.setattr(compiler, "PATIENCE", 0.5)
+    with config.patch({"cpp.cxx": (None, fake(tmp_path, script))}):
+        with pytest.warns(RuntimeWarning, match="casts on the CPU run in plain torch") as caught:
+            assert reason in compiler.compiler_reason()
+        assert len(caught) == 1
+        assert stages.stages_for(torch.empty(256, 256)) is stages.CHUNKED  # and warns no more
+        assert not stages.compiled_casts()
+
+
+def test_no_compiler_at_all_is_a_reason_without_a_warning() -> None:
+    with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
+        assert "no-such-compiler is not on the path" in compiler.compiler_reason()
+
+
+def test_a_full_disk_runs_the_plain_cast_and_no_other_compiled_one(monkeypatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", full)
+    monkeypatch.setattr(compiler, "probe", lambda: "")
+    monkeypatch.setattr("duotone.dispatch.compiled._compile", _fresh_compile())
+    fmt, x = formats.get("mxfp8_e4m3"), torch.randn(96, 160)
+    torch._dynamo.reset()
+    with pytest.warns(RuntimeWarning, match="inductor failed with OSError: .*No space left") as caught:
+        parts = fmt.encode(x, stages=CompiledStages())
+    assert len(caught) == 1 and "No space left" in compiler.compiler_reason()
+    for name, part in fmt.encode(x).items():
+        assert torch.equal(parts[name], part)
+    torch._dynamo.reset()
+
+
+def _fresh_compile():
+    from duotone.dispatch import compiled
+
+    return compiled._compile.__wrapped__
+
+
+def test_the_cache_folder_is_the_users_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(compiler.FOLDER, raising=False)
+    folder = Path(compiler.cache_folder())
+    assert folder == tmp_path / "duotone" / "inductor" and folder.stat().st_mode & 0o777 == 0o700
+    with compiler._own_cache():
+        assert os.environ[compiler.FOLDER] == str(folder)
+    assert compiler.FOLDER not in os.environ
+
+
+def test_a_cache_folder_that_the_user_names_is_taken(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv(compiler.FOLDER, str(tmp_path / "mine"))
+    assert compiler.cache_folder() == str(tmp_path / "mine")
+
+
+def test_folders_that_others_own_or_write_are_not_used(tmp_path, monkeypatch) -> None:
+    """Neither named folder is one's own: a new one, which nobody knew of before."""
+    named = tmp_path / "named"
+    named.mkdir()
+    named.chmod(0o777)
+    monkeypatch.setenv(compiler.FOLDER, str(named))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert compiler.cache_folder() == str(tmp_path / "cache" / "duotone" / "inductor")
+    compiler.cache_folder.cache_clear()
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    folder = Path(compiler.cache_folder())
+    assert tmp_path not in folder.parents and folder.stat().st_mode & 0o777 == 0o700 and not list(folder.iterdir())
+
+
+AMAX = """
+import torch
+from duotone.dispatch.compiled import COMPILED
+x = torch.randn(64, 64)
+print(torch.equal(COMPILED.amax(x.view(1, 64, 1, 64)), x.abs().amax().view(1, 1)))
+"""
+
+
+@needs_compiler
+def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
+    """A process fills the cache; the libraries are cut short; the next one computes the same."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), compiler.FOLDER: str(tmp_path), "CXX": str(CXX)}
+    runs = []
+    for size in (None, 3000):
+        if size is not None:
+            for library in tmp_path.rglob("*.so"):
+                library.write_bytes(library.read_bytes()[:size])
+        runs.append(
+            subprocess.run(
+                [sys.executable, "-c", AMAX], env={**os.environ, **path}, capture_output=True, text=True, check=False
+            )
+        )
+    assert [run.stdout for run in runs] == ["True\n", "True\n"], runs[-1].stderr
+    assert [run.stderr.count("casts on the CPU run in plain torch") for run in runs] == [0, 1]
