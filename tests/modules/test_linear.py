@@ -152,7 +152,7 @@ def test_quantized_parameters_of_an_fp32_model_run_under_torch_autocast(name) ->
     duotone.convert_parameters(module, recipe)
     with torch.no_grad():
         plain.weight.copy_(module.weight.dequantize())
-        plain.duotone_seed.copy_(module.duotone_seed)
+    duotone.load_rng_state(plain, duotone.rng_state(module))
     x, dy = torch.randn(16, 64), torch.randn(16, 32).bfloat16()
     for m in (module, plain):
         with torch.autocast("cpu", dtype=torch.bfloat16):

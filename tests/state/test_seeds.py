@@ -1,5 +1,7 @@
 """Seeds of stochastic rounding: outside the state_dict, reproducible, independent of order."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -53,3 +55,40 @@ def test_seeds_that_are_no_dict_are_one_clear_error(wrong) -> None:
     with pytest.raises(UserError, match="load_rng_state takes what rng_state gave, a dict of tensors; got") as caught:
         duotone.load_rng_state(m, wrong)
     assert "\n" not in str(caught.value)
+
+
+def resumed(recipe: str) -> nn.Module:
+    """A model that drew before its weights were loaded, so that its plans are there."""
+    first, second = (duotone.convert(build(), recipes.load(recipe), ()) for _ in range(2))
+    draw(second)
+    second.load_state_dict(first.state_dict())
+    return second
+
+
+def draw(m: nn.Module) -> None:
+    for part in m.values():
+        part(torch.ones(4, 32)).sum().backward()
+
+
+def test_a_loaded_model_that_draws_without_seeds_warns_once() -> None:
+    m = resumed("nvfp4")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        draw(m)
+        draw(m)
+    assert [str(one.message) for one in caught if "load_rng_state" in str(one.message)] == [str(caught[0].message)]
+
+
+@pytest.mark.parametrize("case", ["seeds loaded", "nothing stochastic", "nothing loaded", "other modules loaded"])
+def test_nothing_is_said_where_no_seed_is_missing(case: str) -> None:
+    m = resumed("mxfp8" if case == "nothing stochastic" else "nvfp4")
+    if case == "seeds loaded":
+        duotone.load_rng_state(m, duotone.rng_state(m))
+    if case == "nothing loaded":
+        m = duotone.convert(build(), recipes.load("nvfp4"), ())
+    if case == "other modules loaded":
+        m = duotone.convert(build(), recipes.load("nvfp4"), ())
+        m.load_state_dict({}, strict=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw(m)

@@ -52,6 +52,11 @@ class Format(Protocol):
         ...
 
     @property
+    def stored(self) -> tuple[Any, ...]:
+        """What decides how parts are read. Formats that share it differ in how the next write finds its scales."""
+        ...
+
+    @property
     def largest(self) -> float:
         """The largest magnitude of an element."""
         ...
@@ -166,6 +171,10 @@ class ScaledFormat:
         if not hasattr(self.rule, "epsilon") or self.is_delayed:
             raise UserError(f"{self.name} has no amax floor; choose a format with fp32 scales")
         return replace(self, name=name, rule=replace(self.rule, epsilon=epsilon))
+
+    @property
+    def stored(self) -> tuple[Any, ...]:
+        return self.element, self.block, self.hadamard, self.is_stochastic, getattr(self.rule, "stored", self.rule)
 
     @property
     def precision(self) -> int:

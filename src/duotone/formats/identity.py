@@ -31,6 +31,7 @@ class Identity:
     spans_rows = False
     scale_codec = scale_search = ""
     is_derivable = True
+    stored = ("identity",)
 
     def __reduce__(self) -> str:
         return "IDENTITY"

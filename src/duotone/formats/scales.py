@@ -58,7 +58,7 @@ class Fp32Scale:
     overflow: str = "fp32"
     epsilon: float = 0.0
     accepts_scale = True
-    family = "fp32"
+    family = stored = "fp32"
     search = ""
 
     @property

@@ -325,7 +325,7 @@ def _held_weight(setting: Setting, wanted: Quantizer, held: Quantizer) -> Operan
     if setting.input_grad and SOURCES[setting.recipe.backward_override].needs_columnwise:
         needs.append((wanted.columnwise, held.columnwise))
     for new, old in needs:
-        if old is not None and old != new:
+        if old is not None and (new is None or old.stored != new.stored):
             raise RecipeError(
                 f"the weight of {setting.name or 'a linear'} is held in {old.name} and recipe {setting.recipe.name} "
                 f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe)"

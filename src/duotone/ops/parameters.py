@@ -79,13 +79,13 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
 
 
 def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
-    """Describe later writes as a recipe wants them where it keeps the formats; planes and bytes stay as they are."""
+    """Describe later writes as a recipe wants them where they are stored alike; planes and bytes stay as they are."""
     own = parameter.quantizer
     if type(wanted) is not Quantizer or type(own) is not Quantizer or wanted == own:
         return
     made = replace_fields(wanted, rowwise=wanted.rowwise or own.rowwise, columnwise=wanted.columnwise or own.columnwise)
     if all(
-        plane is None or plane.format == fmt
+        plane is None or (fmt is not None and plane.format.stored == fmt.stored)
         for plane, fmt in zip(parameter.planes, (made.rowwise, made.columnwise), strict=True)
     ):
         parameter.quantizer = made

@@ -36,7 +36,7 @@ from duotone.tensor.fsdp import tell_shards
 
 CACHES = ("_caches", "_queues", "_wgrad_hooks")
 UNNAMED = Site(named=False)
-LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region")
+LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region", seeds.LOADED)
 OWN = ("recipe", "rules", "module_name", "site", "layout", "_roles", "_number", "_saved", "_warned", *LIVE)
 """Attributes that `adopt` gives and `release` takes away."""
 
@@ -285,6 +285,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         """
         self.require_whole(self.weights)
         plans = self._bind(recipe, call, group, mode)
+        seeds.warn_of_load(self, plans[0].seeds)
         if plans[0].is_delayed:
             states.require_reduction(self.module_name, plans[0], group)
         if recorded is None:
@@ -350,6 +351,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         tell_shards(self._parameters.values())
         drop_empty_extra_state(state_dict, prefix)
         self._saved.update(states.set_aside(self, state_dict, prefix))  # type: ignore[arg-type]
+        if any(key.startswith(prefix) for key in state_dict):
+            seeds.note_load(self)
+            self._stages, self._last = {}, None  # built anew, so that the first draw is seen
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:

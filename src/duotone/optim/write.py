@@ -74,6 +74,7 @@ def _is_one_cast(parameter: QuantizedTensor) -> bool:
     row, col = (plane and plane.format for plane in parameter.planes)
     quantizer = parameter.quantizer
     is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
+    is_plain = is_plain and row in (None, quantizer.rowwise) and col in (None, quantizer.columnwise)
     return is_plain and (row is None or col is None or row == col) and can_read_once(row, col, parameter.dtype)
 
 

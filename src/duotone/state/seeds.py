@@ -6,6 +6,8 @@ buffer; the taken value travels to backward.
 """
 
 import hashlib
+import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +120,24 @@ def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             raise UserError(f"seed {name!r} must be an int64 tensor of one element, as rng_state gives it")
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
+
+
+LOADED = "_loaded_without_seed"
+
+
+def note_load(module: Any) -> None:
+    """Values came from a checkpoint, which holds no seed; a write to the seed afterwards is seen by its version."""
+    module.__dict__[LOADED] = module._buffers[BUFFER]._version
+
+
+def warn_of_load(module: Any, count: int) -> None:
+    """Say that a module draws so many whose values were loaded, its seed not. Python shows one text once."""
+    if count and module.__dict__.pop(LOADED, None) == module._buffers[BUFFER]._version:
+        warnings.warn(
+            "stochastic rounding draws from seeds that no checkpoint restored: a state_dict holds none; to resume a "
+            "run with its bits, call duotone.load_rng_state with what duotone.rng_state gave beside the state_dict",
+            stacklevel=2,
+        )
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:

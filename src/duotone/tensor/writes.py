@@ -67,9 +67,20 @@ class Writes(Tensor):
         for mine, new in zip(self.planes, fresh, strict=True):
             if mine is not None and new is not None:
                 mine.copy_(new if keep is None else _unless(keep, mine, new))
+        self._rename(fresh)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
+
+    def _rename(self, fresh: Planes) -> None:
+        """Name the formats that were written, which may find scales in another way than those before."""
+        row, col = (
+            mine
+            if new is None or mine is None or mine.format == new.format
+            else Plane(new.format, mine.parts, mine.shape)
+            for mine, new in zip(self.planes, fresh, strict=True)
+        )
+        self._rowwise, self._columnwise = row, col
 
     def _encoded_dtype(self, source: torch.dtype, written: "Quantizer") -> torch.dtype:
         """What values in `source` are encoded in: no narrower than they are, so that codes are rounded once.
@@ -93,7 +104,7 @@ class Writes(Tensor):
 
     def _require_formats(self, offered: tuple[Format | None, ...], usage: Usage) -> None:
         for mine, theirs, wanted in zip(self.planes, offered, usage, strict=True):
-            if wanted and mine is not None and theirs is not None and mine.format != theirs:
+            if wanted and mine is not None and theirs is not None and mine.format.stored != theirs.stored:
                 raise UserError(
                     f"the quantizer makes {theirs.name} where the tensor holds {mine.format.name}; "
                     "convert it with duotone.convert_parameters"
