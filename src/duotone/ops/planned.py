@@ -23,7 +23,7 @@ from duotone.ops.op import Op, Signal, held, region_of_call, signal_of
 from duotone.ops.parameters import demand, drop_empty_extra_state, follow, moved, quantized_parameter
 from duotone.ops.sharded_parameters import ShardedParameters
 from duotone.ops.splitting import is_split
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, drop_dead, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced
@@ -214,10 +214,18 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         stage = self._stages.get(key)
         if stage is None:
             stage = self.resolve(recipe, (signal.device, signal.dtype, grads, signal.held), group, mode, recorded)
+            self._drop_dead_plans()
             self._stages[key] = stage
         self._take_up(stage, mode)
         self._last = (key, stage)
         return stage
+
+    def _drop_dead_plans(self) -> None:
+        """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
+        drop_dead(self._stages)
+        drop_dead(self._given)
+        live = {id(stage) for stage in self._stages.values()}
+        self._variants = {key: made for key, made in self._variants.items() if id(key[0]) in live}
 
     def _take_up(self, stage: Any, mode: int) -> None:
         """What changes when calls switch to a plan: the states, and what is written into a quantized weight next."""

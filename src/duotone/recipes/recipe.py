@@ -191,6 +191,12 @@ def recipe_of(key: str) -> Recipe:
     return _RECIPES[key]
 
 
+def drop_dead(table: dict[Any, Any]) -> None:
+    """Take out what belongs to recipes that nobody holds any more; keys are the key of a recipe, or begin with it."""
+    for key in [key for key in table if (key if isinstance(key, str) else key[0]) not in _RECIPES]:
+        del table[key]
+
+
 def align_size(recipe: Recipe) -> int:
     """Tokens per group of a grouped linear are padded to a multiple of this; asks no factory."""
     return recipe.alignment

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from duotone.recipes.recipe import Recipe, recipe_of
+from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed import RECORD, USE
 
 
@@ -19,12 +19,22 @@ _NUMBERS = itertools.count(1)
 
 
 def register(module: Resolver, old: str | None = None) -> str:
-    """A new number for a module; graphs that were traced under its old one are traced again."""
+    """A new number for a module; graphs that were traced under its old one are traced again.
+
+    What traces of a number read goes with the number, and with the module.
+    """
     if old is not None:
-        _MODULES.pop(old, None)
+        _forget(old)
     number = str(next(_NUMBERS))
     _MODULES[number] = module
+    weakref.finalize(module, _forget, number).atexit = False
     return number
+
+
+def _forget(number: str) -> None:
+    _MODULES.pop(number, None)
+    for name in _NAMES.pop(number, {}).values():
+        delattr(PLANS, name)
 
 
 class TracedPlans:
@@ -32,6 +42,8 @@ class TracedPlans:
 
 
 PLANS = TracedPlans()
+_NAMES: dict[str, dict[tuple[str, ...], str]] = {}
+"""By the number of a module: the names of its stages, by the recipe and what else decides them."""
 
 
 def plan_name(
@@ -42,8 +54,18 @@ def plan_name(
     parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
     name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot
     if not hasattr(PLANS, name):
-        setattr(PLANS, name, _MODULES[module].resolve(recipe_of(recipe), call, group, RECORD if tracked else USE))
+        stage = _MODULES[module].resolve(recipe_of(recipe), call, group, RECORD if tracked else USE)
+        _drop_dead(_NAMES.setdefault(module, {}))
+        _NAMES[module][recipe, name] = name
+        setattr(PLANS, name, stage)
     return name
+
+
+def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
+    before = dict(names)
+    drop_dead(names)
+    for key in before.keys() - names.keys():
+        delattr(PLANS, before[key])
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.

@@ -1,0 +1,60 @@
+"""Plans live as long as their module and their recipe."""
+
+import gc
+
+import torch
+
+import duotone
+from duotone import CustomRecipe, recipes
+from duotone.state import traced
+from duotone.tensor import IdentityQuantizer
+
+
+def linear(recipe: recipes.Recipe) -> duotone.Linear:
+    return duotone.Linear(16, 16, recipe=recipe, name="l")
+
+
+def names_of(number: str) -> list[str]:
+    return [name for name in vars(traced.PLANS) if name.startswith(f"{number}_")]
+
+
+def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
+    m, x = linear(recipes.load("bf16")), torch.randn(4, 16, requires_grad=True)
+    for _ in range(12):
+        with duotone.autocast(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
+            m(x, is_first_microbatch=True).sum().backward()
+        gc.collect()
+    assert len(m._stages) <= 2 and len(m._given) <= 2 and len(m._variants) <= 3
+
+
+def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
+    m = linear(recipes.load("bf16"))
+    for _ in range(12):
+        recipe = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+        traced.plan_name(m._number, recipe.key, True, True, True, "cpu", "torch.float32", "")
+        del recipe
+        gc.collect()
+    assert len(names_of(m._number)) <= 2
+
+
+def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
+    torch._dynamo.reset()
+    m = linear(recipes.load("mxfp8"))
+    run = torch.compile(m, fullgraph=True, backend="aot_eager")
+    run(torch.randn(32, 16)).sum().backward()
+    number = m._number
+    assert names_of(number)
+    del m, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert not names_of(number) and number not in traced._NAMES
+
+
+def test_a_module_with_a_new_number_drops_what_was_traced_under_the_old_one() -> None:
+    recipe = recipes.load("mxfp8")
+    m = linear(recipe)
+    number = m._number
+    traced.plan_name(number, recipe.key, True, True, True, "cpu", "torch.float32", "")
+    assert names_of(number)
+    m.forget_plans()
+    assert not names_of(number)
