@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
@@ -426,3 +427,22 @@ def test_a_reduction_group_is_a_group_of_this_process_or_its_name() -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="amax_reduction_group is a int; give a process group"):
         duotone.autocast(recipe=MX, amax_reduction_group=3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_in_another_thread_never_reads_the_stack(reentrant) -> None:
+    """As on a GPU: a recompute goes as its forward went, in a thread that does not know its region."""
+    layer = duotone.MultiheadAttention(32, 2, attention_dropout=0.0, recipe=MX)
+    x = torch.randn(4, 2, 32)
+    gradients = []
+    with Steps() as other:
+        assert other(active_recipe) is None
+        for backward in (lambda loss: loss.backward(), lambda loss: other(loss.backward)):
+            leaf = x.clone().requires_grad_()
+            with duotone.autocast(recipe=FP8):
+                loss = checkpoint(layer, leaf, use_reentrant=reentrant).square().sum()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    backward(loss)
+            gradients.append(leaf.grad)
+    assert torch.equal(*gradients)

@@ -39,13 +39,16 @@ class MeetsRecipes(KnownRoles, nn.Module):
         _MODULES[self._number] = self
 
     def meet_recipe_of_call(self, own: Recipe) -> None:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and in_backward():  # a recompute goes as its forward went, in a thread of its own maybe
+            return
         region = active_region()
         recipe = own if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
-        if torch.compiler.is_compiling():
+        if compiling:
             _meet(self._number, recipe.key)
-        elif not in_backward():  # a recompute goes as its forward went
+        else:
             self.meet(recipe)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
