@@ -10,6 +10,7 @@ from duotone.dispatch import stages as dispatch
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED
 from duotone.dispatch.compiler import compiler_reason
+from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
 
 NAMES = [
@@ -100,6 +101,18 @@ def test_new_sizes_equal_sizes_and_gradients_compile_no_new_frames() -> None:
     with torch.no_grad():
         fmt.encode(weight, stages=COMPILED)
     fmt.encode(weight, stages=COMPILED)
+    assert dict(counters) == before
+
+
+@needs_compiler
+def test_rows_of_a_matrix_that_one_scale_covers_compile_no_new_frames() -> None:
+    """However few they are: a last batch, or a sequence of another length."""
+    counters = torch._dynamo.utils.counters["frames"]
+    before: dict[str, int] = {}
+    for rows in (300, 129, 127, 100, 77, 50, 33):
+        x = torch.randn(rows, 300)
+        assert torch.equal(COMPILED.amax(TENSOR.view(x)), PLAIN.amax(TENSOR.view(x)))
+        before = before or dict(counters)
     assert dict(counters) == before
 
 

@@ -62,7 +62,12 @@ def _layout(blocks: Tensor) -> str:
     """Block sizes and dtype: what a compiled loop nest is built for."""
     rows, cols = blocks.shape[1], blocks.shape[3]
     whole = "_whole" * (blocks.shape[0] == 1) + "_one" * (blocks.shape[2] == 1)
-    return f"{'n' if rows > 128 else rows}x{'n' if cols > 128 else cols}{whole}_{_short(blocks.dtype)}"
+    return f"{_extent(rows)}x{_extent(cols)}{whole}_{_short(blocks.dtype)}"
+
+
+def _extent(n: int) -> str:
+    """Sizes that blocks have are built for; the extents of whole matrices, which may be any, share one loop nest."""
+    return str(n) if n <= 128 and n & (n - 1) == 0 else "n"
 
 
 def _short(dtype: torch.dtype) -> str:
