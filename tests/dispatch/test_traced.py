@@ -13,7 +13,7 @@ NAMES = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 def test_an_empty_matrix_has_empty_codes_and_scales_of_its_grid(name) -> None:
     fmt = formats.get(name)
     for shape in ((0, 256), (128, 0)):
-        parts = traced.cast(torch.empty(shape, dtype=torch.bfloat16), name, name, None)
+        parts = traced.cast(torch.empty(shape, dtype=torch.bfloat16), name, name, True, None)
         for at, (m, k) in ((0, shape), (2, shape[::-1])):
             specs = fmt.parts(m, k)
             assert parts[at].shape == specs["codes"].shape and parts[at].numel() == 0

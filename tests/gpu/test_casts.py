@@ -52,22 +52,26 @@ USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
 def test_one_read_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
     x = awkward_matrix(*shape, dtype)
     quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
-    assert casts.one_read(quantizer.rowwise, quantizer.columnwise, x.cuda()) is not None
-    here = plain(quantizer, x)
-    for usage in USAGES:
-        there = quantizer.encode(x.cuda(), usage)
-        same(here[0] if usage.rowwise else None, there.rowwise)
-        same(here[1] if usage.columnwise else None, there.columnwise)
+    assert casts.one_read(quantizer.rowwise, quantizer.columnwise, x.cuda(), True) is not None
+    for propagate in (True, False):
+        here = plain(quantizer, x, propagate)
+        for usage in USAGES if propagate else USAGES[:1]:
+            there = quantizer.encode(x.cuda(), usage, QuantizeContext(propagate=propagate))
+            same(here[0] if usage.rowwise else None, there.rowwise)
+            same(here[1] if usage.columnwise else None, there.columnwise)
 
 
-def plain(quantizer: Quantizer, x: Tensor) -> tuple[Plane, Plane]:
+def plain(quantizer: Quantizer, x: Tensor, propagate: bool = True) -> tuple[Plane, Plane]:
     """Both planes by the formats' plain stages."""
     row, col = quantizer.rowwise, quantizer.columnwise
     assert row is not None and col is not None
     m, k = x.shape
-    parts = col.derive(col.encode(x)) if col.is_derivable else col.encode(x.t(), plane="col")
+    parts = col.encode(
+        x if col.is_derivable else x.t(), plane="row" if col.is_derivable else "col", propagate=propagate
+    )
+    parts = col.derive(parts) if col.is_derivable else parts
     assert parts is not None
-    return Plane(row, row.encode(x), (m, k)), Plane(col, parts, (k, m))
+    return Plane(row, row.encode(x, propagate=propagate), (m, k)), Plane(col, parts, (k, m))
 
 
 def test_inputs_that_are_not_contiguous_or_misaligned() -> None:
@@ -158,6 +162,7 @@ PAIRS = [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dtype, suffix) -> None:
     """Positive values, so that an accumulator that truncates would lose a part of the sum that grows with it."""
+    torch.manual_seed(1)
     m, n, k = shape
     first, second = (formats.get(f"fp8_e4m3_{block}{suffix}") for block in pair)
     a = Plane.encode(first, torch.rand(m, k, device="cuda").to(dtype))
@@ -169,10 +174,12 @@ def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dt
     want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
     want = want if add is None else want + add.double()
     assert y.dtype is dtype and y.shape == (m, n)
-    # half an ulp of the result, and what Hopper's FP8 products lose within a block: as of slow accumulation
-    bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype] + 2.0**-10
+    # Half an ulp of the result, and what Hopper loses within a block of 128: before a step of 32 products is added,
+    # each product is cut to 13 bits below the exponent of the sum. Positive values lose 2^-11 on average, and 1.33e-3
+    # at most in 12 seeds of each shape (bench/results/2026-11-22-h200-block-products.txt).
+    bound = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 0.0}[dtype] + 2.0**-9
     error = (y.double() - want).abs() / (want.abs() + 1)
-    assert error.numel() == 0 or error.max().item() <= bound
+    assert error.numel() == 0 or (error.max().item() <= bound and error.mean().item() <= bound / 2)
 
 
 def test_a_sum_of_positive_values_shrinks_only_where_fast_accumulation_is_allowed() -> None:
@@ -190,6 +197,6 @@ def test_a_sum_of_positive_values_shrinks_only_where_fast_accumulation_is_allowe
 def test_every_pair_of_simple_formats_has_a_cast() -> None:
     x = torch.ones(4, 4, device="cuda")
     for a, b in itertools.product(ONE_READ, ONE_READ):
-        assert casts.one_read(formats.get(a), formats.get(b), x) is not None
+        assert casts.one_read(formats.get(a), formats.get(b), x, True) is not None
     for name in ("mxfp4", "mxfp6_e2m3"):
-        assert casts.one_read(formats.get(name), None, x) is None
+        assert casts.one_read(formats.get(name), None, x, True) is None

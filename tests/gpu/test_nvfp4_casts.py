@@ -28,7 +28,8 @@ SEEDS = [0, 1, -1, 0x1234567890ABCDEF]
 
 
 def context(seed: int, device: str) -> QuantizeContext:
-    return QuantizeContext(seed=torch.tensor([seed], dtype=torch.int64, device=device))
+    """Of casts that hide what is not finite: a plane that propagates it has other codes on the two devices."""
+    return QuantizeContext(seed=torch.tensor([seed], dtype=torch.int64, device=device), propagate=False)
 
 
 def encoded(pair: tuple[str, str], x: Tensor, seed: int, usage: Usage = USAGES[0]) -> None:
@@ -49,9 +50,25 @@ def test_one_cast_has_the_bits_of_the_stages(pair, dtype) -> None:
     row, col = (formats.get(name) for name in pair)
     for i, shape in enumerate(SHAPES if dtype is torch.bfloat16 else SHAPES[::4]):
         x = awkward_matrix(*shape, dtype)
-        assert casts.one_read(row, col, x.cuda()) is not None
+        assert casts.one_read(row, col, x.cuda(), True) is not None
         for usage in USAGES if shape in SHAPES[:5:4] else [USAGES[i % 3]]:
             encoded(pair, x, 0x1234567890ABCDEF, usage)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_what_is_not_finite_decodes_to_what_is_not_finite(pair) -> None:
+    """Under an infinite amax codes say nothing: values are compared, those that are not finite as one."""
+    quantizer = Quantizer(formats.get(pair[0]), formats.get(pair[1]))
+    for shape, value in itertools.product(((130, 272), (33, 48)), (torch.nan, torch.inf, 1.0)):
+        x = torch.randn(shape)
+        x[3, 5], x[20, 40] = value, -value
+        seeds = (torch.tensor([7], device=device) for device in ("cpu", "cuda"))
+        planes = [quantizer.encode(x.to(seed.device), ctx=QuantizeContext(seed=seed)) for seed in seeds]
+        for here, there in zip(*planes, strict=True):
+            values = [plane.dequantize(torch.float32).cpu() for plane in (here, there)]
+            finite = [torch.where(one.isfinite(), one, torch.nan) for one in values]
+            assert torch.equal(bits(finite[0]), bits(finite[1]))
+            assert torch.equal(bits(here.parts["amax"]), bits(there.parts["amax"]))
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

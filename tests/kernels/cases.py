@@ -73,7 +73,7 @@ CASES = [
         Case(
             f"block_amax {r}x{c} {x}",
             blocks.block_amax_kernel,
-            {"x": f"*{x}", "out": "*fp32", "GC": "i32"} | MATRIX,
+            {"x": f"*{x}", "out": "*fp32", "GC": "i32", "nan": "fp32"} | MATRIX,
             {"R": r, "C": c, "TM": max(r, 32), "TK": 128},
         )
         for x in ("bf16", "fp32")
@@ -82,17 +82,17 @@ CASES = [
     Case(
         "block_amax 1x32 bf16 contiguous",
         blocks.block_amax_kernel,
-        {"x": "*bf16:16", "out": "*fp32:16", "GC": "i32:16"} | ROWS,
+        {"x": "*bf16:16", "out": "*fp32:16", "GC": "i32:16", "nan": "fp32"} | ROWS,
         {"stride_k": 1, "R": 1, "C": 32, "TM": 32, "TK": 128},
     ),
-    Case("row_amax bf16", blocks.row_amax_kernel, {"x": "*bf16", "out": "*i32"} | MATRIX, TILE),
-    Case("tensor_amax bf16", blocks.tensor_amax_kernel, {"x": "*bf16", "out": "*i32"} | MATRIX, TILE),
+    Case("row_amax bf16", blocks.row_amax_kernel, {"x": "*bf16", "out": "*i32", "nan": "fp32"} | MATRIX, TILE),
+    Case("tensor_amax bf16", blocks.tensor_amax_kernel, {"x": "*bf16", "out": "*i32", "nan": "fp32"} | MATRIX, TILE),
     *[
         Case(
             f"cast {shape} bf16 to {element}",
             blocks.cast_kernel,
             {"x": "*bf16", "multiplier": "*fp32", "out": codes, "GC": "i32", "largest": "fp32"} | MATRIX,
-            extents(r, c) | TILE,
+            extents(r, c) | TILE | {"MARKS": False},
         )
         for element, codes in CODES.items()
         for shape, r, c in (("tensor", 0, 0), ("row", 1, 0), ("1x32", 1, 32))
@@ -101,7 +101,7 @@ CASES = [
         "cast 1x32 bf16 to e4m3 contiguous",
         blocks.cast_kernel,
         {"x": "*bf16:16", "multiplier": "*fp32:16", "out": "*fp8e4nv:16", "GC": "i32:16", "largest": "fp32"} | ROWS,
-        {"stride_k": 1} | extents(1, 32) | TILE,
+        {"stride_k": 1} | extents(1, 32) | TILE | {"MARKS": True},
     ),
     *[
         Case(

@@ -46,6 +46,8 @@ def test_identity_is_bit_identical_to_nn_linear(dtype, shape, bias) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_recipe_multiplies_what_its_formats_decode_to(name, dtype) -> None:
     recipe = recipes.load(name)
+    if name == "fp8-delayed":  # a format alone knows no amax, and encodes under a scale of 1
+        recipe = recipes.DelayedScaling(first_scale_from_amax=False)
     module = layer(dtype=dtype)
     x, dy = torch.randn(40, 96, dtype=dtype), torch.randn(40, 64, dtype=dtype)
     weight = module.weight.detach()

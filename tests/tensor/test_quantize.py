@@ -31,6 +31,7 @@ from duotone.tensor import LOCAL, QuantizeContext, QuantizedTensor, QuantizerHan
 from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, MXFP8Quantizer
 
 SHAPE = (48, 80)
+HIDDEN = QuantizeContext(propagate=False)
 
 
 @every_quantizer
@@ -237,17 +238,24 @@ def test_multi_quantize_is_the_loop() -> None:
     ("values", "scale"),
     [
         ([0.0, -0.0], 1.0),
-        ([float("inf"), 1.0], 1.0),
         ([float("nan"), 2.0], 224.0),
         ([1e-40, 0.0], torch.finfo(torch.float32).max),
         ([-3.0, 1.0], 448.0 / 3.0),
     ],
 )
 def test_scale_of_current_scaling(values, scale) -> None:
-    """core 14: amax 0 and infinity give 1, NaN is ignored, an overflowing scale is the largest fp32."""
+    """core 14: amax 0 gives 1, NaN is ignored, an overflowing scale is the largest fp32."""
     t = Float8CurrentScalingQuantizer()(torch.tensor([values]))
     expected = 1 / torch.tensor([scale], dtype=torch.float32)
     assert torch.equal(t.rowwise_scale, expected) and torch.equal(t.columnwise_scale, expected)
+
+
+def test_an_infinite_amax_is_a_scale_of_one_that_is_stored_as_nan() -> None:
+    """core 14: codes as under the scale 1; only a context that hides non-finite values stores that scale."""
+    x, quantizer = torch.tensor([[float("inf"), 1.0]]), Float8CurrentScalingQuantizer()
+    t, hidden = quantizer(x), quantizer.value.quantize(x, ctx=HIDDEN)
+    assert t.rowwise_scale.isnan() and t.columnwise_scale.isnan()
+    assert hidden.rowwise_scale == 1 and torch.equal(hidden.rowwise_codes, t.rowwise_codes)
 
 
 def test_powers_of_two_round_down() -> None:
@@ -260,7 +268,7 @@ def test_powers_of_two_round_down() -> None:
 @every_usage
 def test_awkward_values_give_what_the_format_gives(q, usage, awkward) -> None:
     """core 14: zeros, denormals, NaN and infinities; every plane and the dequantized values, bit for bit."""
-    t = q.quantize(awkward, usage=usage)
+    t = q.quantize(awkward, usage=usage, ctx=HIDDEN)
     row, col = planes_of(q, awkward, usage)
     assert same_parts(parts_of(t), (row, col))
     use_row = row is not None and (col is None or q.rowwise.precision >= q.columnwise.precision)
@@ -271,6 +279,20 @@ def test_awkward_values_give_what_the_format_gives(q, usage, awkward) -> None:
     got = t.dequantize()
     assert torch.equal(got.isnan(), expected.isnan())
     assert same_bits(got.nan_to_num(0.0), expected.nan_to_num(0.0))
+
+
+@every_quantizer
+@every_usage
+def test_what_is_not_finite_decodes_to_what_is_not_finite(q, usage, awkward) -> None:
+    """Every plane keeps it, unless an Identity plane does; blocks with finite values alone have the bits of encode."""
+    t, hidden = q.quantize(awkward, usage=usage), q.quantize(awkward, usage=usage, ctx=HIDDEN)
+    for plane, plain, source in zip(t.planes, hidden.planes, (awkward, awkward.t()), strict=True):
+        if plane is None:
+            continue
+        values = plane.dequantize(torch.float32)
+        assert not values[~source.isfinite()].isfinite().any()
+        kept = values.isfinite()
+        assert torch.equal(values[kept], plain.dequantize(torch.float32)[kept])
 
 
 def test_stochastic_rounding_needs_repeats_and_varies_with_its_seed() -> None:

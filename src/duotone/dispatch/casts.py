@@ -14,22 +14,25 @@ from duotone.formats import Format, Parts, hadamard
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
 _TWO_LEVEL = "two-level"
-_CASTS: dict[tuple[int, int, torch.dtype], tuple[Format | None, Format | None, Any]] = {}
+_CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, Any]] = {}
 _DECODERS: dict[tuple[int, torch.dtype], tuple[Format, Any]] = {}
 """By the ids of formats, whose hashes are slow; holding the formats keeps their ids."""
 
 
-def one_read(row: Format | None, col: Format | None, x: Tensor) -> Any:
-    """The `Cast` of `duotone.kernels` that makes these planes of a matrix like `x`, or None where there is no such."""
-    made = _cast(row, col, x.dtype)
+def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> Any:
+    """The `Cast` of `duotone.kernels` that makes these planes of a matrix like `x`, or None where there is no such.
+
+    `propagate` as of `Format.encode`.
+    """
+    made = _cast(row, col, x.dtype, propagate)
     return None if made is None or not _is_real(x) else made
 
 
-def _cast(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
-    key = (id(row), id(col), dtype)
+def _cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True) -> Any:
+    key = (id(row), id(col), dtype, propagate)
     found = _CASTS.get(key)
     if found is None:
-        found = _CASTS[key] = (row, col, _find(row, col, dtype))
+        found = _CASTS[key] = (row, col, _find(row, col, dtype, propagate))
     return found[2]
 
 
@@ -91,22 +94,22 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 """Tensors with an address: fake ones go through the stages, whose kernels are own ops."""
 
 
-def _find(row: Format | None, col: Format | None, dtype: torch.dtype) -> Any:
+def _find(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
     if not runs_kernels() or dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
     if any(fmt is not None and fmt.scale_codec == _TWO_LEVEL for fmt in (row, col)):
-        return _find_two_level(row, col, shared)
+        return _find_two_level(row, col, shared, propagate)
     if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
         return None
     if row is not None and col is not None and row.is_delayed and col.is_delayed and not shared:
         return None  # two slots record, and a kernel writes one amax
     from duotone.kernels.cast import Cast
 
-    return Cast(_spec(row, dtype), _spec(col, dtype), shared)
+    return Cast(_spec(row, dtype), _spec(col, dtype), shared, propagate)
 
 
-def _find_two_level(row: Format | None, col: Format | None, shared: bool) -> Any:
+def _find_two_level(row: Format | None, col: Format | None, shared: bool, propagate: bool = True) -> Any:
     if any(fmt is not None and not _is_two_level(fmt) for fmt in (row, col)):
         return None
     if col is not None and col.is_derivable and not shared and (col.is_stochastic or col.scale_search):
@@ -120,7 +123,7 @@ def _find_two_level(row: Format | None, col: Format | None, shared: bool) -> Any
         top = fmt.scale_limits(torch.float32)[0]
         return PlaneSpec(square, bool(fmt.transform), fmt.is_stochastic, fmt.scale_search, per_line, top)
 
-    return Cast(spec(row), spec(col), shared)
+    return Cast(spec(row), spec(col), shared, propagate)
 
 
 def _is_two_level(fmt: Format) -> bool:

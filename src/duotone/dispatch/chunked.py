@@ -39,17 +39,17 @@ class ChunkedStages(Stages):
 
     name = "torch, in cache-sized pieces"
 
-    def amax(self, blocks: Tensor) -> Tensor:
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
         if blocks.shape[0] * blocks.shape[2] == 1:
             flat = blocks.reshape(-1) if blocks.is_contiguous() else blocks.squeeze().t().reshape(-1)
-            pieces = [PLAIN.amax(piece.view(1, 1, 1, -1)) for piece in flat.split(CHUNK)]
+            pieces = [PLAIN.amax(piece.view(1, 1, 1, -1), nan) for piece in flat.split(CHUNK)]
             return torch.stack(pieces).amax(dim=0)
         dim, step = _pieces(blocks)
-        pieces = [PLAIN.amax(piece) for piece in blocks.split(step, dim)]
+        pieces = [PLAIN.amax(piece, nan) for piece in blocks.split(step, dim)]
         return torch.cat(pieces, dim=0 if dim == 0 else 1)
 
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
-        return _chunked(lambda b, m: PLAIN.cast(b, m, element), blocks, multiplier)
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        return _chunked(lambda b, m: PLAIN.cast(b, m, element, marks), blocks, multiplier)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
         return _chunked(lambda b, m, r: PLAIN.cast_stochastic(b, m, r, element), blocks, multiplier, bits)

@@ -79,16 +79,17 @@ class CompiledStages(Stages):
 
     name = "compiled C++"
 
-    def amax(self, blocks: Tensor) -> Tensor:
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
         if _lies_turned(blocks):
-            return self.amax(_turn(blocks)).t()
-        return _compile(stages.block_amax, _layout(blocks))(blocks.contiguous())
+            return self.amax(_turn(blocks), nan).t()
+        run = _compile(stages.block_amax, _layout(blocks) + "_nan" * (nan != 0.0))
+        return run(blocks.contiguous(), nan)
 
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
         if _lies_turned(blocks):
-            return _turn(self.cast(_turn(blocks), _turn(multiplier), element))
-        run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}")
-        return run(blocks.contiguous(), multiplier.contiguous(), element)
+            return _turn(self.cast(_turn(blocks), _turn(multiplier), element, marks))
+        run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}" + "_marked" * marks)
+        return run(blocks.contiguous(), multiplier.contiguous(), element, marks)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
         if _lies_turned(blocks):

@@ -14,8 +14,8 @@ from duotone.formats.stages import Stages
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("block_amax(Tensor x, int rows, int cols) -> Tensor")
-_CAST = "Tensor x, Tensor multiplier, int rows, int cols, float largest, ScalarType dtype"
+_LIBRARY.define("block_amax(Tensor x, int rows, int cols, float nan) -> Tensor")
+_CAST = "Tensor x, Tensor multiplier, int rows, int cols, float largest, ScalarType dtype, bool marks"
 _LIBRARY.define(f"block_cast({_CAST}) -> Tensor")
 _LIBRARY.define(
     "fp32_scale(Tensor amax, float largest, float overflow, float epsilon, bool to_power) -> (Tensor, Tensor)"
@@ -25,18 +25,20 @@ _LIBRARY.define("contiguous_rows(Tensor codes) -> Tensor")
 _LIBRARY.define("block_values(Tensor codes, Tensor factor, int rows, int cols, ScalarType dtype) -> Tensor")
 
 
-def _amax(x: Tensor, rows: int, cols: int) -> Tensor:
+def _amax(x: Tensor, rows: int, cols: int, nan: float) -> Tensor:
     from duotone.kernels import blocks
 
     with torch.cuda.device(x.device):
-        return blocks.block_amax(x, rows, cols)
+        return blocks.block_amax(x, rows, cols, nan)
 
 
-def _cast(x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype) -> Tensor:
+def _cast(
+    x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype, marks: bool
+) -> Tensor:
     from duotone.kernels import blocks
 
     with torch.cuda.device(x.device):
-        return blocks.block_cast(x, multiplier, rows, cols, largest, dtype)
+        return blocks.block_cast(x, multiplier, rows, cols, largest, dtype, marks)
 
 
 def _values(codes: Tensor, factor: Tensor, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
@@ -46,12 +48,14 @@ def _values(codes: Tensor, factor: Tensor, rows: int, cols: int, dtype: torch.dt
         return blocks.block_values(codes, factor, rows, cols, dtype)
 
 
-def _fake_amax(x: Tensor, rows: int, cols: int) -> Tensor:
+def _fake_amax(x: Tensor, rows: int, cols: int, nan: float) -> Tensor:
     m, k = x.shape
     return x.new_empty((-(-m // rows) if rows else 1, -(-k // cols) if cols else 1), dtype=torch.float32)
 
 
-def _fake_cast(x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype) -> Tensor:
+def _fake_cast(
+    x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype, marks: bool
+) -> Tensor:
     return x.new_empty(x.shape, dtype=dtype)
 
 
@@ -139,20 +143,21 @@ class CudaStages(Stages):
 
     name = "Triton"
 
-    def amax(self, blocks: Tensor) -> Tensor:
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
         x = self._matrix(blocks)
         rows, cols = self._extents(blocks)
         if x is None or (cols == 0 and rows > 1) or (rows == 0 and cols > 0):
-            return super().amax(blocks)
-        return torch.ops.duotone.block_amax(x, rows, cols)
+            return super().amax(blocks, nan)
+        return torch.ops.duotone.block_amax(x, rows, cols, nan)
 
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
         x = self._matrix(blocks)
         if x is None or element.dtype is None:
-            return super().cast(blocks, multiplier, element)
+            return super().cast(blocks, multiplier, element, marks)
         grid = multiplier.reshape(multiplier.shape[0], multiplier.shape[2]).contiguous()
         extents = self._extents_of(grid, blocks)
-        return torch.ops.duotone.block_cast(x, grid, *extents, element.max, element.dtype).view(blocks.shape)
+        codes = torch.ops.duotone.block_cast(x, grid, *extents, element.max, element.dtype, marks)
+        return codes.view(blocks.shape)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
         x = self._matrix(codes)

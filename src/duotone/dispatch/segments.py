@@ -29,7 +29,7 @@ each segment, is then worth more than cuBLAS's faster slow accumulation. Measure
 CHUNK = 128
 """Columns of codes that a segment takes a multiple of in grouped products."""
 
-_CASTS: dict[tuple[int, int, torch.dtype, bool], Any] = {}
+_CASTS: dict[tuple[int, int, torch.dtype, bool, bool], Any] = {}
 _PRODUCTS: dict[tuple[bool, bool], Any] = {}
 _HELD: dict[Any, Tensor] = {}
 REMEMBERED = 4096
@@ -61,14 +61,14 @@ def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return all([type(w) in PLAIN_TYPES for w in weights])
 
 
-def segment_cast(row: Format | None, col: Format | None, x: Tensor, whole: bool) -> Any:
+def segment_cast(row: Format | None, col: Format | None, x: Tensor, whole: bool, propagate: bool = True) -> Any:
     """The `duotone.kernels.segment_cast.SegmentCast` to these planes of a matrix like `x`."""
-    key = (id(row), id(col), x.dtype, whole)
+    key = (id(row), id(col), x.dtype, whole, propagate)
     found = _CASTS.get(key)
     if found is None:
         from duotone.kernels.segment_cast import SegmentCast
 
-        found = _CASTS[key] = SegmentCast(one_read(row, col, x), whole)  # `one_read` holds the formats
+        found = _CASTS[key] = SegmentCast(one_read(row, col, x, propagate), whole)  # `one_read` holds the formats
     return found
 
 

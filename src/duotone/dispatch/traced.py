@@ -7,14 +7,18 @@ from duotone.dispatch.casts import one_read
 from duotone.formats import Format, get
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("cast_planes(Tensor x, str row, str col, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "cast_planes(Tensor x, str row, str col, bool propagate, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
-def cast(x: Tensor, row: str, col: str, scale: Tensor | None, live: Tensor | None = None) -> tuple[Tensor, ...]:
+def cast(
+    x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None, live: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is ""."""
     if x.numel() == 0:
         return tuple(part.fill_(0) for part in empty(x, row, col))
-    kernel = one_read(_format(row), _format(col), x)
+    kernel = one_read(_format(row), _format(col), x, propagate)
     delayed = row and get(row).is_delayed
     scales = (scale, None) if delayed else (None, scale)
     made = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
@@ -48,7 +52,7 @@ def _format(name: str) -> Format | None:
     return get(name) if name else None
 
 
-def _fake(x: Tensor, row: str, col: str, scale: Tensor | None) -> tuple[Tensor, ...]:
+def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
     return empty(x, row, col)
 
 

@@ -42,6 +42,11 @@ class Element:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def has_nan(self) -> bool:
+        """Whether one of the codes is NaN, so that a NaN survives the cast by itself."""
+        return self.dtype is not None
+
+    @property
     def codes_per_byte(self) -> int:
         return 2 if self.bits == 4 else 1
 
@@ -97,14 +102,16 @@ class Element:
     def round_stochastic(self, values: Tensor, bits: Tensor) -> Tensor:
         """fp32 values -> representable fp32 values; each rounds up when its 8 random `bits` (0 to 255) carry it there.
 
-        NaN becomes +max, infinities +-max. Rule of the NVFP4 recipe: floor(v + bits/256 * step) on the grid.
+        NaN becomes +max unless the element has a NaN, infinities +-max. Rule of the NVFP4 recipe:
+        floor(v + bits/256 * step) on the grid.
         """
         magnitude = values.abs()
         dither = bits.to(torch.float32) * (1.0 / 256.0)
         shifted = magnitude + dither * self._step(magnitude)  # the product is exact: the step is a power of two
         step = self._step(shifted)
         rounded = (torch.floor(shifted / step) * step).clamp(max=self.max)
-        return torch.where(values == values, torch.copysign(rounded, values), self.max)
+        nan = torch.nan if self.has_nan else self.max
+        return torch.where(values == values, torch.copysign(rounded, values), nan)
 
     def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""

@@ -41,7 +41,6 @@ class Format(Protocol):
     @property
     def precision(self) -> int:
         """Bits of an element; dequantize prefers the plane with more."""
-        ...
 
     @property
     def is_stochastic(self) -> bool: ...
@@ -49,42 +48,34 @@ class Format(Protocol):
     @property
     def is_delayed(self) -> bool:
         """Whether the scale comes from outside, out of a history of amaxes, instead of from the matrix."""
-        ...
 
     @property
     def stored(self) -> tuple[Any, ...]:
         """What decides how parts are read. Formats that share it differ in how the next write finds its scales."""
-        ...
 
     @property
     def largest(self) -> float:
         """The largest magnitude of an element."""
-        ...
 
     @property
     def code_dtype(self) -> torch.dtype | None:
         """The torch dtype of the codes, where there is one and codes fill bytes."""
-        ...
 
     @property
     def family(self) -> str:
         """What a tensor core needs equal in both operands: kind of scale, block width, transform."""
-        ...
 
     @property
     def alignment(self) -> tuple[int, int]:
         """Rows and columns at whose multiples a matrix may be cut without cutting a block."""
-        ...
 
     @property
     def transform(self) -> str:
         """Name of the transform along the contraction ("" for none); the operands of a GEMM must agree in it."""
-        ...
 
     @property
     def outer_extent(self) -> str:
         """Where the factor that follows the product lives: "none", "tensor", "row", "block" or "high precision"."""
-        ...
 
     @property
     def outer_block(self) -> Block: ...
@@ -92,22 +83,18 @@ class Format(Protocol):
     @property
     def spans_rows(self) -> bool:
         """Whether a scale spans all rows, so that shards of a tensor have to agree on it."""
-        ...
 
     @property
     def scale_codec(self) -> str:
         """How scales are stored: "fp32", "power of two", "e8m0", "two-level" (E4M3 under an fp32 amax); "" for none."""
-        ...
 
     @property
     def scale_search(self) -> str:
         """The error by which a block chooses between two scales, "mae" or "mse"; "" where its amax decides."""
-        ...
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """What kernels make scales of for an input dtype: the largest element (under E8M0 its reciprocal, under two
         levels times the largest block scale), what a scale becomes that overflows, the amax below which none counts."""
-        ...
 
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]: ...
 
@@ -121,6 +108,7 @@ class Format(Protocol):
         plane: str = "row",
         shard: Shard | None = None,
         stages: Stages = PLAIN,
+        propagate: bool = False,
     ) -> Parts: ...
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor: ...
@@ -241,6 +229,7 @@ class ScaledFormat:
         plane: str = "row",
         shard: Shard | None = None,
         stages: Stages | None = None,
+        propagate: bool = False,
     ) -> Parts:
         """(M, K) bf16, fp16 or fp32 -> parts.
 
@@ -248,6 +237,8 @@ class ScaledFormat:
         scale spans the tensor or its rows), `seed` an int64 for stochastic rounding, `plane` "row" or "col" its stream.
         With `shard`, amaxes that span the sharded dimension are those of all shards. A caller that chooses `stages`
         answers for the values of `scale` and `amax`; another one is refused what is NaN or negative, and a scale of 0.
+        Infinities saturate, and NaN becomes the element's `nan_code`. With `propagate`, what is not finite makes every
+        product non-finite that reads it: its code is NaN, or the scale of its block is.
         """
         self._check(x, scale, amax, seed, plane)
         if stages is None:
@@ -257,19 +248,19 @@ class ScaledFormat:
             x = stages.rotate(x)
         rows, cols = x.shape
         blocks = self.block.view(x)
-        block_amax = (
-            stages.amax(blocks)
-            if scale is None and not self.is_delayed
-            else blocks.new_empty(self.block.grid(rows, cols))
-        )
-        given = Blocked(blocks, block_amax, self.element, self.block, (rows, cols), x.dtype, stages, shard)
+        is_scaled = scale is not None or self.is_delayed
+        nan = math.inf if propagate and not self.element.has_nan else 0.0
+        amaxes = blocks.new_empty(self.block.grid(rows, cols)) if is_scaled else stages.amax(blocks, nan)
+        given = Blocked(blocks, amaxes, self.element, self.block, (rows, cols), x.dtype, stages, shard, propagate)
         scaled = self._scale(given, scale, amax)
         multiplier = scaled.multiplier[:, None, :, None]
+        marks = propagate and is_scaled
         if self.is_stochastic:
             bits = stages.random_bytes(_as_seed(seed, x.device), rows, cols, philox.PLANES[plane])
+            blocks = torch.where(torch.isinf(blocks), torch.nan, blocks) if marks else blocks
             codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
         else:
-            codes = stages.cast(blocks, multiplier, self.element)
+            codes = stages.cast(blocks, multiplier, self.element, marks)
         codes = self.block.unview(codes.view(torch.uint8), rows, cols)
         return {"codes": stages.pack(codes) if self.element.codes_per_byte == 2 else codes, **scaled.parts}
 

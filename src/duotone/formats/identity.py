@@ -65,8 +65,9 @@ class Identity:
         plane: str = "row",
         shard: Shard | None = None,
         stages: Stages = PLAIN,
+        propagate: bool = False,
     ) -> Parts:
-        del scale, amax, seed, shard, stages
+        del scale, amax, seed, shard, stages, propagate
         check_matrix(self.name, x, plane)
         return {"codes": x}
 

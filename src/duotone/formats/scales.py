@@ -33,6 +33,8 @@ class Blocked(NamedTuple):
     dtype: torch.dtype
     stages: Stages
     shard: Shard | None = None
+    propagate: bool = False
+    """Whether a scale whose amax is infinite is stored as one that makes every product non-finite."""
 
     def agreed(self, amax: Tensor, spans: tuple[bool, bool]) -> Tensor:
         """`amax`, or its maximum over the shards where it spans the sharded dimension."""
@@ -82,6 +84,8 @@ class Fp32Scale:
     def decide(self, x: Blocked) -> Scaled:
         amax = x.agreed(x.amax, x.block.spans)
         scale, stored = x.stages.fp32_scale(amax, *self.limits(x.element, x.dtype), self.power_of_two)
+        if x.propagate:
+            stored = torch.where(torch.isinf(amax), torch.nan, stored)
         return Scaled(scale, {"scale": stored.reshape(self.specs(x.block, *x.shape)["scale"].shape)})
 
     def given(self, scale: Tensor, x: Blocked) -> Scaled:
@@ -138,7 +142,8 @@ class E8M0Scale:
         return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, block.rows, block.cols)}
 
     def decide(self, x: Blocked) -> Scaled:
-        code, multiplier = x.stages.exponent_scale(x.amax, x.element.reciprocal)
+        amax = torch.where(torch.isinf(x.amax), torch.nan, x.amax) if x.propagate else x.amax
+        code, multiplier = x.stages.exponent_scale(amax, x.element.reciprocal)
         return Scaled(multiplier, {"scale": code})
 
     def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:

@@ -15,17 +15,23 @@ EXPONENT_MASK = 0x7F800000
 QUIET_NAN = 0x7FC00000
 
 
-def block_amax(blocks: Tensor) -> Tensor:
-    """Blocked input -> fp32 (grid rows, grid cols): max |x|, NaN ignored, 0 where a block is empty."""
+def block_amax(blocks: Tensor, nan: float = 0.0) -> Tensor:
+    """Blocked input -> fp32 (grid rows, grid cols): max |x|, 0 where a block is empty; NaN counts as `nan`."""
     if blocks.numel() == 0:
         return blocks.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.float32)
     magnitude = blocks.to(torch.float32).abs()
-    return torch.where(magnitude == magnitude, magnitude, 0.0).amax(dim=(1, 3))
+    return torch.where(magnitude == magnitude, magnitude, nan).amax(dim=(1, 3))
 
 
-def cast(blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
-    """Codes, one to a byte, of fl(x * multiplier) as the element's `stored_dtype`; `multiplier` fp32 broadcasts."""
-    return element.narrow(blocks.to(torch.float32) * multiplier)
+def cast(blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+    """Codes, one to a byte, of fl(x * multiplier) as the element's `stored_dtype`; `multiplier` fp32 broadcasts.
+
+    With `marks`, infinities become NaN instead of the largest finite value.
+    """
+    given = blocks.to(torch.float32)
+    if marks:
+        given = torch.where(torch.isinf(given), torch.nan, given)
+    return element.narrow(given * multiplier)
 
 
 def cast_stochastic(blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
@@ -87,11 +93,11 @@ class Stages:
 
     name = "torch"
 
-    def amax(self, blocks: Tensor) -> Tensor:
-        return block_amax(blocks)
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
+        return block_amax(blocks, nan)
 
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element) -> Tensor:
-        return cast(blocks, multiplier, element)
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        return cast(blocks, multiplier, element, marks)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
         return cast_stochastic(blocks, multiplier, bits, element)

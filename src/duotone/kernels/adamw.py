@@ -17,7 +17,7 @@ from duotone.kernels.activations import rounded, wide
 from duotone.kernels.amax import record
 from duotone.kernels.cast import ELEMENTS
 from duotone.kernels.launch import Launch, kernel
-from duotone.kernels.scaling import CODECS, given_scale, stored_scale
+from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_scale
 from duotone.kernels.tiles import codes_of, existing, store_turned
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -74,11 +74,12 @@ def adamw_kernel(
 def adamw_cast_kernel(
     grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, given, live, M, K,
     sign, decay, first, beta2, second, step_size, correction, eps,
-    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, CODEC: tl.constexpr, EVEN: tl.constexpr,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, CODEC: tl.constexpr, MARKS: tl.constexpr, EVEN: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
     """One tile of (M, K): the step, then the codes of the new master, rounded to DTYPE, under the scale `given`.
 
+    Where it MARKS, infinities are NaN.
     A plane whose buffers are None is not written. The amax of the tile goes into `live` unless that is None. As in
     `cast_kernel`, a thread holds four rows below each other.
     """
@@ -97,6 +98,7 @@ def adamw_cast_kernel(
     if live is not None:
         highest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
         record(live, tl.maximum(highest, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
+    values = marked_four(values, MARKS)
     if row_codes is not None:
         for j in tl.static_range(4):
             codes = codes_of(values[j] * encode, ELEMENT)
@@ -127,6 +129,7 @@ class Target(NamedTuple):
     col_scale: Tensor | None
     given: Tensor
     live: Tensor | None
+    propagate: bool = True
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -144,7 +147,9 @@ def update_planes(state: State, rates: tuple[float, ...], target: Target) -> Non
     m, k = target.shape
     tm, tk, _ = TILE
     absent = tuple(t is None for t in target.tensors)
-    launch = _update_planes(target.dtype, target.element, target.codec, not (m % tm or k % tk), absent)
+    launch = _update_planes(
+        target.dtype, target.element, target.codec, target.propagate, not (m % tm or k % tk), absent
+    )
     launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors), (m, k), rates)
 
 
@@ -157,11 +162,11 @@ def _update(out: torch.dtype | None) -> Launch:
 
 @functools.cache
 def _update_planes(
-    dtype: torch.dtype, element: torch.dtype, codec: str, even: bool, absent: tuple[bool, ...]
+    dtype: torch.dtype, element: torch.dtype, codec: str, marks: bool, even: bool, absent: tuple[bool, ...]
 ) -> Launch:
     """A launch of its own for each set of absent tensors, which it does not look at."""
     del absent
     tm, tk, warps = TILE
     constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
-    constants |= {"EVEN": even, "TM": tm, "TK": tk}
+    constants |= {"MARKS": marks, "EVEN": even, "TM": tm, "TK": tk}
     return adamw_cast_kernel.bind(constants, warps if even else 2 * warps, options=UNFUSED)  # masks take registers

@@ -30,21 +30,46 @@ def record(live, below):
     tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
+@triton.jit
+def larger(a, b, NAN: tl.constexpr):
+    """The maximum; NaN is dropped, or, where NAN, stays."""
+    if NAN:
+        made = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        made = tl.maximum(a, b)
+    return made
+
+
+@triton.jit
+def amax_along(magnitude, axis: tl.constexpr, NAN: tl.constexpr):
+    """The largest magnitudes along an axis; NaN is dropped, or infinite where NAN.
+
+    Magnitudes order like their bits, and NaN is above infinity.
+    """
+    if NAN:
+        bits = tl.max(magnitude.to(tl.int32, bitcast=True), axis=axis)
+        made = tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
+    else:
+        made = tl.max(magnitude, axis=axis)
+    return made
+
+
 @kernel
-def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr):
-    """Each program walks over every P-th chunk of N elements and leaves one amax."""
+def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr, NAN: tl.constexpr):
+    """Each program walks over every P-th chunk of N elements and leaves one amax; NaN counts as 0, or as infinite where
+    NAN."""
     i = tl.arange(0, CHUNK)
     largest = tl.zeros([CHUNK], tl.float32)
     step = tl.num_programs(0).to(tl.int64) * CHUNK
     for start in range(tl.program_id(0).to(tl.int64) * CHUNK, N, step):
         value = tl.load(x + start + i, mask=start + i < N, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))  # which drops NaN
-    tl.store(partial + tl.program_id(0), tl.max(largest, axis=0))
+        largest = larger(largest, tl.abs(value), NAN)
+    tl.store(partial + tl.program_id(0), amax_along(largest, 0, NAN))
 
 
 @kernel
-def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr):
-    """amax of rows and of columns into int32 bits that start at 0: magnitudes order like their bits.
+def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr, NAN: tl.constexpr):
+    """amax of rows and of columns into int32 bits that start at 0; NaN counts as 0, or as infinite where NAN.
 
     A program walks down SPAN rows; columns are reduced once, at its end, and a row lies within one warp.
     """
@@ -58,31 +83,38 @@ def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SP
         inside = (m[:, None] < M) & (k[None, :] < K)
         value = tl.load(x + start + ((j + im)[:, None] * K + k[None, :]), mask=inside, other=0.0)
         value = tl.abs(value.to(tl.float32))
-        below = tl.maximum(below, value)  # which drops NaN
-        tl.atomic_max(rows + m, known(tl.max(value, axis=1)).to(tl.int32, bitcast=True), mask=m < M, sem="relaxed")
-    tl.atomic_max(cols + k, tl.max(below, axis=0).to(tl.int32, bitcast=True), mask=k < K, sem="relaxed")
+        below = larger(below, value, NAN)
+        of_rows = known(amax_along(value, 1, NAN))
+        tl.atomic_max(rows + m, of_rows.to(tl.int32, bitcast=True), mask=m < M, sem="relaxed")
+    of_cols = amax_along(below, 0, NAN).to(tl.int32, bitcast=True)
+    tl.atomic_max(cols + k, of_cols, mask=k < K, sem="relaxed")
 
 
-_TENSOR = tensor_amax_kernel.bind({"CHUNK": CHUNK}, warps=8)
-_LINES = {span: line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span}, WARPS) for span in SPANS}
+_TENSOR = {nan: tensor_amax_kernel.bind({"CHUNK": CHUNK, "NAN": nan}, warps=8) for nan in (False, True)}
+_LINES = {
+    (span, nan): line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span, "NAN": nan}, WARPS)
+    for span in SPANS
+    for nan in (False, True)
+}
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`."""
+def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
+    """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`. NaN counts as 0, or with `nan` as infinite."""
     count = x.numel()
     programs = min(-(-count // CHUNK), PARTIALS)
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
-    _TENSOR(programs, (x, partial), (count,))
+    _TENSOR[nan](programs, (x, partial), (count,))
     return partial
 
 
-def line_amax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits, int32 (M or more,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`."""
+def line_amax(x: Tensor, nan: bool = False) -> tuple[Tensor, Tensor]:
+    """The bits, int32 (M or more,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`; `nan` as
+    of `tensor_amax`."""
     m, k = x.shape
     second = -(-m // ALIGNED) * ALIGNED
     bits = torch.zeros(second + k, dtype=torch.int32, device=x.device)
     rows, cols = bits, bits[second:]
     across = -(-k // ACROSS)
     span = SPANS[0] if m // SPANS[0] * across >= PARTIALS else SPANS[1]
-    _LINES[span](-(-m // span) * across, (x, rows, cols), (m, k))
+    _LINES[span, nan](-(-m // span) * across, (x, rows, cols), (m, k))
     return rows, cols

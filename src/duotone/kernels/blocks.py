@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.scaling import CODECS, encode_scale, exponent, power_of_two, stored_scale
+from duotone.kernels.scaling import CODECS, HIDES, encode_scale, exponent, marked, power_of_two, stored_scale
 
 ROWS, COLS = 64, 128
 """Tile of the elementwise kernels; block amaxes take tiles that hold whole blocks."""
@@ -30,10 +30,10 @@ def _tile(stride_m, stride_k, M, K, TM: tl.constexpr, TK: tl.constexpr):
 
 
 @triton.jit
-def _magnitude(x, offset, inside):
-    """|x| in fp32; NaN and what is outside count as 0."""
+def _magnitude(x, offset, inside, nan):
+    """|x| in fp32; NaN counts as `nan`, what is outside as 0."""
     value = tl.abs(tl.load(x + offset, mask=inside, other=0.0).to(tl.float32))
-    return tl.where(value == value, value, 0.0)
+    return tl.where(value == value, value, nan)
 
 
 @triton.jit
@@ -56,11 +56,11 @@ def _to(out, m, k, K):
 
 @triton.jit
 def block_amax_kernel(
-    x, out, stride_m, stride_k, M, K, GC, R: tl.constexpr, C: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr
+    x, out, stride_m, stride_k, M, K, GC, nan, R: tl.constexpr, C: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr
 ):
     """max |x| of every R x C block; a tile holds whole blocks."""
     _, _, offset, inside = _tile(stride_m, stride_k, M, K, TM, TK)
-    value = tl.reshape(_magnitude(x, offset, inside), [TM // R, R, TK // C, C])
+    value = tl.reshape(_magnitude(x, offset, inside, nan), [TM // R, R, TK // C, C])
     value = tl.max(tl.max(value, axis=3), axis=1)
     i = tl.program_id(0) * (TM // R) + tl.arange(0, TM // R)
     j = tl.program_id(1) * (TK // C) + tl.arange(0, TK // C)
@@ -68,18 +68,18 @@ def block_amax_kernel(
 
 
 @triton.jit
-def row_amax_kernel(x, out, stride_m, stride_k, M, K, TM: tl.constexpr, TK: tl.constexpr):
+def row_amax_kernel(x, out, stride_m, stride_k, M, K, nan, TM: tl.constexpr, TK: tl.constexpr):
     """max |x| of every row into int32 bits that start at 0: magnitudes order like their bits."""
     m, _, offset, inside = _tile(stride_m, stride_k, M, K, TM, TK)
-    value = tl.max(_magnitude(x, offset, inside), axis=1)
+    value = tl.max(_magnitude(x, offset, inside, nan), axis=1)
     tl.atomic_max(out + m, value.to(tl.int32, bitcast=True), mask=m < M)
 
 
 @triton.jit
-def tensor_amax_kernel(x, out, stride_m, stride_k, M, K, TM: tl.constexpr, TK: tl.constexpr):
+def tensor_amax_kernel(x, out, stride_m, stride_k, M, K, nan, TM: tl.constexpr, TK: tl.constexpr):
     """max |x| of the matrix into int32 bits that start at 0."""
     _, _, offset, inside = _tile(stride_m, stride_k, M, K, TM, TK)
-    value = tl.max(tl.max(_magnitude(x, offset, inside), axis=1), axis=0)
+    value = tl.max(tl.max(_magnitude(x, offset, inside, nan), axis=1), axis=0)
     tl.atomic_max(out, value.to(tl.int32, bitcast=True))
 
 
@@ -98,12 +98,18 @@ def cast_kernel(
     C: tl.constexpr,
     WIDE_R: tl.constexpr,
     WIDE_C: tl.constexpr,
+    MARKS: tl.constexpr,
     TM: tl.constexpr,
     TK: tl.constexpr,
 ):
-    """codes = round(x * multiplier of the block), saturating, NaN without a sign."""
+    """codes = round(x * multiplier of the block), saturating, NaN without a sign.
+
+    Where it MARKS, infinities are NaN.
+    """
     m, k, offset, inside = _tile(stride_m, stride_k, M, K, TM, TK)
     value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
+    if MARKS:
+        value = marked(value)
     value = value * _scale(multiplier, m, k, inside, M, GC, R, C, WIDE_R, WIDE_C)
     nan = value != value
     value = tl.where(nan, float("nan"), tl.minimum(tl.maximum(value, -largest), largest))
@@ -149,7 +155,7 @@ def fp32_scale_kernel(amax, scale, stored, N, largest, overflow, epsilon, CODEC:
 def exponent_scale_kernel(amax, code, multiplier, N, reciprocal, T: tl.constexpr):
     """E8M0 bytes of amax * reciprocal rounded up to a power of two, and 2^(127 - byte)."""
     i = tl.program_id(0) * T + tl.arange(0, T)
-    made = exponent(tl.load(amax + i, mask=i < N, other=1.0), reciprocal)
+    made = exponent(tl.load(amax + i, mask=i < N, other=1.0), reciprocal, True)
     tl.store(code + i, made.to(tl.uint8), mask=i < N)
     tl.store(multiplier + i, power_of_two(254 - made), mask=i < N)
 
@@ -161,27 +167,35 @@ def rows_kernel(x, out, stride_m, stride_k, M, K, TM: tl.constexpr, TK: tl.const
     tl.store(_to(out, m, k, K), tl.load(x + offset, mask=inside), mask=inside)
 
 
-def block_amax(x: Tensor, rows: int, cols: int) -> Tensor:
-    """fp32 grid of max |x| of (M, K) over blocks of rows x cols; 0 means the whole extent, and then rows is 0 or 1."""
+def block_amax(x: Tensor, rows: int, cols: int, nan: float = 0.0) -> Tensor:
+    """fp32 grid of max |x| of (M, K) over blocks of rows x cols; 0 means the whole extent, and then rows is 0 or 1.
+
+    NaN counts as `nan`.
+    """
     m, k = x.shape
     if cols == 0:
         bits = torch.zeros((m if rows else 1, 1), dtype=torch.int32, device=x.device)
         kernel = row_amax_kernel if rows else tensor_amax_kernel
-        kernel[_grid(m, k, ROWS, COLS)](x, bits, *x.stride(), m, k, TM=ROWS, TK=COLS)
+        kernel[_grid(m, k, ROWS, COLS)](x, bits, *x.stride(), m, k, nan, TM=ROWS, TK=COLS)
         return bits.view(torch.float32)
     across, height, width = -(-k // cols), max(rows, 32), max(cols, COLS)
     out = torch.empty((-(-m // rows), across), dtype=torch.float32, device=x.device)
-    given = (x, out, *x.stride(), m, k, across)
+    given = (x, out, *x.stride(), m, k, across, nan)
     block_amax_kernel[_grid(m, k, height, width)](*given, R=rows, C=cols, TM=height, TK=width)
     return out
 
 
-def block_cast(x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype) -> Tensor:
-    """(M, K) codes of x * multiplier, a grid of fp32; `dtype` is a torch float8 and `largest` its largest value."""
+def block_cast(
+    x: Tensor, multiplier: Tensor, rows: int, cols: int, largest: float, dtype: torch.dtype, marks: bool = False
+) -> Tensor:
+    """(M, K) codes of x * multiplier, a grid of fp32; `dtype` is a torch float8 and `largest` its largest value.
+
+    With `marks`, infinities become NaN.
+    """
     m, k = x.shape
     out = torch.empty((m, k), dtype=dtype, device=x.device)
     given = (x, multiplier, out, *x.stride(), m, k, multiplier.shape[1], largest)
-    cast_kernel[_grid(m, k, ROWS, COLS)](*given, **_extents(rows, cols), TM=ROWS, TK=COLS)
+    cast_kernel[_grid(m, k, ROWS, COLS)](*given, **_extents(rows, cols), MARKS=marks, TM=ROWS, TK=COLS)
     return out
 
 
@@ -198,7 +212,7 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
     """The twin of `duotone.formats.stages.fp32_scale`; amax contiguous."""
     scale, stored, count = torch.empty_like(amax), torch.empty_like(amax), amax.numel()
     given = (amax, scale, stored, count, largest, overflow, epsilon)
-    codec = CODECS["power of two" if to_power else "fp32"]
+    codec = CODECS["power of two" if to_power else "fp32"] + HIDES.value
     fp32_scale_kernel[(triton.cdiv(count, 1024),)](*given, CODEC=codec, T=1024)
     return scale, stored
 

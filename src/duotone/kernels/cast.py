@@ -13,7 +13,7 @@ from torch import Tensor
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, Produced, produce
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.launch import Launch
-from duotone.kernels.scaling import CODECS
+from duotone.kernels.scaling import CODECS, HIDES
 from duotone.kernels.tile_scales import ABSENT, BLOCK, GIVEN, LINE, SHARED, TENSOR
 from duotone.kernels.tiles import cast_kernel
 
@@ -49,13 +49,17 @@ Made = dict[str, Tensor] | None
 
 
 class Cast:
-    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed."""
+    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed.
 
-    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool) -> None:
-        self.row, self.col, self.shared = row, col, shared
+    With `propagate`, infinities become NaN codes under a given scale, and else NaN scales; without it they saturate.
+    """
+
+    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool, propagate: bool = True) -> None:
+        self.row, self.col, self.shared, self.propagate = row, col, shared, propagate
         self.sources = _source(row), SHARED.value if shared else _source(col)
         self.needs_amax, self.needs_lines = TENSOR.value in self.sources, LINE.value in self.sources
         self.shares_scale = shared and self.sources[0] != BLOCK.value
+        self.marks = propagate and GIVEN.value in self.sources
         self.tile = _tile(self.sources, row, col)
         self.floats = *_limits(row), *_limits(col)
         self._launches: dict[Any, Launch] = {}
@@ -135,15 +139,16 @@ class Cast:
     def _bind(self, even: bool, record: bool, what: tuple[int, int], tile: tuple[int, int, int]) -> Launch:
         tm, tk, warps = tile
         constants = {
-            **_constants("ROW", self.sources[0], self.row, turned=False),
-            **_constants("COL", self.sources[1], self.col, turned=True),
+            **_constants("ROW", self.sources[0], self.row, self.propagate, turned=False),
+            **_constants("COL", self.sources[1], self.col, self.propagate, turned=True),
+            **{"MARKS": self.marks},
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
         # Masks and the statistics of norms take registers.
         return cast_kernel.bind(constants, warps if even and what[0] != NORMED.value else 2 * warps)
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None, turned: bool) -> dict[str, Any]:
+def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool, turned: bool) -> dict[str, Any]:
     """What the kernel is told of a plane; its blocks as they lie in x."""
     rows, cols = (1, 1) if spec is None else (spec.rows or 1, spec.cols or 1)
     return {
@@ -151,8 +156,13 @@ def _constants(side: str, source: int, spec: PlaneSpec | None, turned: bool) -> 
         f"{side}_ELEMENT": tl.float8e4nv if spec is None else ELEMENTS[spec.element],
         f"{side}_R": cols if turned else rows,
         f"{side}_C": rows if turned else cols,
-        f"{side}_CODEC": 0 if spec is None else CODECS[spec.codec],
+        f"{side}_CODEC": codec_of(spec, propagate),
     }
+
+
+def codec_of(spec: PlaneSpec | None, propagate: bool) -> int:
+    """The codec of a plane's scale, as kernels know it."""
+    return 0 if spec is None else CODECS[spec.codec] + (0 if propagate else HIDES.value)
 
 
 def _tile(sources: tuple[int, int], row: PlaneSpec | None, col: PlaneSpec | None) -> tuple[int, int, int]:

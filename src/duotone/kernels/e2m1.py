@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from duotone.formats.hadamard import SIGN_MASK
+from duotone.kernels.amax import larger
 
 BASE = tl.constexpr(8388608.0 + 8.0)
 """What a magnitude's code is added to; its sign then moves the sum by 4 down, or up."""
@@ -133,11 +134,11 @@ def bf16_pair(low, high):
 
 
 @triton.jit
-def largest(v):
-    """The amax of each group; NaN counts as 0."""
-    made = tl.maximum(tl.abs(v[0]), 0.0)  # which drops NaN
+def largest(v, NAN: tl.constexpr):
+    """The amax of each group; NaN counts as 0, or stays where NAN."""
+    made = larger(tl.abs(v[0]), 0.0, NAN)
     for j in tl.static_range(1, 16):
-        made = tl.maximum(made, tl.abs(v[j]))
+        made = larger(made, tl.abs(v[j]), NAN)
     return made
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.kernels.activations import Produced, produce
-from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
+from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.two_level import SEARCHES, scales, spread
@@ -27,9 +27,10 @@ ABSENT, TENSOR, LINE, SHARED = (tl.constexpr(i) for i in range(4))
 def nvfp4_amax_kernel(
     x, plain, row, col, M, K,
     PLAIN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
-    """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns; NaN counts as 0."""
+    """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns; NaN counts as 0, or as
+    infinite where NAN."""
     across = tl.cdiv(K, TK)
     of_plain = tl.zeros([TM // 16, TK], tl.float32)
     of_col = tl.zeros([TM // 16, TK], tl.float32)
@@ -40,20 +41,24 @@ def nvfp4_amax_kernel(
         if PLAIN or COL:
             v = down(x, start, M, K, pm, pk, TM, TK, EVEN)
             if PLAIN:
-                of_plain = tl.maximum(of_plain, largest(v))
+                of_plain = larger(of_plain, largest(v, NAN), NAN)
             if COL:
-                of_col = tl.maximum(of_col, largest(transformed(x, v)))
+                of_col = larger(of_col, largest(transformed(x, v), NAN), NAN)
         if ROW:
             v = along(x, start, M, K, pm, pk, TM, TK, EVEN)
-            of_row = tl.maximum(of_row, largest(transformed(x, v)))
+            of_row = larger(of_row, largest(transformed(x, v), NAN), NAN)
     if PLAIN:
-        tl.store(plain + tl.program_id(0), tl.max(tl.max(of_plain, axis=1), axis=0))
+        tl.store(plain + tl.program_id(0), _of_all(of_plain, NAN))
     if ROW:  # rounding keeps the order
-        made = tl.max(tl.max(of_row, axis=1), axis=0).to(tl.bfloat16).to(tl.float32)
-        tl.store(row + tl.program_id(0), made)
+        tl.store(row + tl.program_id(0), _of_all(of_row, NAN).to(tl.bfloat16).to(tl.float32))
     if COL:
-        made = tl.max(tl.max(of_col, axis=1), axis=0).to(tl.bfloat16).to(tl.float32)
-        tl.store(col + tl.program_id(0), made)
+        tl.store(col + tl.program_id(0), _of_all(of_col, NAN).to(tl.bfloat16).to(tl.float32))
+
+
+@triton.jit
+def _of_all(magnitudes, NAN: tl.constexpr):
+    """The largest of a tile's magnitudes."""
+    return amax_along(amax_along(magnitudes, 1, NAN), 0, NAN)
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def _dithers(seed, v, line, group, COLS, PLANE: tl.constexpr, RANDOM: tl.constex
     if RANDOM:
         if WORDS:
             # The condition, always true, has numbers and elements of a group meet in one thread.
-            number = tl.where(largest(v) >= 0.0, line.to(tl.int64) * tl.cdiv(COLS, 16) + group, 0)
+            number = tl.where(largest(v, False) >= 0.0, line.to(tl.int64) * tl.cdiv(COLS, 16) + group, 0)
             made = dithers(seed, number, PLANE)
         else:
             element = line.to(tl.int64) * COLS + 16 * group
@@ -211,10 +216,13 @@ AMAX_TILE = (64, 128, 8)
 
 
 class Cast:
-    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed."""
+    """The cast to a rowwise plane, a columnwise plane, or both; `shared` where the second is the first, transposed.
 
-    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool) -> None:
-        self.row, self.col = row, col
+    With `propagate`, NaN counts as infinite in a global amax; infinite, it makes every product non-finite.
+    """
+
+    def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool, propagate: bool = True) -> None:
+        self.row, self.col, self.propagate = row, col, propagate
         self.sources = _source(row), SHARED.value if shared else _source(col)
         specs = [spec for spec in (row, col) if spec is not None]
         self.is_random = any(spec.random for spec in specs)
@@ -258,7 +266,7 @@ class Cast:
     def _amaxes(self, x: Tensor) -> tuple[int, Tensor | None, Tensor | None, Any]:
         """How many partial amaxes there are, where those of each plane lie, and the amaxes of lines."""
         m, k = x.shape
-        lines = line_amax(x) if self.needs_lines else None
+        lines = line_amax(x, self.propagate) if self.needs_lines else None
         plain, row, col = self.wanted
         count, partial = 0, (None, None, None)
         if row or col:
@@ -266,9 +274,9 @@ class Cast:
             count = min(-(-m // tm) * -(-k // tk), PARTIALS)
             made = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
             partial = tuple(part if want else None for part, want in zip(made.unbind(), self.wanted, strict=True))
-            _amax(*self.wanted, not (m % tm or k % tk))(count, (x, *partial), (m, k))
+            _amax(*self.wanted, not (m % tm or k % tk), self.propagate)(count, (x, *partial), (m, k))
         elif plain:
-            amax = tensor_amax(x)
+            amax = tensor_amax(x, self.propagate)
             count, partial = amax.numel(), (amax, None, None)
         sources = []
         for i, spec in enumerate((self.row, self.col)):
@@ -295,9 +303,9 @@ SEPARATE = {"enable_fp_fusion": False}
 
 
 @functools.cache
-def _amax(plain: bool, row: bool, col: bool, even: bool) -> Launch:
+def _amax(plain: bool, row: bool, col: bool, even: bool, nan: bool) -> Launch:
     tm, tk, warps = AMAX_TILE
-    constants = {"PLAIN": plain, "ROW": row, "COL": col, "TM": tm, "TK": tk, "EVEN": even}
+    constants = {"PLAIN": plain, "ROW": row, "COL": col, "TM": tm, "TK": tk, "EVEN": even, "NAN": nan}
     return nvfp4_amax_kernel.bind(constants, warps)
 
 

@@ -6,7 +6,21 @@ import triton.language as tl
 FP32, POWER, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Codecs of a scale: fp32, the power of two below it, an exponent byte."""
 
+HIDES = tl.constexpr(4)
+"""Added to a codec: the scale of an infinite amax is stored as that of a finite one, not as NaN."""
+
 CODECS = {"fp32": FP32.value, "power of two": POWER.value, "e8m0": E8M0.value}
+
+
+@triton.constexpr_function
+def kind(codec):
+    """The codec without what is added to it."""
+    return codec % 4
+
+
+@triton.constexpr_function
+def hides(codec):
+    return codec >= 4
 
 
 @triton.jit
@@ -17,7 +31,7 @@ def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
     mantissas below 1 is at most 1 - 2^-24 and never rounds to 1.
     """
     value = tl.where(amax < epsilon, epsilon, amax)
-    if CODEC == POWER:
+    if kind(CODEC) == POWER:
         bits, top = value.to(tl.int32, bitcast=True), largest.to(tl.int32, bitcast=True)
         smaller = ((bits & 0x007FFFFF) > (top & 0x007FFFFF)).to(tl.int32)
         field = 127 + (top >> 23) - (bits >> 23) - smaller
@@ -30,13 +44,17 @@ def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
 
 
 @triton.jit
-def exponent(amax, reciprocal):
-    """The biased exponent of amax * reciprocal rounded up to a power of two: 254 for infinity, 255 for NaN."""
+def exponent(amax, reciprocal, HIDES: tl.constexpr):
+    """The biased exponent of amax * reciprocal rounded up to a power of two: 255 for NaN, 254 for infinity where it
+    HIDES, else 255."""
     ratio = (amax * reciprocal).to(tl.int32, bitcast=True)
     field, mantissa = ratio >> 23, ratio & 0x007FFFFF
-    made = tl.minimum(field + (mantissa > 0).to(tl.int32), 254)
+    made = field + (mantissa > 0).to(tl.int32)
+    made = tl.minimum(made, 254 if HIDES else 255)  # which no finite ratio reaches
     made = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), made)
-    return tl.where((field == 255) & (mantissa > 0), 255, made)
+    if HIDES:
+        made = tl.where((field == 255) & (mantissa > 0), 255, made)
+    return made
 
 
 @triton.jit
@@ -49,7 +67,7 @@ def power_of_two(biased):
 @triton.jit
 def given_scale(scale, CODEC: tl.constexpr):
     """An encode scale from outside, rounded down to a power of two where the codec is one."""
-    if CODEC == POWER:
+    if kind(CODEC) == POWER:
         made = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     else:
         made = scale
@@ -59,8 +77,8 @@ def given_scale(scale, CODEC: tl.constexpr):
 @triton.jit
 def encode_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
     """What elements are multiplied by. `largest` is the element's largest value, its reciprocal for E8M0."""
-    if CODEC == E8M0:
-        made = power_of_two(254 - exponent(amax, largest))
+    if kind(CODEC) == E8M0:
+        made = power_of_two(254 - exponent(amax, largest, hides(CODEC)))
     else:
         made = fp32_scale(amax, largest, overflow, epsilon, CODEC)
     return made
@@ -68,12 +86,31 @@ def encode_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
 
 @triton.jit
 def stored_scale(amax, made, largest, CODEC: tl.constexpr):
-    """What is stored beside the codes: fl(1/scale), or the exponent byte."""
-    if CODEC == E8M0:
-        stored = exponent(amax, largest).to(tl.uint8)
-    elif CODEC == POWER:
-        field = 254 - (made.to(tl.int32, bitcast=True) >> 23)
-        stored = tl.where(field == 0, 0x00400000, field << 23).to(tl.float32, bitcast=True)
+    """What is stored beside the codes: fl(1/scale), or the exponent byte. NaN where amax is infinite, so that products
+    are not finite, unless the codec HIDES that. A scale that was given may stand in for its amax."""
+    if kind(CODEC) == E8M0:
+        stored = exponent(amax, largest, hides(CODEC)).to(tl.uint8)
     else:
-        stored = tl.div_rn(made * 0.0 + 1.0, made)
+        if kind(CODEC) == POWER:
+            bits = 0x7F000000 - made.to(tl.int32, bitcast=True)  # the exponent of the inverse; of 2^127 it is subnormal
+            stored = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
+        else:
+            stored = tl.div_rn(made * 0.0 + 1.0, made)
+        if not hides(CODEC):
+            stored = tl.fma(amax, 0.0, stored)  # one operation, which no finite amax changes
     return stored
+
+
+@triton.jit
+def marked(value):
+    """`value`, and NaN for infinities: one operation, which keeps the sign of zero."""
+    return tl.fma(value, 0.0, value)
+
+
+@triton.jit
+def marked_four(values, MARKS: tl.constexpr):
+    """Four tensors, `marked` where it MARKS."""
+    if MARKS:
+        v0, v1, v2, v3 = values
+        values = (marked(v0), marked(v1), marked(v2), marked(v3))
+    return values

@@ -7,9 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.cast import ELEMENTS, Cast, PlaneSpec
+from duotone.kernels.cast import ELEMENTS, Cast, PlaneSpec, codec_of
 from duotone.kernels.launch import Launch
-from duotone.kernels.scaling import CODECS
 from duotone.kernels.segments import (
     APART,
     CHUNK,
@@ -81,6 +80,7 @@ class SegmentCast:
         assert TAKEN.issuperset(cast.sources)
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
         self.whole, self.shares_scale = whole, cast.shared
+        self.propagate, self.marks = cast.propagate, cast.marks
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
         self._launches: dict[Any, Launch] = {}
 
@@ -162,16 +162,16 @@ class SegmentCast:
             return segment_lines_kernel.bind({**where, "SPAN": SPAN, "TM": LINES, "TK": ACROSS})
         tm, tk, warps = TILE
         constants = {
-            **_constants("ROW", self.sources[0], self.row),
-            **_constants("COL", self.sources[1], self.col),
-            **{"RECORD": record, "WHOLE": self.whole, "TM": tm, "TK": tk},
+            **_constants("ROW", self.sources[0], self.row, self.propagate),
+            **_constants("COL", self.sources[1], self.col, self.propagate),
+            **{"MARKS": self.marks, "RECORD": record, "WHOLE": self.whole, "TM": tm, "TK": tk},
         }
         return segment_cast_kernel.bind({**constants, **where}, warps)
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None) -> dict[str, Any]:
+def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> dict[str, Any]:
     element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
-    return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": 0 if spec is None else CODECS[spec.codec]}
+    return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
 
 
 @functools.cache

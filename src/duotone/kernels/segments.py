@@ -13,7 +13,7 @@ import triton.language as tl
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import known, record
 from duotone.kernels.launch import kernel
-from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
+from duotone.kernels.scaling import encode_scale, given_scale, marked_four, stored_scale
 from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
 from duotone.kernels.tiles import codes_of, store_turned
 
@@ -141,13 +141,23 @@ def _column(
     return scale
 
 
+@triton.jit
+def _four_rows(here, at, m, rows, k, K):
+    """Rows m to m + 3 of a tile."""
+    v0 = wide(here, at, (m < rows) & (k < K))
+    v1 = wide(here + K, at, (m + 1 < rows) & (k < K))
+    v2 = wide(here + 2 * K, at, (m + 2 < rows) & (k < K))
+    v3 = wide(here + 3 * K, at, (m + 3 < rows) & (k < K))
+    return v0, v1, v2, v3
+
+
 @functools.partial(kernel, unspecialized=("E", "SLOT"), any_alignment=("row_from", "col_from", "live"))
 def segment_cast_kernel(
     x, row_codes, row_scales, col_codes, col_scales, row_from, col_from, live, ends, table, K, WIDTH, E, SLOT,
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_CODEC: tl.constexpr,
-    RECORD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
+    MARKS: tl.constexpr, RECORD: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr, WHOLE: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """One tile of one segment. `row_from` and `col_from` hold encode scales, SLOT apart, or bits of amaxes.
@@ -165,21 +175,17 @@ def segment_cast_kernel(
     start, top = _start(table, e, first, K, TABLE, ALIGNED), (tile * TM).to(tl.int64)
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, here, at = tile * TM + i, x + (start + top * K), i * K + k
-    v0 = wide(here, at, (m < rows) & (k < K))
-    v1 = wide(here + K, at, (m + 1 < rows) & (k < K))
-    v2 = wide(here + 2 * K, at, (m + 2 < rows) & (k < K))
-    v3 = wide(here + 3 * K, at, (m + 3 < rows) & (k < K))
-    values = (v0, v1, v2, v3)
+    values = _four_rows(here, at, m, rows, k, K)
     if RECORD:
-        below = tl.maximum(tl.maximum(tl.abs(v0), tl.abs(v1)), tl.maximum(tl.abs(v2), tl.abs(v3)))
-        record(live + e * SLOT, below)
+        above = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
+        record(live + e * SLOT, tl.maximum(above, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
 
     scale = 1.0
     if ROW == GIVEN or ROW == TENSOR:
         scale, stored = _one(row_from, e, SLOT, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC)
         tl.store(row_scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     if ROW != ABSENT:
-        codes = row_codes + (first + top) * K
+        codes, row_values = row_codes + (first + top) * K, marked_four(values, MARKS and ROW == GIVEN)
         scales = (scale, scale, scale, scale)
         if ROW == LINE:
             line = tile * TM + tl.arange(0, TM)
@@ -189,8 +195,8 @@ def segment_cast_kernel(
             )  # fmt: skip
             scales = fours(of_rows, H)
         for j in tl.static_range(4):
-            made = codes_of(values[j] * scales[j], ROW_ELEMENT)
-            tl.store(codes + j * K + at, made, mask=(m + j < rows) & (k < K))
+            of_row = codes_of(row_values[j] * scales[j], ROW_ELEMENT)
+            tl.store(codes + j * K + at, of_row, mask=(m + j < rows) & (k < K))
 
     if COL != ABSENT:
         columns = pk * TK + tl.arange(0, TK)
@@ -201,4 +207,5 @@ def segment_cast_kernel(
         column, length = column // PAD * PAD, tl.cdiv(rows, PAD) * PAD  # multiples that the compiler sees
         out = col_codes + (column.to(tl.int64) if WHOLE else column.to(tl.int64) * K)
         stride = WIDTH if WHOLE else length
+        values = marked_four(values, MARKS and (COL == GIVEN or (COL == SHARED and ROW == GIVEN)))
         store_turned(values, scale, out, stride, tile, pk, length, K, COL_ELEMENT, False, H, TK)

@@ -11,6 +11,7 @@ import triton.language as tl
 from duotone.kernels.activations import GATED_SLOPE, gated_slopes, produced
 from duotone.kernels.amax import record
 from duotone.kernels.launch import kernel
+from duotone.kernels.scaling import marked_four
 from duotone.kernels.tile_scales import (
     ABSENT,
     BLOCK,
@@ -71,7 +72,7 @@ def _cast_tile(
     values, row_plane, col_plane, live, pm, pk, M, K, P,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
-    RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+    MARKS: tl.constexpr, RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits."""
     H: tl.constexpr = TM // 4
@@ -85,7 +86,6 @@ def _cast_tile(
 
     if RECORD:
         record(live, below)
-
     row_scale = 1.0
     if ROW == GIVEN or ROW == TENSOR:
         row_scale = one_scale(
@@ -100,12 +100,13 @@ def _cast_tile(
         lines = row_lines(
             row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
         )  # fmt: skip
+        row_values = marked_four(values, MARKS and ROW == GIVEN)
         for j in tl.static_range(4):
             row_scale = scale_of_rows(
                 row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
                 ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
             )  # fmt: skip
-            codes = codes_of(values[j] * row_scale, ROW_ELEMENT)
+            codes = codes_of(row_values[j] * row_scale, ROW_ELEMENT)
             tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
 
     if COL != ABSENT:
@@ -115,6 +116,7 @@ def _cast_tile(
                 below, col_from, col_scales, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip
+        values = marked_four(values, MARKS and (COL == GIVEN or (COL == SHARED and ROW == GIVEN)))
         store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
 
 
@@ -124,15 +126,15 @@ def cast_kernel(
     row_largest, row_overflow, row_epsilon, col_largest, col_overflow, col_epsilon,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
-    WHAT: tl.constexpr, ACT: tl.constexpr, RECORD: tl.constexpr,
+    WHAT: tl.constexpr, ACT: tl.constexpr, MARKS: tl.constexpr, RECORD: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of the matrix that is made of x and z, or the norm: its amax where needed, codes and scales of planes.
     Of gated gradients two, one in each half.
 
     `row_from` and `col_from` hold an encode scale or amaxes; the amax of the matrix goes into `live` where RECORD.
-    Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four rows below each other, so that
-    the transposed codes move through shared memory as words.
+    Where it MARKS, infinities are NaN. Blocks are ROW_R x ROW_C and COL_R x COL_C as they lie in x. A thread holds four
+    rows below each other, so that the transposed codes move through shared memory as words.
     """
     H: tl.constexpr = TM // 4
     TILES: tl.constexpr = 2 if WHAT == GATED_SLOPE else 1
@@ -158,5 +160,5 @@ def cast_kernel(
         _cast_tile(
             made[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,
             ROW, ROW_ELEMENT, ROW_R, ROW_C, ROW_CODEC, COL, COL_ELEMENT, COL_R, COL_C, COL_CODEC,
-            RECORD, TM, TK, EVEN, N,
+            MARKS, RECORD, TM, TK, EVEN, N,
         )  # fmt: skip

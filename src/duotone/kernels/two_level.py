@@ -82,7 +82,7 @@ def _error(v, code, q, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.cons
 @triton.jit
 def scales(v, g, top, SEARCH: tl.constexpr, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
     """E4M3 scales of blocks as bytes, and what their elements are multiplied by."""
-    amax = _by_block(largest(v), A, B, SQUARE)
+    amax = _by_block(largest(v, False), A, B, SQUARE)
     outer = _outer(g, top)
     inverse = tl.div_rn(1.0, outer)
     if SEARCH == 0:

@@ -33,6 +33,7 @@ class Encoder:
     col: Format | None
     slot: DelayedSlot | None = None
     distance: int = 0
+    propagate: bool = True
 
     @staticmethod
     def of(quantizer: Quantizer, usage: Usage, contexts: Sequence[QuantizeContext]) -> "Encoder | None":
@@ -48,23 +49,23 @@ class Encoder:
         elif col is not None and col.is_delayed:
             slots = [context.slots[1] or context.slots[0] for context in contexts]
         else:
-            return Encoder(row, col)
+            return Encoder(row, col, propagate=context.propagate)
         first, places = slots[0], [slot.index for slot in slots if isinstance(slot, DelayedSlot)]
         distance = places[1] - places[0] if len(places) > 1 else 0
         if not isinstance(first, DelayedSlot) or places != [first.index + i * distance for i in range(len(slots))]:
             return None
-        return Encoder(row, col, first, distance)
+        return Encoder(row, col, first, distance, context.propagate)
 
     def encode(self, x: Tensor, products: Any) -> Any:
         """The `duotone.kernels.segment_cast.Coded` of contiguous (M, K)."""
-        cast = native.segment_cast(self.row, self.col, x, products.whole)
+        cast = native.segment_cast(self.row, self.col, x, products.whole, self.propagate)
         amaxes = partial(_segment_amaxes, x, products.segments)
         return cast(x, products.segments, self._given(x, products.segments.count, amaxes))
 
     def encode_each(self, weights: Sequence[Tensor], products: Any) -> Any:
         """As `encode` of tensors (N, K) of their own, each a segment; columnwise codes are (K, N) of each."""
         first = weights[0]
-        cast = native.segment_cast(self.row, self.col, first, False)
+        cast = native.segment_cast(self.row, self.col, first, False, self.propagate)
         segments = native.equal_segments(first.shape[0], len(weights), first)
         amaxes = partial(_amaxes, weights)
         return cast(first, segments, self._given(first, len(weights), amaxes), native.table(weights))

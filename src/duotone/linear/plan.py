@@ -254,7 +254,7 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
 def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
     pair = quantizer.rowwise, quantizer.columnwise
     kernel = setting.device == "cuda" and can_read_once(*pair, setting.dtype)
-    return QuantizeContext(shard, traces_kernel=kernel)
+    return QuantizeContext(shard, traces_kernel=kernel, propagate=setting.recipe.propagate_nonfinite)
 
 
 def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:

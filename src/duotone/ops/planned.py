@@ -330,7 +330,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         for member, weight in enumerate(self.weights):
             if isinstance(weight, QuantizedTensor):
                 slots = plan.with_slots(*numbers, group, RECORD, member).weight_context.slots
-                weight.context = QuantizeContext(weight.context.shard, slots)
+                weight.context = QuantizeContext(weight.context.shard, slots, propagate=recipe.propagate_nonfinite)
         return [plan.with_slots(*numbers, group, mode, member) for member in members]
 
     def prepare(self, recipe: Recipe) -> None:

@@ -66,7 +66,9 @@ def _target(parameter: QuantizedTensor, master: Tensor) -> Any:
         return None
     fmt, place = plane.format, slot.place(master)
     assert fmt.code_dtype is not None
-    return Target(parameter.matrix_shape, parameter.dtype, fmt.code_dtype, fmt.scale_codec, *parts, *place)
+    return Target(
+        parameter.matrix_shape, parameter.dtype, fmt.code_dtype, fmt.scale_codec, *parts, *place, context.propagate
+    )
 
 
 def _is_one_cast(parameter: QuantizedTensor) -> bool:

@@ -29,6 +29,10 @@ class Recipe:
     would run: a number, or "measured" for what was measured on such a device; 0 is off. `recompute_columnwise` lets
     backward make the columnwise planes of weights, and of what norms and activations give linears, of tensors that are
     kept anyway: less memory, the same bits, a cast more each.
+
+    `propagate_nonfinite` makes the result of a product non-finite where an operand holds NaN or an infinity and high
+    precision would give a non-finite result. Without it, some formats hide such elements, as numerics of Transformer
+    Engine do.
     """
 
     strict: bool = False
@@ -42,6 +46,7 @@ class Recipe:
     wgrad_fast_accum: bool = False
     min_gemm_work: int | str = 0
     recompute_columnwise: bool = False
+    propagate_nonfinite: bool = True
 
     kind: ClassVar[str] = ""
     asks_by_slot = False

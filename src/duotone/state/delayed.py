@@ -271,9 +271,9 @@ class DelayedSlot(Slot):
         state = self.owner or state_of(self.state)
         return FixedSlot(state, state.used(self.mode == RECOMPUTE or (not self.backward and in_backward())), self.index)
 
-    def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
         where = (self.state, self.index, self.group, self.mode, self.backward)
-        return torch.ops.duotone.delayed_planes(x, *where, row, col)
+        return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
 
     def open(self) -> "tuple[DelayedState, int, bool]":
         """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
@@ -351,22 +351,20 @@ def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bo
 
 
 _LIBRARY.define(
-    "delayed_planes(Tensor x, str state, int index, str group, int mode, bool backward, str row, str col)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "delayed_planes(Tensor x, str state, int index, str group, int mode, bool backward,"
+    " str row, str col, bool propagate) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
 
-def _delayed_planes(
-    x: Tensor, state: str, index: int, group: str, mode: int, backward: bool, row: str, col: str
-) -> tuple[Tensor, ...]:
-    scale, live = DelayedSlot(state, index, group, mode, backward).place(x)
-    return traced.cast(x, row, col, scale, live)
+def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *where, row, col, propagate = arguments
+    scale, live = DelayedSlot(*where).place(x)
+    return traced.cast(x, row, col, propagate, scale, live)
 
 
-def _meta_planes(
-    x: Tensor, state: str, index: int, group: str, mode: int, backward: bool, row: str, col: str
-) -> tuple[Tensor, ...]:
+def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, row, col, _ = arguments
     return traced.empty(x, row, col)
 
 

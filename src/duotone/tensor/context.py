@@ -30,9 +30,9 @@ class Slot:
         """As `scale_for`, but the cast itself records where there is a second result: int32 bits (1,) to enlarge."""
         return self.scale_for(x), None
 
-    def cast(self, x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
         """In traced code: the codes and scales of both planes in formats of these names ("" for none)."""
-        return torch.ops.duotone.cast_planes(x, row, col, self.scale_for(x))
+        return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,28 @@ class QuantizeContext:
     """`shard`: the tensor is one shard of another. `slots`: delayed scaling of the rowwise and the columnwise plane.
 
     `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both
-    planes, which was found when the plan was built, because tracing cannot look.
+    planes, which was found when the plan was built, because tracing cannot look. `propagate`: elements that are not
+    finite make the products that read them non-finite (see `Format.encode`).
     """
 
     shard: ShardContext | None = None
     slots: tuple[Slot | None, Slot | None] = (None, None)
     seed: Tensor | None = None
     traces_kernel: bool = False
+    propagate: bool = True
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
-        return self if seed is None else QuantizeContext(self.shard, self.slots, seed, self.traces_kernel)
+        if seed is None:
+            return self
+        return QuantizeContext(self.shard, self.slots, seed, self.traces_kernel, self.propagate)
 
     def fixed(self) -> "QuantizeContext":
         """The context that encodes later as this one does now."""
         row, col = self.slots
         if row is col is None:
             return self
-        return QuantizeContext(self.shard, (row and row.fixed(), col and col.fixed()), self.seed, self.traces_kernel)
+        slots = row and row.fixed(), col and col.fixed()
+        return QuantizeContext(self.shard, slots, self.seed, self.traces_kernel, self.propagate)
 
 
 LOCAL = QuantizeContext()

@@ -49,7 +49,9 @@ class Plane:
         scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
         if shard is not None and columnwise:
             shard = shard.transposed()
-        parts = fmt.encode(x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages_for(x))
+        parts = fmt.encode(
+            x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages_for(x), propagate=ctx.propagate
+        )
         return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
     @staticmethod
@@ -166,7 +168,7 @@ def encode_once(
         return None
     if torch.compiler.is_compiling():
         return None if made is not None or not ctx.traces_kernel else _traced(row, col, x, ctx)
-    cast = one_read(row, col, x)
+    cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
         return None
     seed = _seed(row, col, x, ctx)
@@ -209,9 +211,9 @@ def _traced(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeCont
     slot = ctx.slots[0] if row is not None and row.is_delayed else ctx.slots[1] or ctx.slots[0]
     if delayed:
         assert slot is not None
-        parts = slot.cast(x, *names)
+        parts = slot.cast(x, *names, ctx.propagate)
     else:
-        parts = torch.ops.duotone.cast_planes(x, *names, None)
+        parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None)
     rows, cols = x.shape[0], x.shape[1]
     return Planes(
         None if row is None else Plane(row, {"codes": parts[0], "scale": parts[1]}, (rows, cols)),

@@ -205,7 +205,7 @@ class Quantizer:
         own = ctx.slots[1] if self.columnwise.is_delayed else None
         if row is None or row.format != self.columnwise or own is not None:
             if own is not None:
-                ctx = QuantizeContext(ctx.shard, (own, None), ctx.seed)
+                ctx = QuantizeContext(ctx.shard, (own, None), ctx.seed, propagate=ctx.propagate)
             row = Plane.encode(self.columnwise, x, ctx)
         col = row.transposed()
         assert col is not None

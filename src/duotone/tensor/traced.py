@@ -34,13 +34,14 @@ def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: Quantize
         if callable(history.amax_compute_algo) or history.scaling_factor_compute_algo is not None:
             raise UsageError("a history with functions of its own stays out of compiled code; quantize outside")
         kept = history.margin, history.amax_history_len, history.amax_compute_algo, None, history.reduce_amax
+        kept += history.skip_nonfinite_amax, history.spike_factor, history.first_scale_from_amax
     first, second = ctx.slots
     wants_row = usage.rowwise and row is not None and row.is_delayed
     wants_col = usage.columnwise and col is not None and col.is_delayed
     of_row = first.scale_for(x) if first is not None and (wants_row or (wants_col and second is None)) else None
     of_col = second.scale_for(x) if second is not None and wants_col else None
     shard = None if ctx.shard is None else (ctx.shard.group, ctx.shard.dim)
-    value = (*names, quantizer.columnwise_source, kept)
+    value = (*names, quantizer.columnwise_source, kept, ctx.propagate)
     return _made(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
 
 
@@ -54,8 +55,8 @@ def _made(
     usage: tuple[bool, bool],
     shard: tuple[str, int] | None,
 ) -> QuantizedTensor:
-    row, col, source, history = value
+    row, col, source, history, propagate = value
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source, history and History(*history))
     slots = None if of_row is None else _Known(of_row), None if of_col is None else _Known(of_col)
-    ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed)
+    ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed, propagate=propagate)
     return quantizer.quantized(x, Usage(*usage), ctx)

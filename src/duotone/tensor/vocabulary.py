@@ -135,7 +135,7 @@ class QuantizerHandle:
 
     def _context(self, ctx: QuantizeContext, seed: Tensor | None) -> QuantizeContext:
         slots = self.slots if self._is_bound else ctx.slots
-        return QuantizeContext(ctx.shard, slots, ctx.seed if seed is None else seed)
+        return QuantizeContext(ctx.shard, slots, ctx.seed if seed is None else seed, propagate=ctx.propagate)
 
     @property
     def _is_bound(self) -> bool:

@@ -121,7 +121,8 @@ class Writes(Tensor):
         if shard is not None:  # one scale for all shards: each records the largest amax of them
             row, col = slots
             slots = (row and _AgreedSlot(row, shard), col and _AgreedSlot(col, shard))
-        return QuantizeContext(shard, slots, own.seed if given.seed is None else given.seed)
+        seed = own.seed if given.seed is None else given.seed
+        return QuantizeContext(shard, slots, seed, propagate=given.propagate and own.propagate)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
