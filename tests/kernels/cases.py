@@ -451,7 +451,7 @@ def adamw_planes(name: str, m: int, k: int, live: bool) -> list[Case]:
     state = (matrix(m, k), *(matrix(m, k, torch.float32) for _ in range(3)))
     codes, scale = matrix(m, k, torch.uint8), torch.ones(1)
     target = adamw.Target(
-        *((m, k), torch.bfloat16, fmt.code_dtype, fmt.scale_codec, codes, scale, codes, scale, scale),
+        *((m, k), fmt.code_dtype, fmt.scale_codec, codes, scale, codes, scale, scale),
         torch.zeros(1, dtype=torch.int32) if live else None,
     )
     label = f"adamw to {name}{', recorded' * live}{'' if m % 128 == 0 else ', odd sizes'}"

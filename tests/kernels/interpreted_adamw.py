@@ -12,13 +12,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
-from interpreted import awkward, bits, rounded
+from interpreted import awkward, bits
 from interpreted_segments import launched, patched, saturating, scalar
 from torch import Tensor, nn
 from triton.runtime import interpreter
 
 from duotone import formats
-from duotone.kernels import adamw
 from duotone.kernels.launch import Launch
 from duotone.optim import write
 from duotone.optim.rates import Rates
@@ -125,7 +124,6 @@ def main() -> int:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     Launch.__call__ = launched  # type: ignore[method-assign]
-    adamw.rounded = rounded
     write.can_read_once = lambda row, col, dtype: True
     made = wrong = 0
     for what, got, want in itertools.chain(masters(), planes()):

@@ -18,7 +18,7 @@ every_quantizer = pytest.mark.parametrize("q", QUANTIZERS.values(), ids=QUANTIZE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(48, 80), (33, 17), (2, 3, 64), (1, 1)], ids=str)
 @every_quantizer
-def test_planes_have_the_bits_of_quantizing_the_master_in_the_dtype(q, shape, dtype) -> None:
+def test_planes_have_the_bits_of_quantizing_the_fp32_master(q, shape, dtype) -> None:
     p = held(q, shape, dtype)
     twin, theirs = p.detach().clone(), nn.Parameter(p.detach().dequantize(torch.float32).clone())
     objects, addresses = id(p), {name: part.data_ptr() for name, part in parts(p).items()}
@@ -30,7 +30,7 @@ def test_planes_have_the_bits_of_quantizing_the_master_in_the_dtype(q, shape, dt
         optimizer.step(), oracle.step()
         master = optimizer.state[p]["master"]
         torch.testing.assert_close(master, theirs.detach(), rtol=2e-6, atol=1e-7)
-        q.quantize(master.to(dtype), out=twin)
+        q.quantize(master, out=twin)
         for name, part in parts(twin).items():
             assert same_bits(parts(p)[name], part), name
         assert p._version > version
@@ -134,12 +134,10 @@ def test_a_write_records_one_amax_and_uses_the_scale_of_its_slot() -> None:
     p.grad = torch.randn(p.shape, dtype=p.dtype)
     optimizer = AdamW([p], **RATES)
     optimizer.step()
-    master = optimizer.state[p]["master"].bfloat16()
+    master = optimizer.state[p]["master"]
     assert slot.recorded == [float(master.abs().max())]
     assert float(p.rowwise_scale) == 1 / 16
-    assert torch.equal(
-        p.dequantize(), ((master.float() * 16).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 16).bfloat16()
-    )
+    assert torch.equal(p.dequantize(), ((master * 16).clamp(-448, 448).to(torch.float8_e4m3fn).float() / 16).bfloat16())
 
 
 def test_delayed_states_roll_once_for_a_write_and_the_forward_after_it() -> None:
@@ -183,14 +181,14 @@ TRAINED = [
 
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda recipe: type(recipe).__name__)
 def test_a_quantized_model_trains_with_the_bits_of_one_that_casts_its_weights(recipe) -> None:
-    """What the parameter's dtype and the master's rounding to it are for; and the loss falls."""
+    """Both encode the fp32 master, in the step or in the forward; and the loss falls."""
     torch.manual_seed(3)
-    cast = nn.Sequential(*[duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=recipe) for _ in range(2)])
+    cast = nn.Sequential(*[duotone.Linear(64, 64, recipe=recipe) for _ in range(2)])
     torch.manual_seed(3)
     with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        holds = nn.Sequential(*[duotone.Linear(64, 64, params_dtype=torch.bfloat16) for _ in range(2)])
+        holds = nn.Sequential(*[duotone.Linear(64, 64) for _ in range(2)])
     assert hasattr(holds[0].weight, "planes") and not hasattr(cast[0].weight, "planes")
-    x, target = torch.randn(32, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    x, target = torch.randn(32, 64), torch.randn(32, 64)
     losses: list[list[float]] = []
     for model in (cast, holds):
         optimizer, told = AdamW(model.parameters(), lr=3e-3, master_weights=True), []

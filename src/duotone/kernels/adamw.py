@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import rounded, wide
+from duotone.kernels.activations import wide
 from duotone.kernels.amax import record
 from duotone.kernels.cast import ELEMENTS
 from duotone.kernels.launch import Launch, kernel
@@ -23,7 +23,6 @@ from duotone.kernels.tiles import codes_of, existing, store_turned
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32): contiguous, of one size."""
 
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 CHUNK, TILE = 1024, (64, 128, 8)
 """Elements of a program; rows, columns and warps of one that writes planes."""
 UNFUSED = {"enable_fp_fusion": False}
@@ -74,10 +73,10 @@ def adamw_kernel(
 def adamw_cast_kernel(
     grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, given, live, M, K,
     sign, decay, first, beta2, second, step_size, correction, eps,
-    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, CODEC: tl.constexpr, MARKS: tl.constexpr, EVEN: tl.constexpr,
+    ELEMENT: tl.constexpr, CODEC: tl.constexpr, MARKS: tl.constexpr, EVEN: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (M, K): the step, then the codes of the new master, rounded to DTYPE, under the scale `given`.
+    """One tile of (M, K): the step, then the codes of the new master under the scale `given`.
 
     Where it MARKS, infinities are NaN.
     A plane whose buffers are None is not written. The amax of the tile goes into `live` unless that is None. As in
@@ -94,7 +93,7 @@ def adamw_cast_kernel(
     v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, existing(m + 1, M, k, K, EVEN), rates)
     v2 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 2) * K, at, existing(m + 2, M, k, K, EVEN), rates)
     v3 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 3) * K, at, existing(m + 3, M, k, K, EVEN), rates)
-    values = (rounded(v0, DTYPE), rounded(v1, DTYPE), rounded(v2, DTYPE), rounded(v3, DTYPE))
+    values = (v0, v1, v2, v3)
     if live is not None:
         highest = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
         record(live, tl.maximum(highest, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
@@ -115,12 +114,11 @@ def adamw_cast_kernel(
 class Target(NamedTuple):
     """Where a step writes planes: codes, contiguous uint8 (M, K) and (K, M), and scales fp32 (1,), None where absent.
 
-    `dtype` is what the master is rounded to before; `element` and `codec` are those of the format, `given` is the
-    encode scale, fp32 (1,), and `live` the bits of the amax to enlarge, int32 (1,).
+    `element` and `codec` are those of the format, `given` is the encode scale, fp32 (1,), and `live` the bits of the
+    amax to enlarge, int32 (1,).
     """
 
     shape: tuple[int, int]
-    dtype: torch.dtype
     element: torch.dtype
     codec: str
     row_codes: Tensor | None
@@ -147,9 +145,7 @@ def update_planes(state: State, rates: tuple[float, ...], target: Target) -> Non
     m, k = target.shape
     tm, tk, _ = TILE
     absent = tuple(t is None for t in target.tensors)
-    launch = _update_planes(
-        target.dtype, target.element, target.codec, target.propagate, not (m % tm or k % tk), absent
-    )
+    launch = _update_planes(target.element, target.codec, target.propagate, not (m % tm or k % tk), absent)
     launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors), (m, k), rates)
 
 
@@ -161,12 +157,10 @@ def _update(out: torch.dtype | None) -> Launch:
 
 
 @functools.cache
-def _update_planes(
-    dtype: torch.dtype, element: torch.dtype, codec: str, marks: bool, even: bool, absent: tuple[bool, ...]
-) -> Launch:
+def _update_planes(element: torch.dtype, codec: str, marks: bool, even: bool, absent: tuple[bool, ...]) -> Launch:
     """A launch of its own for each set of absent tensors, which it does not look at."""
     del absent
     tm, tk, warps = TILE
-    constants: dict[str, Any] = {"DTYPE": DTYPES[dtype], "ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
+    constants: dict[str, Any] = {"ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
     constants |= {"MARKS": marks, "EVEN": even, "TM": tm, "TK": tk}
     return adamw_cast_kernel.bind(constants, warps if even else 2 * warps, options=UNFUSED)  # masks take registers

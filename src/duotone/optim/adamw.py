@@ -25,9 +25,9 @@ class AdamW(Optimizer):
 
     Plain parameters are updated by torch's own functions. Quantized ones, and with `master_weights` those in bf16 and
     fp16, have moments and a master in fp32: the step updates the master, and the parameter becomes what
-    `parameter.copy_(master.to(parameter.dtype))` makes of it: the master rounded to the parameter's dtype and, where
-    that is quantized, encoded to every plane that is held, by the parameter's quantizer. Parameters and their buffers
-    stay the same objects.
+    `parameter.copy_(master)` makes of it: the master rounded to the parameter's dtype or, where the parameter is
+    quantized, its fp32 values encoded to every plane that is held, by the parameter's quantizer. Parameters and their
+    buffers stay the same objects.
 
     `params` are tensors, named ones or groups, `lr`, `betas`, `eps` and `weight_decay` as torch's. The state of a
     parameter is `step`, `exp_avg`, `exp_avg_sq` and, where it has one, `master`, all of the parameter's shape. Raises

@@ -12,39 +12,29 @@ from duotone.tensor import Plane, QuantizedTensor, Quantizer
 
 
 def write(parameter: Tensor, state: State, rates: Rates) -> None:
-    """One step; `parameter` becomes what `copy_` makes of the master rounded to its dtype: that, or each plane encoded.
-
-    A model that holds its weights quantized so has the bits of one that holds them in its dtype and casts them.
-    """
+    """One step; `parameter` becomes what `copy_` makes of the fp32 master: rounded, or each plane encoded."""
     if has_kernels(state.master) and has_kernels(state.grad):
         _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), rates)
     else:
         update(state, rates)
-        parameter.copy_(state.master.to(parameter.dtype))
+        parameter.copy_(state.master)
 
 
 def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> None:
-    """Planes under one given scale are written by the step itself, and so is a contiguous plain parameter.
-
-    Other parameters are written from a temporary in their dtype: to write and read it costs what reading the master
-    again would.
-    """
+    """Planes under one given scale are written by the step itself, and so is a contiguous plain parameter; others from
+    the master."""
     from duotone.kernels import adamw
 
     target = _target(parameter, state.master) if isinstance(parameter, QuantizedTensor) else None
     if target is not None:
         adamw.update_planes(state, rates, target)
         torch.autograd.graph.increment_version(parameter)
-    elif parameter.dtype == torch.float32:
-        adamw.update(state, rates)
-        parameter.copy_(state.master)
-    elif type(parameter) is torch.nn.Parameter and parameter.is_contiguous():
+    elif type(parameter) is torch.nn.Parameter and parameter.dtype != torch.float32 and parameter.is_contiguous():
         adamw.update(state, rates, parameter)
         torch.autograd.graph.increment_version(parameter)
     else:
-        values = torch.empty_like(state.master, dtype=parameter.dtype)
-        adamw.update(state, rates, values)
-        parameter.copy_(values)
+        adamw.update(state, rates)
+        parameter.copy_(state.master)
 
 
 def _target(parameter: QuantizedTensor, master: Tensor) -> Any:
@@ -66,9 +56,7 @@ def _target(parameter: QuantizedTensor, master: Tensor) -> Any:
         return None
     fmt, place = plane.format, slot.place(master)
     assert fmt.code_dtype is not None
-    return Target(
-        parameter.matrix_shape, parameter.dtype, fmt.code_dtype, fmt.scale_codec, *parts, *place, context.propagate
-    )
+    return Target(parameter.matrix_shape, fmt.code_dtype, fmt.scale_codec, *parts, *place, context.propagate)
 
 
 def _is_one_cast(parameter: QuantizedTensor) -> bool:
@@ -77,7 +65,7 @@ def _is_one_cast(parameter: QuantizedTensor) -> bool:
     quantizer = parameter.quantizer
     is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
     is_plain = is_plain and row in (None, quantizer.rowwise) and col in (None, quantizer.columnwise)
-    return is_plain and (row is None or col is None or row == col) and can_read_once(row, col, parameter.dtype)
+    return is_plain and (row is None or col is None or row == col) and can_read_once(row, col, torch.float32)
 
 
 def _buffers(plane: Plane | None) -> tuple[Tensor | None, Tensor | None]:
