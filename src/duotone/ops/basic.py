@@ -21,7 +21,7 @@ from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
 from duotone.state.autocast import HIGH_PRECISION, active_region
 from duotone.state.delayed import mode_now
-from duotone.tensor.context import LOCAL
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -166,6 +166,7 @@ class QuantizeStage(Stage):
     forward_to: Quantizer | None
     backward_to: Quantizer | None
     columnwise: bool
+    propagate: bool = True
     arity = (1,)
 
     @property
@@ -184,15 +185,18 @@ class QuantizeStage(Stage):
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         (seed,) = operands
         if self.forward_to is not None:
-            x = self.forward_to.make(x, Usage(True, self.columnwise), LOCAL.with_seed(seed))
+            x = self.forward_to.make(x, Usage(True, self.columnwise), self._context(seed))
         return x, ((seed,),)
 
     def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
         if self.backward_to is not None:
             ((seed,),) = kept
             own = None if seed is None else seed + int(self.draws[0])
-            dy = self.backward_to.make(dy, ctx=LOCAL.with_seed(own))
+            dy = self.backward_to.make(dy, ctx=self._context(own))
         return dy, None
+
+    def _context(self, seed: Tensor | None) -> QuantizeContext:
+        return QuantizeContext(seed=seed, propagate=self.propagate)
 
 
 class BasicOp(Op, nn.Module):
@@ -352,7 +356,7 @@ class Quantize(BasicOp):
             forward, backward = (None if role is None else self._quantizer(recipe, role) for role in self.roles)
             if not SOURCES[recipe.backward_override].quantizes_gradient:
                 backward = None
-            self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad)
+            self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad, recipe.propagate_nonfinite)
         stage = self._by_recipe[key]
         return stage, signal if stage.forward_to is None else signal._replace(held=stage.forward_to)
 

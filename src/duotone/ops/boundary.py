@@ -15,7 +15,7 @@ from duotone.ops.again import Once, refused
 from duotone.ops.op import Op, run, signal_of
 from duotone.ops.planned import Planned
 from duotone.state import seeds
-from duotone.tensor.context import LOCAL
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -39,14 +39,16 @@ def run_with_boundary(
     if (fp8_output and plan.output.is_stochastic) or (fp8_grad and plan.grad_input.is_stochastic):
         buffer = getattr(module, seeds.BUFFER)
         seed = (seeds.upcoming(buffer, plan.seeds) if plan.seeds else seeds.take(buffer, 1)) + BOUNDARY
+    propagate = plan.input_context.propagate
     if fp8_grad:
-        x = QuantizedGradient.apply(x, plan.grad_input, seed)  # type: ignore[no-untyped-call]
+        x = QuantizedGradient.apply(x, plan.grad_input, seed, propagate)  # type: ignore[no-untyped-call]
     y = run(ops, x, (), first, module)
     if not fp8_output:
         return y
     y, *more = y if isinstance(y, tuple) else (y,)
     usage = Usage(True, plan.weight_grad or plan.input_grad)
-    y = plan.output.quantize(y, usage=usage, ctx=LOCAL.with_seed(None if seed is None else seed + 1))
+    context = QuantizeContext(seed=None if seed is None else seed + 1, propagate=propagate)
+    y = plan.output.quantize(y, usage=usage, ctx=context)
     return (y, *more) if more else y
 
 
@@ -54,19 +56,19 @@ class QuantizedGradient(Function):
     """Identity in forward; backward quantizes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, seed: Tensor | None) -> Tensor:
-        ctx.quantizer, ctx.context = quantizer, LOCAL.with_seed(seed)
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, seed: Tensor | None, propagate: bool) -> Tensor:
+        ctx.quantizer, ctx.context = quantizer, QuantizeContext(seed=seed, propagate=propagate)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         quantizer, (gradient,) = ctx.quantizer, gradients
         if not torch.is_grad_enabled():
-            return quantizer.make(gradient, ctx=ctx.context), None, None
+            return quantizer.make(gradient, ctx=ctx.context), None, None, None
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
-            return quantizer.quantize(gradient), None, None
+            return quantizer.quantize(gradient), None, None, None
         make = partial(quantizer.make, ctx=ctx.context)
-        return Once.apply(refused("the gradient at a boundary is quantized"), make, gradient), None, None
+        return Once.apply(refused("the gradient at a boundary is quantized"), make, gradient), None, None, None
 
 
 def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
