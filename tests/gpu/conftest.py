@@ -5,6 +5,7 @@ Every buffer that is allocated holds NaN or a byte pattern first, so that what n
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ def poisoned(t: Tensor) -> Tensor:
     if t.is_cuda and t.numel():
         t.fill_(torch.nan if t.is_floating_point() and t.dtype.itemsize > 1 else PATTERN % 128)
     return t
+
+
+@pytest.fixture(autouse=True, scope="session")
+def backward_has_a_context() -> None:
+    """torch warns where the first product of a process is one of a backward, whose thread has no CUDA context yet."""
+    if torch.cuda.is_available():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            x = torch.ones(16, 16, device="cuda", requires_grad=True)
+            (x @ x).sum().backward()
 
 
 @pytest.fixture(autouse=True)

@@ -48,10 +48,11 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel() -> None:
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
         from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch.aot_autograd import make_boxed_func
 
         def look(inner: torch.fx.GraphModule, _: object) -> object:
             seen.extend(str(node.target) for node in inner.graph.nodes)
-            return inner.forward
+            return make_boxed_func(inner.forward)
 
         return aot_autograd(fw_compiler=look, bw_compiler=look)(graph, inputs)
 

@@ -25,7 +25,9 @@ def products(module: nn.Module, x: Tensor, dy: Tensor, *splits: list[int]) -> di
     x = x.detach().requires_grad_()
     y = module(x, *splits)
     y.backward(dy)
-    weights = {name: p.grad.float() for name, p in module.named_parameters() if p.grad is not None}
+    weights = {
+        name.removeprefix("_orig_mod."): p.grad.float() for name, p in module.named_parameters() if p.grad is not None
+    }
     assert x.grad is not None
     return {"y": y.detach().float(), "dx": x.grad.float(), **weights}
 

@@ -46,6 +46,8 @@ def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) ->
 
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes alone, or None where stages have to decode it."""
+    if torch.compiler.is_compiling():
+        return None
     key = (id(fmt), dtype)
     found = _DECODERS.get(key)
     if found is None:
