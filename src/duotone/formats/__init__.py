@@ -2,10 +2,10 @@
 
 from duotone.formats import catalog as catalog
 from duotone.formats import elements as elements
-from duotone.formats.format import Factors as Factors
 from duotone.formats.format import Format as Format
 from duotone.formats.format import ScaledFormat as ScaledFormat
 from duotone.formats.identity import IDENTITY as IDENTITY
+from duotone.formats.parts import Factors as Factors
 from duotone.formats.parts import Parts as Parts
 from duotone.formats.parts import PartSpec as PartSpec
 from duotone.formats.registry import get as get

@@ -12,22 +12,10 @@ from duotone.formats import hadamard, philox
 from duotone.formats.checks import check_matrix, check_values, require_parts
 from duotone.formats.elements import Element
 from duotone.formats.geometry import Block, crop
-from duotone.formats.parts import Parts, PartSpec, Shard
+from duotone.formats.parts import Factors, Parts, PartSpec, Shard
 from duotone.formats.registry import get
 from duotone.formats.scales import Blocked, Scaled
 from duotone.formats.stages import PLAIN, Stages
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A decoded operand as a product: `inner`, exact in bf16, times `outer / divisor`, which follows the GEMM.
-
-    `inner` is (M, K); `outer` is None, or fp32: one per tensor, M per row, the grid of `outer_block` per block.
-    """
-
-    inner: Tensor
-    outer: Tensor | None
-    divisor: float
 
 
 class Format(Protocol):
@@ -41,6 +29,7 @@ class Format(Protocol):
     @property
     def precision(self) -> int:
         """Bits of an element; dequantize prefers the plane with more."""
+        ...
 
     @property
     def is_stochastic(self) -> bool: ...
@@ -48,34 +37,42 @@ class Format(Protocol):
     @property
     def is_delayed(self) -> bool:
         """Whether the scale comes from outside, out of a history of amaxes, instead of from the matrix."""
+        ...
 
     @property
     def stored(self) -> tuple[Any, ...]:
         """What decides how parts are read. Formats that share it differ in how the next write finds its scales."""
+        ...
 
     @property
     def largest(self) -> float:
         """The largest magnitude of an element."""
+        ...
 
     @property
     def code_dtype(self) -> torch.dtype | None:
         """The torch dtype of the codes, where there is one and codes fill bytes."""
+        ...
 
     @property
     def family(self) -> str:
         """What a tensor core needs equal in both operands: kind of scale, block width, transform."""
+        ...
 
     @property
     def alignment(self) -> tuple[int, int]:
         """Rows and columns at whose multiples a matrix may be cut without cutting a block."""
+        ...
 
     @property
     def transform(self) -> str:
         """Name of the transform along the contraction ("" for none); the operands of a GEMM must agree in it."""
+        ...
 
     @property
     def outer_extent(self) -> str:
         """Where the factor that follows the product lives: "none", "tensor", "row", "block" or "high precision"."""
+        ...
 
     @property
     def outer_block(self) -> Block: ...
@@ -83,18 +80,22 @@ class Format(Protocol):
     @property
     def spans_rows(self) -> bool:
         """Whether a scale spans all rows, so that shards of a tensor have to agree on it."""
+        ...
 
     @property
     def scale_codec(self) -> str:
         """How scales are stored: "fp32", "power of two", "e8m0", "two-level" (E4M3 under an fp32 amax); "" for none."""
+        ...
 
     @property
     def scale_search(self) -> str:
         """The error by which a block chooses between two scales, "mae" or "mse"; "" where its amax decides."""
+        ...
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """What kernels make scales of for an input dtype: the largest element (under E8M0 its reciprocal, under two
         levels times the largest block scale), what a scale becomes that overflows, the amax below which none counts."""
+        ...
 
     def parts(self, rows: int, cols: int) -> dict[str, PartSpec]: ...
 

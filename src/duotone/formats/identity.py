@@ -8,9 +8,8 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats.checks import check_matrix, require_parts
-from duotone.formats.format import Factors
 from duotone.formats.geometry import TENSOR, Block
-from duotone.formats.parts import Parts, PartSpec, Shard
+from duotone.formats.parts import Factors, Parts, PartSpec, Shard
 from duotone.formats.stages import PLAIN, Stages
 
 

@@ -36,3 +36,15 @@ class Shard(Protocol):
     def max(self, amax: Tensor) -> Tensor:
         """The elementwise maximum over all shards."""
         ...
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A decoded operand as a product: `inner`, exact in bf16, times `outer / divisor`, which follows the GEMM.
+
+    `inner` is (M, K); `outer` is None, or fp32: one per tensor, M per row, the grid of `outer_block` per block.
+    """
+
+    inner: Tensor
+    outer: Tensor | None
+    divisor: float

@@ -340,7 +340,7 @@ def _gemms(setting: Setting, source: Source, made: dict[str, Quantizer]) -> dict
         "wgrad": (made["grad_output"].columnwise, source.format(made["input"])),
     }
     owed = {"fprop": True, "dgrad": setting.input_grad, "wgrad": setting.weight_grad}
-    return {gemm: gemm_plan(setting, gemm, *formats, owed[gemm]) for gemm, formats in operands.items()}
+    return {gemm: gemm_plan(setting, gemm, a, b, owed[gemm]) for gemm, (a, b) in operands.items()}
 
 
 def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:

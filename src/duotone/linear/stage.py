@@ -21,6 +21,10 @@ class Stage:
 
     arity: ClassVar[tuple[int, ...]] = (0,)
     extra_outputs: ClassVar[int] = 0
+    refusal: str = "a stage has no replay"
+    """Why second derivatives cannot go through this stage; "" where `replay` gives them."""
+    reads: tuple[bool, ...] = ()
+    """Whether a gradient depends on the value of the input, and of each operand; () where it depends on all."""
 
     @property
     def basics(self) -> tuple["Stage", ...]:
@@ -30,16 +34,6 @@ class Stage:
     def rolls_forward_alone(self) -> bool:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
-
-    @property
-    def refusal(self) -> str:
-        """Why second derivatives cannot go through this stage; "" where `replay` gives them."""
-        return f"{type(self).__name__} has no replay"
-
-    @property
-    def reads(self) -> tuple[bool, ...]:
-        """Whether a gradient depends on the value of the input, and of each operand. Asked where nothing is refused."""
-        return (True,) * (1 + sum(self.arity))
 
     def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.

@@ -126,7 +126,7 @@ def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
     values: list[bool] = []
     later = False
     for stage in reversed(stages):
-        x, *operands = stage.reads
+        x, *operands = stage.reads or (True,) * (1 + sum(stage.arity))
         values = [*[reads or later for reads in operands], *values]
         later = later or x
     return later, *values

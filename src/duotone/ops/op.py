@@ -113,7 +113,7 @@ def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | No
     stages = tuple([stage for _, stage, _ in linked])
     compiling = torch.compiler.is_compiling()
     forward, backward, rolls = (stages, Backward(stages), False) if compiling else _rewritten(stages, owner.__dict__)
-    if not compiling and is_transformed():
+    if backward.again is not None and is_transformed():
         backward.again.check()
     given = _accepted(linked, extra) if taken else iter(())
     operands: list[Any] = []

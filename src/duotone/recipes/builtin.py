@@ -144,7 +144,7 @@ class MXFP8BlockScaling(Recipe):
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
-        square = self.weight_2d and _is(role, "weight") and role.module_type in LINEAR
+        square = self.weight_2d and role is not None and _is(role, "weight") and role.module_type in LINEAR
         return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
 

@@ -17,7 +17,8 @@ import torch
 from duotone.errors import UserError
 
 is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_HOOKS: Any = torch._C._autograd  # type: ignore[attr-defined]
+top_hooks = _HOOKS._top_saved_tensors_default_hooks
 NAME = "_duotone_record"
 PACK = "_checkpoint_hook.__init__.<locals>.pack_hook"
 CHECKPOINT, ENGINE, COMPILED = "checkpoint.py", "_engine_run_backward", "_functorch"
@@ -115,9 +116,9 @@ def _pack_hooks() -> list[Any]:
     pairs = []
     while (top := top_hooks(True)) is not None:
         pairs.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        _HOOKS._pop_saved_tensors_default_hooks()
     for pair in reversed(pairs):
-        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+        _HOOKS._push_saved_tensors_default_hooks(*pair)
     return [pack for pack, _ in pairs]
 
 
