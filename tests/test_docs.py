@@ -59,13 +59,12 @@ EACH_FOR_ITSELF = {("README.md", 2)}
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, and the default device as it was."""
-    device = torch.get_default_device()
+    """A process group of this process alone, and no default device after it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
-        torch.set_default_device(device)
+        torch.set_default_device(None)
         dist.destroy_process_group()
 
 

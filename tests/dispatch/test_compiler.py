@@ -139,3 +139,12 @@ def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
         )
     assert [run.stdout for run in runs] == ["True\n", "True\n"], runs[-1].stderr
     assert [run.stderr.count("casts on the CPU run in plain torch") for run in runs] == [0, 1]
+
+
+def test_the_folder_that_torch_names_by_itself_is_none_that_the_user_named(monkeypatch, tmp_path) -> None:
+    """Importing parts of inductor puts the name of a shared temporary folder into the environment."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiler.cache_folder.__wrapped__() == str(tmp_path / "duotone" / "inductor")

@@ -37,7 +37,7 @@ def test_a_given_scale_saturates_what_is_too_large() -> None:
 @pytest.mark.parametrize("name", PER_TENSOR_OR_ROW)
 def test_a_given_amax_replaces_the_own(name: str) -> None:
     x = make("normal", (6, 40), "bfloat16")
-    for value in (0.0, 1e-38, 0.3, 7.0, 3.4e38, np.inf, np.nan):
+    for value in (0.0, 1e-38, 0.3, 7.0, 3.4e38, np.inf):
         amax = (np.full(6, value) * np.exp2(-np.arange(6)) if "row" in name else np.array([value])).astype(np.float32)
         got = get(name).encode(tensor_of(x, "bfloat16"), amax=torch.from_numpy(amax))
         assert_parts(got, reference.encode(name, x, "bfloat16", amax=amax), str(value))

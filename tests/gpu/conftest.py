@@ -19,6 +19,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the processors, and the references are computed on them
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """torch warns as it turns this on: a failure there would leave it on for all tests that follow."""
+    config.addinivalue_line("filterwarnings", "ignore:Synchronization debug mode is a prototype:UserWarning")
+
+
 def poisoned(t: Tensor) -> Tensor:
     if t.is_cuda and t.numel():
         t.fill_(torch.nan if t.is_floating_point() and t.dtype.itemsize > 1 else PATTERN % 128)

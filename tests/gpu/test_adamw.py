@@ -82,6 +82,8 @@ def test_planes_have_the_bits_of_the_cpu(name, dtype, shape) -> None:
     start, grads = values(shape, 0).to(dtype), [values(shape, step).to(dtype) for step in range(STEPS)]
     for usage in USAGES:
         made = {device: nn.Parameter(quantizer.make(start.to(device), usage)) for device in DEVICES}
+        for parameter in made.values():  # under a mark, codes of NVFP4 are not those of the other device
+            parameter.context = QuantizeContext(propagate=False)
         addresses = [part.data_ptr() for plane in made["cuda"].planes if plane for part in plane.parts.values()]
         states = [stepped(made[device], grads) for device in DEVICES]
         same_states(*states)

@@ -37,6 +37,8 @@ def test_cuda_encodes_and_decodes_the_bits_of_the_cpu(name, dtype, awkward) -> N
 @pytest.mark.parametrize("name", recipes.names())
 def test_a_linear_on_cuda_multiplies_what_its_formats_decode_to(name) -> None:
     recipe = recipes.load(name)
+    if name == "fp8-delayed":  # a format alone knows no amax, and encodes under a scale of 1
+        recipe = recipes.DelayedScaling(first_scale_from_amax=False)
     module = nn.Linear(256, 192, device="cuda", dtype=torch.bfloat16)
     x, dy = torch.randn(128, 256, device="cuda").bfloat16(), torch.randn(128, 192, device="cuda").bfloat16()
     duotone.convert(module, recipe)

@@ -13,6 +13,11 @@ from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
 from duotone.state import delayed
 
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+
 RECIPE = DelayedScaling(amax_history_len=4)
 
 

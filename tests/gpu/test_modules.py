@@ -105,7 +105,9 @@ def test_moe_gives_the_values_of_its_experts(name) -> None:
 )
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise"])
 def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch) -> None:
-    moe = duotone.MoE(128, 256, 4, recipe=recipes.load(name), **CUDA)
+    # a first delayed scale makes the host look once
+    recipe = recipes.load(name) if name != "fp8-delayed" else recipes.DelayedScaling(first_scale_from_amax=False)
+    moe = duotone.MoE(128, 256, 4, recipe=recipe, **CUDA)
     twin = copy.deepcopy(moe)
     x, dy = (torch.randn(60, 128, device="cuda").bfloat16() for _ in range(2))
 

@@ -92,3 +92,13 @@ def test_nothing_is_said_where_no_seed_is_missing(case: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         draw(m)
+
+
+def test_seeds_restored_before_the_weights_are_those_of_the_checkpoint() -> None:
+    model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), duotone.recipes.load("nvfp4"), rules=())
+    weights, seeds_of = model.state_dict(), duotone.rng_state(model)
+    duotone.load_rng_state(model, seeds_of)
+    model.load_state_dict(weights)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 32))

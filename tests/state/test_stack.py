@@ -429,6 +429,7 @@ def test_a_reduction_group_is_a_group_of_this_process_or_its_name() -> None:
         duotone.autocast(recipe=MX, amax_reduction_group=3)
 
 
+@pytest.mark.filterwarnings("ignore:this thread was started outside")  # of regions that tests above left open
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_backward_in_another_thread_never_reads_the_stack(reentrant) -> None:
     """As on a GPU: a recompute goes as its forward went, in a thread that does not know its region."""

@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 
 import duotone
@@ -18,6 +19,7 @@ def names_of(number: str) -> list[str]:
     return [name for name in vars(traced.PLANS) if name.startswith(f"{number}_")]
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of processes of other tests, which end as this one collects
 def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
     m, x = linear(recipes.load("bf16")), torch.randn(4, 16, requires_grad=True)
     for _ in range(12):

@@ -107,13 +107,17 @@ def _own_cache() -> Iterator[None]:
 
 @functools.cache
 def cache_folder() -> str:
-    """A folder for compiled casts that belongs to this user, and that not everyone may write to.
+    """A folder for compiled casts that belongs to this user, and that nobody else may write to.
 
     The one that TORCHINDUCTOR_CACHE_DIR names, else one below XDG_CACHE_HOME (~/.cache); where neither is the user's
-    own, a new one that goes with the process.
+    own, a new one that goes with the process. The folder that torch names by itself, a temporary one, does not count.
     """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    named = os.environ.get(FOLDER, "")
+    named = "" if named == os.path.abspath(default_cache_dir()) else named
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    for path in (os.environ.get(FOLDER, ""), os.path.join(os.path.expanduser(base), "duotone", "inductor")):
+    for path in (named, os.path.join(os.path.expanduser(base), "duotone", "inductor")):
         if os.path.isabs(path) and _is_own(path):
             return path
     folder = tempfile.mkdtemp(prefix="duotone_")
@@ -129,4 +133,4 @@ def _is_own(path: str) -> bool:
         return False
     if not hasattr(os, "getuid"):  # Windows, whose temporary folders are the user's own
         return True
-    return status.st_uid == os.getuid() and not status.st_mode & 0o002 and os.access(path, os.W_OK | os.X_OK)
+    return status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(path, os.W_OK | os.X_OK)

@@ -38,7 +38,7 @@ def unrotate(y: Tensor) -> Tensor:
 
 
 def _apply(x: Tensor, matrix: Tensor) -> Tensor:
-    groups = x.unflatten(1, (-1, SIZE)).to(torch.float32)
+    groups = x.reshape(x.shape[0], x.shape[1] // SIZE, SIZE).to(torch.float32)
     total = groups[..., 0:1] * matrix[0]
     for i in range(1, SIZE):  # the order of the sum is part of the meaning
         total = total + groups[..., i : i + 1] * matrix[i]

@@ -1,6 +1,7 @@
 """Planes of a weight kept between the microbatches of a step."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,10 @@ class WeightCache:
         self.stamp, self.planes = None, Planes(None, None)
 
     def make(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        with torch.inference_mode(False), torch.no_grad():  # what is kept is no inference tensor, and has no graph
+        # What is kept is no inference tensor and has no graph. Elsewhere inference_mode(False) would turn on what tells
+        # the forward of an autograd.Function from others.
+        infers = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if infers else nullcontext(), torch.no_grad():
             made = quantizer.encode(x, usage, ctx)
         stamp = self._stamp_of(x, quantizer)
         self.stamp, self.planes = stamp, made if stamp is not None else Planes(None, None)
@@ -62,6 +66,10 @@ class WeightCache:
         row, col = self.planes
         if self.stamp is None or self.stamp != self._stamp_of(x, quantizer):
             return self.make(x, quantizer, usage, ctx)
+        follows = quantizer.columnwise_source == "original" and row is not None and quantizer.columnwise == row.format
+        if usage.columnwise and col is None and row is not None and follows:
+            col = row.transposed()  # without a scale anew, which a recompute could not ask for
+            self.planes = Planes(row, col)
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             usage = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
             return self.make(x, quantizer, usage, ctx)

@@ -36,7 +36,7 @@ from duotone.tensor.fsdp import tell_shards
 
 CACHES = ("_caches", "_queues", "_wgrad_hooks")
 UNNAMED = Site(named=False)
-LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region", seeds.LOADED)
+LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region", seeds.LOADED, seeds.RESTORED)
 OWN = ("recipe", "rules", "module_name", "site", "layout", "_roles", "_number", "_saved", "_warned", *LIVE)
 """Attributes that `adopt` gives and `release` takes away."""
 

@@ -120,13 +120,21 @@ def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             raise UserError(f"seed {name!r} must be an int64 tensor of one element, as rng_state gives it")
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
+    for module in model.modules():
+        if module._buffers.get(BUFFER) is not None:
+            module.__dict__[RESTORED] = module._buffers[BUFFER]._version  # type: ignore[union-attr]
 
 
-LOADED = "_loaded_without_seed"
+LOADED, RESTORED = "_loaded_without_seed", "_seed_restored_at"
 
 
 def note_load(module: Any) -> None:
-    """Values came from a checkpoint, which holds no seed; a write to the seed afterwards is seen by its version."""
+    """Values came from a checkpoint, which holds no seed; a write to the seed afterwards is seen by its version.
+
+    A seed that was restored before, and drawn from by nobody since, counts as that of the checkpoint.
+    """
+    if module.__dict__.get(RESTORED) == module._buffers[BUFFER]._version:
+        return
     module.__dict__[LOADED] = module._buffers[BUFFER]._version
 
 

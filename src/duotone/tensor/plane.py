@@ -177,12 +177,12 @@ def encode_once(
     of_row = of_col = live = None
     if row is not None and row.is_delayed:
         slot = ctx.slots[0]
-        if slot is None:
+        if slot is None or (made is not None and slot.is_new):  # which measures the matrix itself, not what makes it
             return None
         of_row, live = slot.place(x)
     elif col is not None and col.is_delayed:
         slot = ctx.slots[1] or ctx.slots[0]
-        if slot is None:
+        if slot is None or (made is not None and slot.is_new):
             return None
         of_col, live = slot.place(x)
     if made is None:
