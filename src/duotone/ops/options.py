@@ -112,6 +112,8 @@ def layout(mode: str | None, group: Any, sequence_parallel: bool, tp_size: int =
     """The layout of `parallel_mode` in a process group, whose size a `tp_size` above 1 repeats."""
     if mode not in LAYOUTS:
         raise UserError(f"parallel_mode {mode!r} is unknown; allowed are None, 'column' and 'row'")
+    if not isinstance(tp_size, int) or tp_size < 1 or (mode is None and tp_size != 1):
+        raise UserError(f"tp_size is {tp_size!r}; it repeats the size of tp_group beside parallel_mode: leave it out")
     if mode is None and sequence_parallel:
         raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
     if mode is not None and group is None:

@@ -174,7 +174,7 @@ class Writes(Tensor):
         with torch.no_grad():
             piece = self[index]
         if isinstance(piece, Writes) and not piece.shares_scale:
-            super().__setitem__(index, value)  # type: ignore[misc]
+            super().__setitem__(index, value)  # pyright: ignore[reportCallIssue]
             return
         values = self.dequantize(torch.float32).clone()
         values[index] = plain(value)
