@@ -287,3 +287,12 @@ def test_repr_never_raises() -> None:
     t.update_usage(rowwise=False, columnwise=False)
     assert repr(t) == "QuantizedTensor(shape=(4, 4), dtype=torch.float32, no planes)"
     assert repr(torch.nn.Parameter(QUANTIZERS["mxfp8"].make_empty((0, 4)))).startswith("QuantizedTensor(")
+
+
+def test_a_pickled_buffer_whose_elements_share_memory_is_refused() -> None:
+    """A write into it would meet itself."""
+    t = QUANTIZERS["fp8"].quantize(torch.randn(32, 64))
+    assert t.planes.rowwise is not None
+    t.planes.rowwise.parts["codes"] = torch.zeros(1, dtype=torch.uint8).expand(32, 64)
+    with pytest.raises(UserError, match="save it again"):
+        pickle.loads(pickle.dumps(t))

@@ -137,6 +137,8 @@ def _require_whole(prefix: str, state: DelayedState | None, parts: dict[str, Ten
 
 def _places(model: nn.Module) -> dict[str, Place]:
     """Each state that the model has or may get, by full name."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the states of a model were asked for; got {type(model).__name__}: pass the nn.Module")
     found: dict[str, Place] = {}
     for name, module in model.named_modules():
         if isinstance(module, DelayedState):

@@ -260,7 +260,7 @@ class DelayedSlot(Slot):
     def _start(self, state: DelayedState, slots: slice, amaxes: Tensor, mode: int) -> Tensor:
         """The scale of the first slot, fp32 (1,), where some may be new; an evaluation keeps none."""
         if self.group and state.history.reduce_amax and mode != USE:
-            require_same([f"{state.name} {slots}"], amaxes.device, self.group)
+            require_same([f"{state.name} from slot {slots.start}"], amaxes.device, self.group)
             amaxes = all_reduce(history.finite(amaxes), "max", self.group)
         return state.start(slots, amaxes, mode != USE)[self.index : self.index + 1]
 

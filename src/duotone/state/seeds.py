@@ -149,4 +149,6 @@ def warn_of_load(module: Any, count: int) -> None:
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the seeds of a model were asked for; got {type(model).__name__}: pass the nn.Module")
     return {name: buffer for name, buffer in model.named_buffers() if name.split(".")[-1] == BUFFER}

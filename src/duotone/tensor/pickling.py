@@ -35,9 +35,22 @@ def _plane(described: Any) -> Plane | None:
     own = codes.dtype if isinstance(codes, Tensor) and codes.dtype in HIGH_PRECISION_DTYPES else None
     wanted = {part: (spec.shape, spec.dtype or own, torch.strided) for part, spec in specs.items()}
     got = {n: (tuple(p.shape), p.dtype, p.layout) for n, p in parts.items() if type(p) is Tensor}
-    if wanted != got or len(got) != len(parts) or len({p.device for p in parts.values()}) != 1:
+    overlapping = fmt.scale_codec != "" and any(
+        _overlaps(p) for p in parts.values() if type(p) is Tensor
+    )  # a later write would meet itself
+    if wanted != got or len(got) != len(parts) or len({p.device for p in parts.values()}) != 1 or overlapping:
         raise UserError(f"the buffers of a pickled {name} plane are not those of a {shape} matrix; save it again")
     return Plane(fmt, dict(parts), (shape[0], shape[1]))
+
+
+def _overlaps(buffer: Tensor) -> bool:
+    """Whether two elements may share a place in memory."""
+    reach = 0
+    for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _extents(shape: Any, count: int | None = None) -> tuple[int, ...]:
