@@ -19,7 +19,6 @@ from tensor_cases import (
     snapshot,
 )
 
-from duotone import formats
 from duotone.errors import UsageError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
@@ -420,15 +419,3 @@ def test_wider_reads_are_rounded_once(read) -> None:
         assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
         with torch.inference_mode():
             assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4"])
-def test_a_step_of_torch_rounds_once(name) -> None:
-    """SGD on a bf16 weight encodes the fp32 result, not its bf16 rounding."""
-    q = Quantizer(formats.get(name), formats.get(name))
-    weight = torch.nn.Parameter(q.quantize(torch.randn(64, 96).bfloat16()))
-    start = weight.detach().dequantize(torch.float32)
-    weight.grad = torch.randn(64, 96).bfloat16()
-    torch.optim.SGD([weight], lr=0.1).step()
-    want = q.quantize(start.add(weight.grad.float(), alpha=-0.1))
-    assert torch.equal(weight.detach().rowwise_codes, want.rowwise_codes)

@@ -263,29 +263,13 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-NARROW = (torch.bfloat16, torch.float16)
-
-
 def run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a writing operation on dequantized values and requantize every argument that it wrote.
-
-    Values and operands are fp32, so that what is encoded was rounded once; random numbers are drawn in the own dtype.
-    """
+    """Run a writing operation on dequantized values and requantize every argument that it wrote."""
     targets = written_arguments(func, args, kwargs)
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    written = {id(target) for target in targets}
-    draws = torch.Tag.nondeterministic_seeded in func.tags
-
-    def operand(value: Any) -> Any:
-        if draws or not isinstance(value, Tensor) or value.dtype not in NARROW:
-            return unshared(value)
-        if isinstance(value, Writes):
-            return value.values(torch.float32)
-        return value if id(value) in written else value.to(torch.float32)
-
-    plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
+    plain_args, plain_kwargs = tree_map(unshared, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     returned: dict[int, Any] = {}
     for target, value in zip(targets, written_arguments(func, plain_args, plain_kwargs), strict=True):
