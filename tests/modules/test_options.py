@@ -820,5 +820,7 @@ def test_a_number_of_ranks_without_their_group_is_refused(make, message) -> None
 
 def test_a_number_of_ranks_may_repeat_the_groups() -> None:
     assert duotone.Linear(8, 8, parallel_mode="column", tp_group=Ranks(), tp_size=2).weight.shape == (4, 8)
-    assert duotone.Linear(8, 8, tp_size=2).weight.shape == (8, 8)
+    for wrong in (2, 0, "x"):
+        with pytest.raises(UserError, match="it repeats the size of tp_group beside parallel_mode"):
+            duotone.Linear(8, 8, tp_size=wrong)
     assert duotone.TransformerLayer(8, 8, 2, tp_size=1).self_attention.proj.layout.mode is None
