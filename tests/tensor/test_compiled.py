@@ -1,8 +1,10 @@
 """Quantizing inside of torch.compile(fullgraph=True) has the bytes and the gradients of eager."""
 
+import dataclasses
+
 import pytest
 import torch
-from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, pair, same, same_bits
+from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, get, pair, same, same_bits
 
 from duotone.tensor import History, QuantizeContext, QuantizedTensor, Quantizer
 from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
@@ -77,3 +79,14 @@ def test_histories_come_along() -> None:
     delayed = QUANTIZERS["fp8_delayed"].rowwise
     q = Quantizer(delayed, delayed, history=History(margin=2, amax_history_len=4))
     assert compiled(lambda x: q.quantize(x))(X).quantizer == q
+
+
+def test_all_parameters_of_a_history_reach_a_tensor_that_compiled_code_quantizes() -> None:
+    """The graph takes them one by one: a new one must not be left out."""
+    history = History(1, 7, "most_recent", None, False, False, 3.0, False)
+    changed = [getattr(history, f.name) != getattr(History(), f.name) for f in dataclasses.fields(History)]
+    assert changed == [f.name != "scaling_factor_compute_algo" for f in dataclasses.fields(History)]
+    fmt = get("fp8_e4m3_delayed")
+    quantizer = Quantizer(fmt, fmt, history=history)
+    made = compiled(lambda x: quantizer.quantize(x))(torch.randn(16, 32))
+    assert made.quantizer.history == history

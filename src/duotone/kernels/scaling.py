@@ -20,6 +20,7 @@ def kind(codec):
 
 @triton.constexpr_function
 def hides(codec):
+    """Whether HIDES was added."""
     return codec >= 4
 
 
@@ -44,15 +45,15 @@ def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
 
 
 @triton.jit
-def exponent(amax, reciprocal, HIDES: tl.constexpr):
-    """The biased exponent of amax * reciprocal rounded up to a power of two: 255 for NaN, 254 for infinity where it
-    HIDES, else 255."""
+def exponent(amax, reciprocal, CAPPED: tl.constexpr):
+    """The biased exponent of amax * reciprocal rounded up to a power of two: 255 for NaN, 254 for infinity where it is
+    CAPPED, else 255."""
     ratio = (amax * reciprocal).to(tl.int32, bitcast=True)
     field, mantissa = ratio >> 23, ratio & 0x007FFFFF
     made = field + (mantissa > 0).to(tl.int32)
-    made = tl.minimum(made, 254 if HIDES else 255)  # which no finite ratio reaches
+    made = tl.minimum(made, 254 if CAPPED else 255)  # which no finite ratio reaches
     made = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), made)
-    if HIDES:
+    if CAPPED:
         made = tl.where((field == 255) & (mantissa > 0), 255, made)
     return made
 
