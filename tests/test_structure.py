@@ -11,8 +11,8 @@ import duotone
 
 ROOT = Path(duotone.__file__).parent
 ORDER = (
-    "errors formats kernels comm dispatch tensor recipes state linear ops modules attention distributed optim "
-    "convert observe export report lab cli __init__ __main__"
+    "errors formats kernels comm dispatch tensor recipes state pipeline linear planned ops modules attention optim "
+    "conversion observe compat report lab cli __init__ __main__"
 ).split()
 FILES = sorted(ROOT.rglob("*.py"))
 CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLevelScale", "FourOverSixScale"}

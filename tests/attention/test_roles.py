@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import CustomRecipe, IdentityQuantizer, QuantizerRole, recipes
 from duotone.attention import DotProductAttention, MultiheadAttention, TransformerLayer
+from duotone.compat import MXFP8Quantizer
+from duotone.compat.factories import RECIPES
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import Rule, RuleRecipe
-from duotone.recipes.zoo import RECIPES
-from duotone.tensor import MXFP8Quantizer
 
 DPA = recipes.load("nvfp4-linear-fp8-dpa")
 

@@ -12,7 +12,7 @@ from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.dispatch import worth
 from duotone.errors import RecipeError
 from duotone.linear import Setting, build_plan
-from duotone.linear.operand import ALIASED
+from duotone.linear.plane_source import ALIASED
 from duotone.recipes import QuantizerRole, Rule
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")

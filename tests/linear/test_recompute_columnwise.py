@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import observe, recipes
-from duotone.ops import handover
+from duotone.ops import fused_cast
 
 NAMES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"]
 
@@ -246,7 +246,7 @@ def test_the_gradient_that_comes_in_goes_before_the_products(monkeypatch) -> Non
         alive.append(reference() is not None)
         raise InterruptedError
 
-    monkeypatch.setattr(handover.CastBackward, "run_backward", watched)
+    monkeypatch.setattr(fused_cast.CastBackward, "run_backward", watched)
     for parts in (
         [duotone.ops.RMSNorm(96), duotone.ops.Linear(96, 64), duotone.ops.GELU(), duotone.ops.Linear(64, 64)],
         [duotone.ops.Linear(96, 64), duotone.ops.GELU(), duotone.ops.Linear(64, 64)],

@@ -6,9 +6,9 @@ from torch import nn
 
 import duotone
 from duotone import Quantizer, formats, recipes
+from duotone.compat import MXFP8Quantizer
 from duotone.errors import UserError
 from duotone.recipes import HighPrecision
-from duotone.tensor import MXFP8Quantizer
 
 INPUTS = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(3, 32), torch.ones(5, 32)]),

@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import CustomRecipe, QuantizedTensor, Quantizer, QuantizerRole, formats, recipes
-from duotone.ops.boundary import BOUNDARY
+from duotone.compat import MXFP8Quantizer
+from duotone.planned.boundary import BOUNDARY
 from duotone.recipes import Rule, RuleRecipe
-from duotone.tensor import MXFP8Quantizer
 from duotone.tensor.context import QuantizeContext
 
 E5M2 = formats.get("fp8_e5m2_row")

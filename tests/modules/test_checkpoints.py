@@ -8,7 +8,7 @@ from torch import nn
 
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, QuantizedTensor, recipes
-from duotone.tensor import Float8CurrentScalingQuantizer, MXFP8Quantizer
+from duotone.compat import Float8CurrentScalingQuantizer, MXFP8Quantizer
 
 HYBRID = recipes.load("mxfp8-fwd-nvfp4-bwd")
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
+from duotone.compat import MXFP8Quantizer
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
-from duotone.tensor import MXFP8Quantizer
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 

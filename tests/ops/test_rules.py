@@ -11,11 +11,11 @@ from torch import Tensor
 import duotone
 from duotone import QuantizerRole, UserError, ops, recipes
 from duotone.dispatch.norms import RowNorm
-from duotone.linear.stage import Stage
 from duotone.modules import LayerNormLinear, LayerNormMLP
-from duotone.ops import handover
-from duotone.ops.op import signal_of
-from duotone.ops.rules import RULES, rewrite
+from duotone.ops import fused_cast
+from duotone.pipeline.op import signal_of
+from duotone.pipeline.rewrites import RULES, rewrite
+from duotone.pipeline.stage import Stage
 from duotone.tensor import Quantizer
 
 DTYPE = torch.bfloat16
@@ -76,8 +76,8 @@ NORM, ACT, OF_NORM = "NormStage", "ActivationStage", "NormBackward"
 def test_the_shipped_rules_are_these() -> None:
     assert RULES.rules == {
         "both": [],
-        "forward": [handover.cast_forward],
-        "backward": [handover.cast_backward, handover.norm_backward],
+        "forward": [fused_cast.cast_forward],
+        "backward": [fused_cast.cast_backward, fused_cast.norm_backward],
     }
 
 
@@ -205,9 +205,9 @@ def test_removing_every_rule_changes_no_bit(name, override, kind) -> None:
     expected = steps(kind, recipe)
     with only():
         assert equal(steps(kind, recipe), expected)
-    with only((handover.cast_forward, "forward")):  # the backward takes what a fused forward kept
+    with only((fused_cast.cast_forward, "forward")):  # the backward takes what a fused forward kept
         assert equal(steps(kind, recipe), expected)
-    with only((handover.cast_backward, "backward")):
+    with only((fused_cast.cast_backward, "backward")):
         assert equal(steps(kind, recipe), expected)
 
 

@@ -6,9 +6,9 @@ from torch import nn
 
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, Quantizer, formats, recipes
+from duotone.compat.quantizers import MXFP8Quantizer
 from duotone.errors import RecipeError
 from duotone.recipes import QuantizerRole, align_size
-from duotone.tensor.vocabulary import MXFP8Quantizer
 
 WEIGHT = QuantizerRole("linear", "weight", "proj")
 

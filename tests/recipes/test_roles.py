@@ -3,9 +3,10 @@
 import pytest
 
 from duotone import recipes
+from duotone.compat import RecipeState
+from duotone.compat import factories as zoo
 from duotone.errors import RecipeError
-from duotone.recipes import CustomRecipe, QuantizerRole, zoo
-from duotone.state import RecipeState
+from duotone.recipes import CustomRecipe, QuantizerRole
 
 
 @pytest.mark.parametrize(

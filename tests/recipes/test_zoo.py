@@ -5,7 +5,8 @@ import torch
 
 import duotone
 from duotone import recipes
-from duotone.recipes import CustomRecipe, QuantizerRole, zoo
+from duotone.compat import factories as zoo
+from duotone.recipes import CustomRecipe, QuantizerRole
 
 LINEAR_ROLES = [
     QuantizerRole(module_type, tensor_type, "a.b")

@@ -7,9 +7,9 @@ import torch
 
 import duotone
 from duotone import recipes
+from duotone.compat import RecipeState
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest, QuantizerRole
-from duotone.state import RecipeState
 from duotone.tensor import History, Quantizer
 
 FORWARD = [QuantizerRole("linear", kind, "a") for kind in ("input", "weight", "output")]

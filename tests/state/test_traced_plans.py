@@ -7,8 +7,8 @@ import torch
 
 import duotone
 from duotone import CustomRecipe, recipes
-from duotone.state import traced
-from duotone.tensor import IdentityQuantizer
+from duotone.compat import IdentityQuantizer
+from duotone.state import traced_stages as traced
 
 
 def linear(recipe: recipes.Recipe) -> duotone.Linear:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, get, pair, same, same_bits
 
+from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
 from duotone.tensor import History, QuantizeContext, QuantizedTensor, Quantizer
-from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer
 
 X = torch.randn(48, 80, generator=torch.Generator().manual_seed(4))
 

@@ -9,11 +9,8 @@ import torch
 from tensor_cases import BOTH, COLUMN, QUANTIZERS, ROW, Slot, every_quantizer, get, pair, same, same_parts, snapshot
 
 from duotone import Quantizer, formats
-from duotone.errors import RecipeError, UserError
-from duotone.recipes.delayed import DelayedScalingRequest
-from duotone.tensor import LOCAL, Plane, QuantizeContext, QuantizerHandle, Usage
-from duotone.tensor.history import History
-from duotone.tensor.vocabulary import (
+from duotone.compat import QuantizerHandle
+from duotone.compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -22,6 +19,10 @@ from duotone.tensor.vocabulary import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from duotone.errors import RecipeError, UserError
+from duotone.recipes.delayed import DelayedScalingRequest
+from duotone.tensor import LOCAL, Plane, QuantizeContext, Usage
+from duotone.tensor.history import History
 
 
 def delayed(scale: float = 2.0) -> Float8Quantizer:

@@ -3,8 +3,9 @@
 import torch
 from tensor_cases import QUANTIZERS, every_dtype, pair, planes_of, same_bits, same_parts, snapshot
 
-from duotone.tensor import IdentityQuantizer, QuantizedTensor
-from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer
+from duotone.compat import IdentityQuantizer
+from duotone.compat.quantizers import Float8CurrentScalingQuantizer
+from duotone.tensor import QuantizedTensor
 
 ID = QUANTIZERS["identity"]
 

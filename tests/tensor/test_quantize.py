@@ -26,9 +26,10 @@ from tensor_cases import (
 from torch._subclasses import FakeTensorMode
 
 from duotone import formats
+from duotone.compat import QuantizerHandle
+from duotone.compat.quantizers import Float8CurrentScalingQuantizer, MXFP8Quantizer
 from duotone.errors import UserError
-from duotone.tensor import LOCAL, QuantizeContext, QuantizedTensor, QuantizerHandle, Usage
-from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, MXFP8Quantizer
+from duotone.tensor import LOCAL, QuantizeContext, QuantizedTensor, Usage
 
 SHAPE = (48, 80)
 HIDDEN = QuantizeContext(propagate=False)

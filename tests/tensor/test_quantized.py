@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from duotone import Quantizer, formats
-from duotone.errors import UsageError, UserError
-from duotone.tensor import BOTH, QuantizedTensor, Usage
-from duotone.tensor.vocabulary import (
+from duotone.compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     HybridQuantizer,
@@ -14,6 +12,8 @@ from duotone.tensor.vocabulary import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
+from duotone.errors import UsageError, UserError
+from duotone.tensor import BOTH, QuantizedTensor, Usage
 
 MX = Quantizer(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3"))
 FP8 = Quantizer(formats.get("fp8_e4m3_tensor"), formats.get("fp8_e4m3_tensor"))

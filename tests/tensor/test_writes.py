@@ -19,9 +19,9 @@ from tensor_cases import (
     snapshot,
 )
 
+from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import UsageError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
-from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
 X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()

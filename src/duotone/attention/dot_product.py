@@ -12,7 +12,7 @@ from duotone.attention.meeting import UNNAMED, MeetsRecipes
 from duotone.attention.request import SLOTS, answer
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
-from duotone.ops.consumers import BoundaryRoles
+from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast import HIGH_PRECISION

@@ -11,7 +11,7 @@ from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError
 from duotone.modules import LayerNorm, LayerNormMLP, RMSNorm
-from duotone.ops.consumers import InnerBoundaryRoles
+from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe
 
 

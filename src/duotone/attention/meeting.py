@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from duotone.ops.consumers import KnownRoles
+from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
 from duotone.state.autocast import active_region

@@ -13,7 +13,7 @@ from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
-from duotone.ops.consumers import InnerBoundaryRoles
+from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 

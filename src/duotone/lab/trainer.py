@@ -17,7 +17,7 @@ from duotone.lab.checkpoint import Checkpoint
 from duotone.lab.data import Corpus
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.presets import Preset
-from duotone.ops.planned import Planned
+from duotone.planned.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule
 
 FLOOR = 0.1

@@ -14,10 +14,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.linear.operand import Operand
 from duotone.linear.plan import LinearPlan
+from duotone.linear.plane_source import Operand
 from duotone.linear.sink import GRADIENT, Sink
-from duotone.linear.stage import Kept, Stage
+from duotone.pipeline.stage import Kept, Stage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
 

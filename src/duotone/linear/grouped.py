@@ -12,7 +12,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.plan import LinearPlan
-from duotone.linear.stage import Kept, Stage
+from duotone.pipeline.stage import Kept, Stage
 
 PER_LINEAR = 3
 """Things that each linear keeps."""

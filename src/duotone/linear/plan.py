@@ -16,11 +16,11 @@ from duotone.dispatch.casts import can_read_once
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.gemms import GemmPlan as GemmPlan
-from duotone.linear.gemms import gemm_plan
+from duotone.linear.backward_operand import RECOMPUTED, REMADE, SOURCES, Source
+from duotone.linear.gemm_plan import GemmPlan as GemmPlan
+from duotone.linear.gemm_plan import gemm_plan
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.operand import DEQUANTIZED, ENCODED, HELD, Operand, encoding
-from duotone.linear.source import RECOMPUTED, REMADE, SOURCES, Source
+from duotone.linear.plane_source import DEQUANTIZED, ENCODED, HELD, Operand, encoding
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match

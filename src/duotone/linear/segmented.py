@@ -12,16 +12,16 @@ from torch import Tensor
 
 from duotone.dispatch import segments as native
 from duotone.dispatch.products import put
+from duotone.linear.backward_operand import SOURCES
 from duotone.linear.cache import Refreshed, Reused
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.encoders import Cached, Encoder, Fresh
 from duotone.linear.grouped import GroupedStage, host_splits
 from duotone.linear.layout import WHOLE
-from duotone.linear.operand import ENCODED
 from duotone.linear.plan import GemmPlan
+from duotone.linear.plane_source import ENCODED
 from duotone.linear.sink import GRADIENT
-from duotone.linear.source import SOURCES
-from duotone.linear.stage import Kept
+from duotone.pipeline.stage import Kept
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,11 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.ops import boundary
 from duotone.ops.basic import MakeExtraOutput
-from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
-from duotone.ops.op import Op, run
+from duotone.pipeline.op import Op, run
+from duotone.planned import boundary
+from duotone.planned.linear import Linear
 
 
 class LayerNormLinear(Linear):

@@ -9,14 +9,14 @@ from torch.utils.checkpoint import checkpoint
 
 from duotone.ops.activation import ActivationOp
 from duotone.ops.basic import MakeExtraOutput
-from duotone.ops.consumers import InnerBoundaryRoles
-from duotone.ops.initialising import materialise
-from duotone.ops.linear import Linear
 from duotone.ops.norm import NormOp
-from duotone.ops.op import Op, run
-from duotone.ops.parameters import drop_empty_extra_state
-from duotone.ops.planned import below
 from duotone.ops.sequential import is_plain, run_modules
+from duotone.pipeline.op import Op, run
+from duotone.pipeline.slot_roles import InnerBoundaryRoles
+from duotone.planned.initialisation import materialise
+from duotone.planned.linear import Linear
+from duotone.planned.planned import below
+from duotone.planned.quantized_parameters import drop_empty_extra_state
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole, Site
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
-from duotone.ops.consumers import KnownRoles
-from duotone.ops.grouped import GroupedLinear
-from duotone.ops.initialising import materialise
-from duotone.ops.planned import below
 from duotone.ops.sequential import run_modules
+from duotone.pipeline.slot_roles import KnownRoles
+from duotone.planned.grouped_linear import GroupedLinear
+from duotone.planned.initialisation import materialise
+from duotone.planned.planned import below
 from duotone.recipes.recipe import Recipe
 
 

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from duotone.observe.storages import sizes, storages
 from duotone.observe.workspace import PipelineCall
-from duotone.ops.op import Op
-from duotone.ops.pipeline import RUNNER
+from duotone.pipeline.autograd import RUNNER
+from duotone.pipeline.op import Op
 
 OUTSIDE = "(outside)"
 """The owner of what is saved outside of any call of a module, such as by the loss."""

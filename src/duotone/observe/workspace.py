@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from duotone.observe.storages import LiveStorages
-from duotone.ops.pipeline import PipelineFunction, Stages
+from duotone.pipeline.autograd import PipelineFunction, Stages
 from duotone.tensor import QuantizedTensor
 
 Shell = Callable[[], Any]

@@ -1,6 +1,6 @@
 """Fusible ops: stages that one autograd function runs, and the modules that are one stage each."""
 
-from duotone.ops import handover as handover
+from duotone.ops import fused_cast as fused_cast
 from duotone.ops.activation import GEGLU as GEGLU
 from duotone.ops.activation import GELU as GELU
 from duotone.ops.activation import GLU as GLU
@@ -29,12 +29,12 @@ from duotone.ops.basic import Reshape as Reshape
 from duotone.ops.collective import AllGather as AllGather
 from duotone.ops.collective import AllReduce as AllReduce
 from duotone.ops.collective import ReduceScatter as ReduceScatter
-from duotone.ops.grouped import GroupedLinear as GroupedLinear
-from duotone.ops.linear import BasicLinear as BasicLinear
-from duotone.ops.linear import Linear as Linear
 from duotone.ops.norm import L2Normalization as L2Normalization
 from duotone.ops.norm import LayerNorm as LayerNorm
 from duotone.ops.norm import RMSNorm as RMSNorm
-from duotone.ops.rules import register_rule as register_rule
-from duotone.ops.rules import unregister_rule as unregister_rule
 from duotone.ops.sequential import Sequential as Sequential
+from duotone.pipeline.rewrites import register_rule as register_rule
+from duotone.pipeline.rewrites import unregister_rule as unregister_rule
+from duotone.planned.grouped_linear import GroupedLinear as GroupedLinear
+from duotone.planned.linear import BasicLinear as BasicLinear
+from duotone.planned.linear import Linear as Linear

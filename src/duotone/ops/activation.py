@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
-from duotone.linear.stage import Kept, Stage
-from duotone.ops.op import Op, Signal
+from duotone.pipeline.op import Op, Signal
+from duotone.pipeline.stage import Kept, Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
+from duotone.linear.backward_operand import SOURCES
 from duotone.linear.core import as_matrix
-from duotone.linear.source import SOURCES
-from duotone.linear.stage import Kept, Stage
-from duotone.ops.initialising import materialise
-from duotone.ops.op import Op, Signal, region_of_call
+from duotone.pipeline.op import Op, Signal, region_of_call
+from duotone.pipeline.stage import Kept, Stage
+from duotone.planned.initialisation import materialise
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from duotone.comm import all_gather, all_reduce, reduce_scatter
-from duotone.linear.stage import Kept, Stage
 from duotone.ops.basic import BasicOp
-from duotone.ops.op import Signal
+from duotone.pipeline.op import Signal
+from duotone.pipeline.stage import Kept, Stage
 
 Collective = Callable[[Tensor, str], Tensor]
 

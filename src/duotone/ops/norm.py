@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from duotone.dispatch.norms import NORMS, widened
 from duotone.errors import UserError
-from duotone.linear.stage import Kept, Stage
-from duotone.ops.initialising import materialise
-from duotone.ops.op import Op, Signal
+from duotone.pipeline.op import Op, Signal
+from duotone.pipeline.stage import Kept, Stage
+from duotone.planned.initialisation import materialise
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.ops.channels import INPUTS, InOrder, Routing, are_used, bound, check_channels, public_inputs
-from duotone.ops.consumers import KnownRoles
-from duotone.ops.op import Op, run
+from duotone.pipeline.channels import INPUTS, InOrder, Routing, are_used, bound, check_channels, public_inputs
+from duotone.pipeline.op import Op, run
+from duotone.pipeline.slot_roles import KnownRoles
 
 NOTHING: Mapping[Any, Any] = {}
 

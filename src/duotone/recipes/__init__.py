@@ -1,6 +1,5 @@
 """Which format each tensor gets, as values: built-in recipes, rules, functions, schedules, and files."""
 
-from duotone.recipes import zoo as zoo
 from duotone.recipes.builtin import DelayedScaling as DelayedScaling
 from duotone.recipes.builtin import Float8BlockScaling as Float8BlockScaling
 from duotone.recipes.builtin import Float8CurrentScaling as Float8CurrentScaling

@@ -2,6 +2,5 @@
 
 from duotone.state.autocast import autocast as autocast
 from duotone.state.parameters import quantized_model_init as quantized_model_init
-from duotone.state.recipe_state import RecipeState as RecipeState
 from duotone.state.seeds import load_rng_state as load_rng_state
 from duotone.state.seeds import rng_state as rng_state

@@ -14,11 +14,3 @@ from duotone.tensor.quantizer import Quantizer as Quantizer
 from duotone.tensor.saving import clear as clear
 from duotone.tensor.saving import prepare_for_saving as prepare_for_saving
 from duotone.tensor.saving import restore_from_saved as restore_from_saved
-from duotone.tensor.vocabulary import Float8BlockQuantizer as Float8BlockQuantizer
-from duotone.tensor.vocabulary import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
-from duotone.tensor.vocabulary import Float8Quantizer as Float8Quantizer
-from duotone.tensor.vocabulary import HybridQuantizer as HybridQuantizer
-from duotone.tensor.vocabulary import IdentityQuantizer as IdentityQuantizer
-from duotone.tensor.vocabulary import MXFP8Quantizer as MXFP8Quantizer
-from duotone.tensor.vocabulary import NVFP4Quantizer as NVFP4Quantizer
-from duotone.tensor.vocabulary import QuantizerHandle as QuantizerHandle

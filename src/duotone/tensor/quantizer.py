@@ -136,7 +136,7 @@ class Quantizer:
             raise UserError("a noop_flag keeps the bytes of `out`, and no `out` was given; pass the tensor to keep")
         check_source(x)
         if torch.compiler.is_compiling() and type(self) is Quantizer:
-            from duotone.tensor.traced import quantize_traced  # imports Dynamo
+            from duotone.tensor.traced_quantize import quantize_traced  # imports Dynamo
 
             return quantize_traced(self, x, usage, ctx)
         return self.quantized(x, usage, ctx)

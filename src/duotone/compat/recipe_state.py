@@ -1,0 +1,156 @@
+"""RecipeState: the quantizers of one module and direction, with the delayed scales that they share.
+
+Modules of this library resolve plans instead; this is Transformer Engine's interface to the same recipes and states.
+"""
+
+import itertools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.compat.quantizers import QuantizerHandle
+from duotone.errors import UserError
+from duotone.recipes.custom import CustomRecipe
+from duotone.recipes.delayed import check_requests
+from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
+from duotone.state.autocast import active_region
+from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
+from duotone.tensor import History, Quantizer
+from duotone.tensor.context import Slot
+
+
+class RecipeState:
+    """What a recipe means for `num_quantizers` slots. `create` makes one; `make_quantizers` gives a handle per slot."""
+
+    def __init__(
+        self, recipe: Recipe, mode: str, roles: Sequence[QuantizerRole | None], device: torch.device | str | None
+    ) -> None:
+        self.recipe, self.mode, self.roles = recipe, mode, tuple(roles)
+        self.values = [self._value(i) for i in range(len(self.roles))]
+        self.delayed: DelayedState | None = self._shared_state(device)
+
+    @classmethod
+    def create(
+        cls,
+        recipe: Recipe,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        roles: Sequence[QuantizerRole | None] | None = None,
+    ) -> "RecipeState":
+        """`mode` is "forward" or "backward". Without roles, slots are input, weight and output, or grad_output and
+        grad_input, in turn; so are slots whose role names no tensor of a linear. Raises UserError, a ValueError, where
+        the arguments do not fit each other.
+        """
+        require_recipe("RecipeState", recipe)
+        if mode not in SLOTS:
+            raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
+        if not isinstance(num_quantizers, int) or num_quantizers < 0:
+            raise UserError(f"num_quantizers is {num_quantizers!r}; it must be an integer of at least 0")
+        if roles is not None and len(roles) != num_quantizers:
+            raise UserError(
+                f"{len(roles)} roles for {num_quantizers} quantizers; give one per slot, None where unknown"
+            )
+        if roles is None:
+            if isinstance(recipe, CustomRecipe):
+                message = "a custom recipe got no roles, so that its factory sees tensor types by position alone"
+                warnings.warn(f"{message}; give RecipeState roles", stacklevel=2)
+            roles = [QuantizerRole(tensor_type=kind) for kind in itertools.islice(_positions(mode), num_quantizers)]
+        return cls(recipe, mode, roles, device)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """fp32 (n,): the encode scales of delayed slots, by slot, then second directions; None without any."""
+        return None if self.delayed is None else self.delayed.scale
+
+    @property
+    def amax_history(self) -> Tensor | None:
+        """fp32 (L, n): row 0 fills, the last row is the newest; None without delayed scaling."""
+        return None if self.delayed is None else self.delayed.amax_history
+
+    def make_quantizers(self) -> list[QuantizerHandle]:
+        """A new handle per slot. Handles of delayed slots view this state's buffers; none asks the recipe again."""
+        second = itertools.count(len(self.values))
+        return [self._handle(i, value, second) for i, value in enumerate(self.values)]
+
+    def roll(self) -> None:
+        """Update the delayed scales now, for loops without autocast and backward, which do so by themselves."""
+        if self.delayed is not None:
+            self.delayed.roll()
+
+    def _value(self, i: int) -> Quantizer:
+        require_known(self.roles[i])
+        kinds = SLOTS[self.mode]
+        return self.recipe.quantizer(self.roles[i], ANYWHERE, QuantizerRole(tensor_type=kinds[i % len(kinds)]))
+
+    def _shared_state(self, device: torch.device | str | None) -> DelayedState | None:
+        delayed = {self._slot_name(i): value for i, value in enumerate(self.values) if any(value.delayed)}
+        if not delayed:
+            return None
+        check_requests(delayed)
+        history = next((value.history for value in delayed.values() if value.history is not None), History())
+        largest = [0.0] * len(self.values)
+        for i, value in enumerate(self.values):
+            found = _largest(value)
+            largest[i : i + 1] = found[:1] or [0.0]
+        for value in self.values:
+            largest += _largest(value)[1:]
+        state = DelayedState(len(largest), history, device)
+        state.largest = largest
+        return state
+
+    def _slot_name(self, i: int) -> str:
+        role = self.roles[i]
+        return f"slot {i}" if role is None or not role.tensor_type else f"slot {i} ({role.tensor_type})"
+
+    def _handle(self, i: int, value: Quantizer, second: Any) -> QuantizerHandle:
+        row, col = value.delayed
+        if self.delayed is None or not (row or col):
+            return QuantizerHandle(value)
+        indices = (i if row else None, (next(second) if row else i) if col else None)
+        return DelayedHandle(value, self.delayed, indices, self.mode == "backward")
+
+
+class DelayedHandle(QuantizerHandle):
+    """A quantizer over slots of a `RecipeState`. `scale` and `amax` view the first one, fp32 (1,) each."""
+
+    def __init__(
+        self, value: Quantizer, state: DelayedState, indices: tuple[int | None, int | None], backward: bool
+    ) -> None:
+        super().__init__(value)
+        first = next(i for i in indices if i is not None)
+        self.state = state
+        self.scale = state.scale[first : first + 1]
+        self.amax = state.amax_history[0, first : first + 1]
+        row, col = (None if i is None else LiveSlot(state.number, i, backward) for i in indices)
+        self.slots = (row, col)
+
+
+@dataclass(frozen=True)
+class LiveSlot(Slot):
+    """A slot that always records, in the reduction group of the autocast that encloses the use."""
+
+    state: str
+    index: int
+    backward: bool
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        region = active_region()
+        group = "" if region is None else region.group
+        return DelayedSlot(self.state, self.index, group, RECORD, self.backward).scale_for(x)
+
+
+def _positions(mode: str) -> "itertools.cycle[str]":
+    return itertools.cycle(SLOTS[mode])
+
+
+def _largest(value: Quantizer) -> list[float]:
+    """The largest magnitudes of the directions that have a slot, rowwise first."""
+    sides = zip((value.rowwise, value.columnwise), value.delayed, strict=True)
+    return [fmt.largest for fmt, slot in sides if slot and fmt is not None]

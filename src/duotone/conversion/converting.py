@@ -1,0 +1,131 @@
+"""convert and revert: models in place.
+
+A converted nn.Linear only changes its class: parameters, names, hooks and state_dict keys stay as they were. Experts
+that are held as 3-D parameters keep those too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from duotone.attention import DotProductAttention
+from duotone.conversion import experts, hooked
+from duotone.conversion.fast_path import close_fast_paths, open_fast_paths
+from duotone.conversion.kept import with_kept
+from duotone.conversion.left_alone import left_alone, refuse_left_alone
+from duotone.conversion.matching import Place, report_unmatched
+from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.notices import warn_of_surprises
+from duotone.conversion.targets import CONVERTED, Target, original_class, parametrized_since, targets
+from duotone.errors import UserError
+from duotone.planned.planned import Planned
+from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.recipes.schedule import Phase, Schedule
+from duotone.state.autocast import HIGH_PRECISION
+from duotone.tensor import Quantizer
+
+
+def convert(
+    model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEAD, *, schedule: Schedule | None = None
+) -> nn.Module:
+    """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
+
+    `rules` go before any recipe, enclosing autocasts included; the default keeps the output head in high precision.
+    All phases of a `schedule` that starts with the recipe are checked; `autocast(recipe=schedule.at(step))` follows it.
+    Modules of Duotone take the recipe, their rules and full names too. Subclasses of nn.Linear with a forward of their
+    own and other modules that hold matrices are left alone; `plan` shows them, and under `strict` they are an error
+    unless rule or recipe asks for high precision. Rules that match nothing are a warning and a plan row. Raises before
+    it changes anything where a recipe cannot be used.
+    """
+    _validate(model, recipe, rules, schedule)
+    sites = sites_of(model)
+    phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
+    all_rules = with_kept(rules, model, sites, [phase.recipe for phase in phases])
+    left = left_alone(model)
+    found = targets(model, left, sites)
+    given = [_checked(target, phases, all_rules) for target in found]
+    for phase in phases:
+        for used in (phase.recipe, phase.recipe.evaluation):
+            if used is not None and used.strict:
+                refuse_left_alone(left, used, all_rules, sites)
+    places: list[Place] = [(target.module_type, target.name, target.site) for target in found]
+    places += [("linear", name, sites[name]) for name in left]
+    for phase in phases:
+        report_unmatched(phase.recipe, all_rules, places)
+    planned = list(zip(found, given, strict=True))
+    warn_of_surprises(model, recipe, all_rules, sites, left, planned)
+    for target, slots in planned:
+        target.adopt(recipe, all_rules, slots)
+    _tell_the_rest(model, recipe, [target.name for target in found])
+    close_fast_paths(model)
+    return model
+
+
+def _checked(target: Target, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
+    """What the recipe of the first phase gives the slots of a target. Raises where a phase cannot run."""
+    slots = [target.check(phase, rules) for phase in phases]
+    return slots[0]
+
+
+def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:
+    """Names and recipe for modules of Duotone that are no targets themselves: attention, and owners of linears."""
+    sites = sites_of(model)
+    for name, module in model.named_modules():
+        take = getattr(module, "take_name", None)
+        if callable(take) and name and name not in named and not isinstance(module, Planned):
+            take(name, sites[name])
+        if isinstance(module, DotProductAttention):
+            module.recipe = recipe
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Undo `convert`, in place, and return the model: every module gets its class back, and seeds and states go.
+
+    Modules that were built from Duotone stay what they are, in high precision. Quantized parameters stay as they are;
+    `convert_parameters(model, HighPrecision())` makes them plain before. Raises UserError, before anything changes,
+    where a module was parametrized after it was converted.
+    """
+    require_model("revert", model)
+    for name, module in model.named_modules():
+        if isinstance(module, Planned) and parametrized_since(module):
+            raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
+    open_fast_paths(model)
+    for module in list(model.modules()):
+        if issubclass(type(module), experts.PlannedExperts):
+            experts.release_experts(module)
+        elif isinstance(module, Planned):
+            _release(module)
+        elif isinstance(module, DotProductAttention):
+            module.recipe = HIGH_PRECISION
+    return model
+
+
+def _release(module: Any) -> None:
+    if isinstance(module, experts.ExpertsLinear):
+        return  # its owner lets go of it
+    if module.__dict__.pop(CONVERTED, False):
+        module.release()
+        hooked.change_class(module, original_class(type(module)))
+    else:
+        module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
+
+
+def _validate(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Schedule | None) -> None:
+    require_model("convert", model)
+    if isinstance(recipe, Schedule):
+        raise UserError(
+            f"convert takes a recipe, and schedule {recipe.title} one for each step: call convert(model, "
+            "schedule.at(0), schedule=schedule), and train step i under duotone.autocast(recipe=schedule.at(i))"
+        )
+    require_recipe("convert", recipe)
+    if not isinstance(schedule, Schedule | None):
+        raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
+    if schedule is not None and schedule.phases[0].recipe != recipe:
+        raise UserError(f"recipe {recipe.name} is not what schedule {schedule.title} starts with; give schedule.at(0)")
+    if not isinstance(rules, Sequence):
+        raise UserError(f"rules are a sequence of duotone.recipes.Rule; got {type(rules).__name__}: give () for none")
+    wrong = [rule for rule in rules if not isinstance(rule, Rule)]
+    if wrong:
+        raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")

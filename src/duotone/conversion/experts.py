@@ -1,0 +1,140 @@
+"""Experts of other libraries, held as 3-D parameters, as grouped linears under plans.
+
+Transformers' classes agree on a contract: `gate_up_proj` (E, 2I, H) or `up_proj` (E, I, H), `down_proj` (E, H, I), each
+maybe transposed and with `<name>_bias`, flags that say so, `_apply_gate(h)` or `act_fn`, and
+`forward(hidden_states, top_k_index, top_k_weights)`. A converted module keeps its parameters and its state_dict.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from duotone.conversion import hooked
+from duotone.errors import UserError
+from duotone.modules.routing import Routing
+from duotone.planned.grouped_linear import PlannedGroup
+from duotone.recipes.roles import Site
+from duotone.tensor import QuantizedTensor
+
+PREFIX = "planned_"
+
+
+class ExpertsLinear(PlannedGroup, nn.Module):
+    """The linears of all experts over one 3-D parameter of the module that owns it."""
+
+    def __init__(self, owner: nn.Module, parameter: str) -> None:
+        super().__init__()
+        self.__dict__["_owner"] = owner
+        self.parameter, self.transposed = parameter, bool(getattr(owner, "is_transposed", False))
+        self.num_gemms = self.whole.shape[0]
+
+    def take_name(self, name: str, site: Site) -> None:
+        super().take_name(name.replace(PREFIX, ""), site)
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The parameter, (E, out, in), or (E, in, out) where `transposed`."""
+        return getattr(self._owner, self.parameter)
+
+    @property
+    def weight(self) -> Any:  # type: ignore[override]
+        return self.whole
+
+    @property
+    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.whole,)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        whole = self.whole
+        members = tuple(self._members(whole.detach()))
+        return tuple(w.requires_grad_(whole.requires_grad) for w in members)  # type: ignore[return-value]
+
+    def whole_weights(self) -> Sequence[Tensor]:
+        return self._members(self.whole)
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        if not getattr(self._owner, "has_bias", False):
+            return (None,) * self.num_gemms
+        return tuple(getattr(self._owner, f"{self.parameter}_bias").unbind(0))
+
+    def refuse_held(self, weight: nn.Parameter) -> None:
+        if isinstance(weight, QuantizedTensor) and self.transposed:
+            raise UserError(f"{self.module_name}: a transposed parameter of experts cannot be held quantized; keep it")
+        self.refuse_crossing(weight)
+
+    def _members(self, whole: Tensor) -> Sequence[Tensor]:
+        return (whole.transpose(1, 2) if self.transposed else whole).unbind(0)
+
+
+class PlannedExperts:
+    """Mixed in before a class of experts: its linears follow plans, all else is its own."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T, H), experts (T, k) and their weights (T, k) -> (T, H)."""
+        index, by_expert = top_k_index.sort(dim=-1)  # sums go by expert, as in a loop over the experts
+        routing = Routing.of(index, self.num_experts)
+        up, down = (getattr(self, f"{PREFIX}{name}") for name in linear_names(self))
+        h = up(routing.rows(hidden_states), routing.splits)
+        h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+        y = down(h, routing.splits)
+        return routing.combine(y, top_k_weights.gather(-1, by_expert)).to(hidden_states.dtype)
+
+
+def linear_names(module: Any) -> tuple[str, str]:
+    """The two parameters of an experts module."""
+    return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several linears in 3-D parameters."""
+    own = module.named_parameters(recurse=False)
+    return any("proj" in name and not is_lazy(weight) and weight.dim() == 3 for name, weight in own)
+
+
+def reason_left_alone(module: Any) -> str:
+    """Why experts stay as they are, or "" where they can be converted."""
+    names = linear_names(module)
+    flags = ("has_gate", "has_bias", "is_transposed", "num_experts")
+    if not all(hasattr(module, flag) for flag in flags) or not all(name in module._parameters for name in names):
+        return "its 3-D parameters are laid out in a way of its own"
+    if getattr(module, "has_post_expert_norm", False):
+        return "each expert ends with a norm of its own"
+    if getattr(module, "_is_expert_parallel", False):
+        return "its experts are spread over ranks"
+    if not hasattr(module, "_apply_gate" if module.has_gate else "act_fn"):
+        return "its activation cannot be called by itself"
+    return ""
+
+
+def adopt_experts(module: Any) -> dict[str, ExpertsLinear]:
+    """Change the class of an experts module; its two linears by the name of their parameter, not yet with a recipe."""
+    made, modules = {}, module._modules
+    if not issubclass(type(module), PlannedExperts):
+        hooked.change_class(module, planned_class(type(module)))
+    for name in linear_names(module):
+        made[name] = modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name))
+    return made
+
+
+def release_experts(module: Any) -> None:
+    """Undo `adopt_experts`."""
+    for name in linear_names(module):
+        module._modules.pop(f"{PREFIX}{name}", None)
+    hooked.change_class(module, type(module).__mro__[2])
+
+
+@functools.cache
+def planned_class(kind: type) -> type:
+    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__getstate__())}
+    return type(f"Planned{kind.__name__}", (PlannedExperts, kind), members)
+
+
+def _rebuild(kind: type) -> Any:
+    """An empty module of the class that a class of experts converts to, for pickle to fill."""
+    made: Any = planned_class(kind)
+    return made.__new__(made)

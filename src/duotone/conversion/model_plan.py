@@ -1,0 +1,108 @@
+"""The table of what runs: every GEMM of every module that follows plans, and what stays in high precision and why."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from duotone.attention import DotProductAttention, MultiheadAttention
+from duotone.conversion import fast_path
+from duotone.conversion.left_alone import left_alone
+from duotone.conversion.matching import unmatched_rules
+from duotone.conversion.naming import require_model, sites_of
+from duotone.errors import UserError
+from duotone.planned.planned import Planned
+from duotone.recipes.recipe import Recipe, require_recipe
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One GEMM of one module, or one module that stays as it is (`gemm` is "-")."""
+
+    module: str
+    gemm: str
+    a: str
+    b: str
+    kernel: str
+    native: bool
+    reason: str
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def plan(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[PlanRow]:
+    """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
+
+    `recipe` stands for an enclosing autocast; device and dtype are the weights' where None.
+    """
+    require_model("plan", model)
+    if recipe is not None:
+        require_recipe("plan", recipe)
+        _require_converted(model)
+    rows: list[PlanRow] = []
+    left = left_alone(model)
+    for name, module in model.named_modules():
+        if isinstance(module, MultiheadAttention):
+            module.meet(recipe or module.recipe)  # its linears learn their consumers, so each slot is asked once
+        if isinstance(module, Planned):
+            rows.extend(_rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype))
+        elif isinstance(module, DotProductAttention):
+            rows.extend(_attention(name, module, recipe or module.recipe))
+        else:
+            reason = left.get(name) or _reason(module)
+            rows.extend([_row(name, reason)] if reason else [])
+    planned = [module for module in model.modules() if isinstance(module, Planned)]
+    if planned:
+        sites = sites_of(model)
+        places = [(module.module_type, module.module_name, module.site) for module in planned]
+        places += [("linear", name, sites[name]) for name in left]
+        for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
+            rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
+    return rows
+
+
+def _require_converted(model: nn.Module) -> None:
+    """UserError where no module would look at a recipe."""
+    if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
+        kind = type(model).__name__
+        raise UserError(
+            f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before, or leave the recipe out"
+        )
+
+
+def _rows(
+    name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None
+) -> Iterator[PlanRow]:
+    made = module.plan_of(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
+    for gemm in made.gemms:
+        yield PlanRow(
+            name, gemm.gemm, gemm.a.name, gemm.b.name, module.kernel_of(made, gemm), gemm.rule.native, gemm.reason
+        )
+
+
+def _attention(name: str, module: DotProductAttention, recipe: Recipe) -> Iterator[PlanRow]:
+    for row in module.plan_rows(recipe):
+        yield PlanRow(name, row.gemm, row.a, row.b, "torch", True, row.reason)
+
+
+def _row(name: str, reason: str) -> PlanRow:
+    return PlanRow(name, "-", "identity", "identity", "torch", True, reason)
+
+
+def _reason(module: nn.Module) -> str:
+    """Why a module that convert has nothing to do with has a row all the same, or ""."""
+    if isinstance(module, nn.Linear):
+        return "not converted"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "an embedding is a look-up, not a GEMM"
+    if fast_path.is_closed(module):
+        return fast_path.OFF
+    return getattr(module, "stays_in_high_precision", "")

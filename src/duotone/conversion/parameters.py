@@ -1,0 +1,185 @@
+"""convert_parameters: the weights of a whole model to other formats, or to high precision, or not at all."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from duotone.conversion.naming import require_model
+from duotone.errors import UserError
+from duotone.formats import IDENTITY
+from duotone.linear.core import record
+from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
+from duotone.planned import delayed_states
+from duotone.planned.planned import Planned
+from duotone.planned.quantized_parameters import quantized_parameter, replace
+from duotone.planned.split_parameters import is_split
+from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.context import QuantizeContext
+
+
+@dataclass
+class Conversion:
+    """One weight on its way: the parameter object, what it will be, and the values that this encodes."""
+
+    old: nn.Parameter
+    new: nn.Parameter
+    quantizer: Quantizer
+    values: Tensor
+
+
+def convert_parameters(
+    model: nn.Module, recipe: Recipe, *, masters: Mapping[str, Tensor] | None = None, preserve: bool = False
+) -> nn.Module:
+    """Hold the weight of every planned module in the formats that `recipe` gives it, in place; returns the model.
+
+    Values come from `masters`, by full parameter name, where it has them, else from the weights, dequantized. Weights
+    that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
+    modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
+    """
+    require_model("convert_parameters", model)
+    require_recipe("convert_parameters", recipe)
+    planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
+    if not planned:
+        kind = type(model).__name__
+        raise UserError(f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before")
+    for name, module in planned:
+        _refuse_parts(name, module)
+    plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]
+    made = _conversions(model, plans, masters or {}, preserve)
+    _publish(list(made.values()))
+    for _, module, plan, given in plans:
+        module.recipe = recipe
+        if not plan.is_delayed:
+            delayed_states.drop(module)
+        module.forget_plans()
+        module._given[recipe.key] = given
+        module.prepare(recipe)
+    for conversion in made.values():
+        if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
+            record(conversion.old.context, conversion.values)
+    return model
+
+
+Plans = Sequence[tuple[str, Planned, LinearPlan, dict[str, Quantizer]]]
+
+
+def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, Quantizer]]:
+    """The plan as if no weight were held, and what the recipe gave the slots."""
+    setting = module.setting(recipe, module.weight.device.type, module.weight.dtype).without_held()
+    given = ask_recipe(setting)
+    plan = build_plan(setting, given)
+    delayed_states.agreed_history(plan)
+    _check_evaluation(setting, plan.weight)
+    return plan, given
+
+
+def _conversions(
+    model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], preserve: bool
+) -> dict[int, Conversion]:
+    """What becomes of each weight, by the identity of the parameter."""
+    holders = Counter(id(weight) for _, module, *_ in plans for weight in module.weight_parameters)
+    owners, given = _owners(model), _masters(model, set(holders), masters)
+    made: dict[int, Conversion] = {}
+    for name, module, plan, _ in plans:
+        for member, weight in enumerate(module.weight_parameters):
+            key = id(weight)
+            if key not in made:
+                _refuse_foreign_tie(name, plan.weight, owners[key] - holders[key])
+                ctx = delayed_states.weight_context(module, plan, member)
+                made[key] = _converted(name, weight, plan.weight, ctx, (given.get(key), preserve))
+                module.refuse_held(made[key].new)
+            elif made[key].quantizer != plan.weight:
+                raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
+    return made
+
+
+def _refuse_parts(name: str, module: Planned) -> None:
+    """UserError where a weight is made of other parameters, or is a part of one."""
+    if is_parametrized(module, "weight"):  # type: ignore[arg-type]
+        raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
+    if is_split(module):
+        raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
+    if any(hasattr(weight, "to_local") for weight in module.weight_parameters):  # needs no import of DTensor
+        remedy = "call duotone.convert_parameters before fully_shard, or build it in duotone.quantized_model_init"
+        raise UserError(f"the weight of {name} is sharded already; {remedy}")
+
+
+def _check_evaluation(setting: Setting, weight: Quantizer) -> None:
+    """RecipeError unless the evaluation recipe can run on a weight that is held so."""
+    evaluation = setting.recipe.evaluation
+    if evaluation is not None:
+        build_plan(dataclasses.replace(setting, recipe=evaluation, weight_held=weight, input_grad=False))
+
+
+def _converted(
+    name: str, weight: nn.Parameter, quantizer: Quantizer, ctx: QuantizeContext, given: tuple[Tensor | None, bool]
+) -> Conversion:
+    """`given` is the master, and whether the values in high precision are to be kept."""
+    master, preserve = given
+    if master is not None and master.shape != weight.shape:
+        shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
+        raise UserError(f"a master of shape {shapes}; give its own")
+    values = weight.detach()
+    if master is not None:  # copied: an Identity plane is an alias of what it encodes
+        values = master.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
+    columnwise = False
+    if isinstance(weight, QuantizedTensor):
+        columnwise = weight.get_usages()["columnwise"]
+    if isinstance(values, QuantizedTensor):
+        values = values.values(weight.dtype)
+    if not _is_plain(quantizer):
+        values.requires_grad_(False)
+        new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx)
+    elif isinstance(weight, QuantizedTensor) or master is not None:
+        new = nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
+    else:
+        new = weight
+    return Conversion(weight, new, quantizer, values)
+
+
+def _publish(conversions: list[Conversion]) -> None:
+    """Make every parameter object its new self, or none."""
+    done: list[Conversion] = []
+    try:
+        for conversion in conversions:
+            if conversion.new is not conversion.old:
+                replace(conversion.old, conversion.new)
+                done.append(conversion)
+    except RuntimeError as error:
+        for conversion in reversed(done):
+            torch.utils.swap_tensors(conversion.old, conversion.new)
+        held = " ".join(str(error).split())
+        raise UserError(f"a weight cannot be converted while something holds it: {held}; release it first") from error
+
+
+def _is_plain(quantizer: Quantizer) -> bool:
+    return quantizer.rowwise == quantizer.columnwise == IDENTITY
+
+
+def _refuse_foreign_tie(name: str, quantizer: Quantizer, others: int) -> None:
+    if others > 0 and not _is_plain(quantizer):
+        raise UserError(f"the weight of {name} is tied to a module that is not converted; keep it in high precision")
+
+
+def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """Masters by the identity of the weight. UserError where a name is no weight of a planned module."""
+    names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
+    unknown = sorted(set(masters) - set(names))
+    if unknown:
+        raise UserError(f"masters has {unknown[0]!r}, which is no weight of a converted module; give full names")
+    return {names[name]: master for name, master in masters.items()}
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """How many modules hold each parameter."""
+    count: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            count[id(parameter)] = count.get(id(parameter), 0) + 1
+    return count

@@ -1,0 +1,145 @@
+"""Targets: what convert makes follow plans. A linear, a module of Duotone, or the linears of a module of experts."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from duotone.conversion import experts, hooked
+from duotone.linear.plan import Setting, ask_recipe, build_plan
+from duotone.pipeline.op import held
+from duotone.planned.linear import Linear, PlannedLinear
+from duotone.planned.planned import Planned
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import Site
+from duotone.recipes.rules import Rule
+from duotone.recipes.schedule import Phase
+from duotone.tensor import Quantizer
+
+CONVERTED = "_converted"
+"""Marks a module whose class convert changed."""
+
+PARAMETRIZED = "_parametrized_class"
+"""Of a class that convert gave to a parametrized module: the one that torch gave it."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """`name` is what its roles are called, `weight` one of its weights; `take` gives the module that follows plans."""
+
+    name: str
+    site: Site
+    module_type: str
+    weight: Tensor
+    take: Callable[[], Planned]
+    planned: Planned | None = None
+
+    def check(self, phase: Phase, rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
+        """Build the plan of one phase; gives what the recipe gave the slots. Raises where that cannot be."""
+        setting = self._setting(phase.recipe, rules)
+        given = ask_recipe(setting)
+        holding = None if phase.convert_parameters else held(self.weight)
+        build_plan(replace(setting, weight_held=holding), given)
+        if phase.recipe.evaluation is not None:
+            build_plan(replace(setting, recipe=phase.recipe.evaluation, weight_held=holding, input_grad=False))
+        return given
+
+    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], given: dict[str, Quantizer]) -> None:
+        module = self.take()
+        module.adopt(recipe, rules, self.name, self.site, given)
+        module.prepare(recipe)
+        hooked.settle(module)
+
+    def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> Setting:
+        device, dtype = self.weight.device.type, self.weight.dtype
+        if self.planned is None:
+            linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
+            own = (self.name, self.module_type, device, dtype)
+            return Setting(recipe, rules, *own, site=self.site, linears=linears)
+        own = self.planned.setting(recipe, device, dtype)
+        return replace(own, rules=rules, name=self.name, site=self.site)
+
+
+def targets(model: nn.Module, left: Mapping[str, str], sites: Mapping[str, Site]) -> list[Target]:
+    """Everything in `model` that can follow plans, in its order."""
+    found: list[Target] = []
+    for name, module in model.named_modules():
+        if isinstance(module, experts.ExpertsLinear):
+            continue  # its owner is the target
+        if isinstance(module, Planned):
+            found.append(_planned(name, module, sites[name]))
+        elif isinstance(module, nn.Linear) and name not in left:
+            take = functools.partial(_change_class, module)
+            found.append(Target(name, sites[name], "linear", module.weight, take))
+        elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
+            found.extend(_experts(name, module, sites[name]))
+    return found
+
+
+def _planned(name: str, module: Planned, site: Site) -> Target:
+    return Target(name, site, module.module_type, module.weight, lambda: module, module)
+
+
+def _experts(name: str, module: Any, site: Site) -> Iterator[Target]:
+    for parameter in experts.linear_names(module):
+        weight = getattr(module, parameter)
+        shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
+        take = functools.partial(_adopt_experts, module, parameter)
+        own = f"{name}.{parameter}" if name else parameter
+        yield Target(own, replace(site, shape=shape), "grouped_linear", weight, take)
+
+
+def _adopt_experts(module: Any, parameter: str) -> Planned:
+    return experts.adopt_experts(module)[parameter]
+
+
+def _change_class(module: Any) -> Planned:
+    kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
+    hooked.change_class(module, kind)
+    module.__dict__[CONVERTED] = True
+    return module
+
+
+@functools.cache
+def converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
+    if kind is nn.Linear:
+        return Linear
+    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__getstate__())}
+    return type(f"Planned{kind.__name__}", (PlannedLinear, kind), members)
+
+
+def _parametrized_class(module: Any) -> type[nn.Linear]:
+    """The class of a module that torch gave a class of its own, with a property for each parametrized tensor.
+
+    Torch removes a property from the class of the module, and leaves it the first base: that is the converted one.
+    """
+    kind = type(module)
+    members = {name: vars(kind)[name] for name in _properties(kind)}
+    bases = (converted_class(kind.__bases__[0]),)
+    return type(kind.__name__, bases, {"__module__": kind.__module__, PARAMETRIZED: kind, **members})
+
+
+def parametrized_since(module: Any) -> bool:
+    """Whether a planned module has other parametrizations than when its class was changed."""
+    if not is_parametrized(module):
+        return False
+    before = vars(type(module)).get(PARAMETRIZED)
+    return before is None or _properties(before) != _properties(type(module))
+
+
+def _properties(kind: type) -> set[str]:
+    return {name for name, value in vars(kind).items() if isinstance(value, property)}
+
+
+def _rebuild(kind: type[nn.Linear]) -> nn.Module:
+    """An empty module of the class that a subclass of nn.Linear converts to, for pickle to fill."""
+    return converted_class(kind).__new__(converted_class(kind))
+
+
+def original_class(kind: type) -> type:
+    if PARAMETRIZED in vars(kind):
+        return vars(kind)[PARAMETRIZED]  # type: ignore[no-any-return]
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))

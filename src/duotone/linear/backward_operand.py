@@ -1,0 +1,144 @@
+"""Where a backward GEMM takes its operand from: which plane forward keeps, and what backward makes of it.
+
+The three answers are the values of `backward_override`; execution only calls `keep` and `restore`.
+"""
+
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.formats import IDENTITY, Format
+from duotone.linear.plane_source import original
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.saving import Later
+
+
+class Source(Protocol):
+    name: str
+    quantizes_gradient: bool
+    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
+
+    needs_columnwise: bool
+    """Whether forward makes the columnwise plane."""
+
+    keeps_original: bool
+    """Whether what is kept is the tensor itself and not a plane of it."""
+
+    token_dim: int
+    """The dimension of a kept plane of the input that holds the rows of the activation."""
+
+    def format(self, quantizer: Quantizer) -> Format:
+        """The format that the backward GEMM meets."""
+        ...
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        """The plane to save, or what makes it `Later`, from the original (M, K) and how forward encoded it."""
+        ...
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        """The operand of the backward GEMM, contraction last."""
+        ...
+
+
+class ColumnwisePlane:
+    """The columnwise plane that the recipe names."""
+
+    name = "quantized"
+    quantizes_gradient = needs_columnwise = True
+    keeps_original = False
+    token_dim = 1
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return quantizer.columnwise or IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        assert planes.columnwise is not None
+        return planes.columnwise
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return plane
+
+
+class Remade(ColumnwisePlane):
+    """The columnwise plane, which backward makes of the original with the bits that forward would have made."""
+
+    name = "remade"
+    needs_columnwise = False
+    keeps_original = True
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
+
+
+class Recomputed(ColumnwisePlane):
+    """The columnwise plane; that of an input which a producer hands over, backward makes of what the producer keeps."""
+
+    name = "recomputed"
+
+
+class AsGiven(ColumnwisePlane):
+    """What is given in the place of the original."""
+
+    name = "as given"
+
+    def keep(self, x: Any, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        return x
+
+
+class Original:
+    """The original tensor, in high precision."""
+
+    name = "high_precision"
+    quantizes_gradient = needs_columnwise = False
+    keeps_original = True
+    token_dim = 0
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        return original(x, planes)
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return Plane.of(plane.dequantize(dtype).t())
+
+
+class DequantizedRow:
+    """The very plane that fprop multiplied, decoded in backward."""
+
+    name = "dequantized"
+    quantizes_gradient = needs_columnwise = keeps_original = False
+    token_dim = 0
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return IDENTITY
+
+    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+        assert planes.rowwise is not None
+        return planes.rowwise
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return Plane.of(plane.dequantize(dtype).t())
+
+
+def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+    """The columnwise plane alone of a matrix."""
+    made = quantizer.encode(x, COLUMNWISE, ctx).columnwise
+    assert made is not None
+    return made
+
+
+COLUMNWISE = Usage(False, True)
+
+
+SOURCES: dict[str | None, Source] = {
+    None: ColumnwisePlane(),
+    "high_precision": Original(),
+    "dequantized": DequantizedRow(),
+}
+
+REMADE, RECOMPUTED, AS_GIVEN = Remade(), Recomputed(), AsGiven()

@@ -1,0 +1,120 @@
+"""The pipeline: the one autograd function that runs a tuple of stages forward and backward."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.pipeline.stage import Stage
+from duotone.tensor.saving import pack, unpack
+
+Stages = tuple[Stage, ...]
+
+
+class SecondOrder(Protocol):
+    """What makes gradients that can be differentiated again."""
+
+    marks = False
+    """Whether the last output is its own."""
+
+    def check(self) -> None:
+        """UserError where torch.func and forward-mode AD cannot go through."""
+
+    def transformed(self, forward: Stages, backward: "Backward", x: Tensor, *operands: Any) -> Any:
+        """What the pipeline gives under such a transform."""
+        ...
+
+    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+        """Add what that needs to the first things that autograd holds, or to the last outputs."""
+        ...
+
+    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+        """What `PipelineFunction.backward` gives, with a graph."""
+        ...
+
+
+class Backward(NamedTuple):
+    """The stages of the backward pass, in the order of forward; they stand for the same basic stages.
+
+    `again` is for backwards under `create_graph`; compilers, which trace none, get None.
+    """
+
+    stages: Stages
+    again: SecondOrder | None = None
+
+
+class PipelineFunction(torch.autograd.Function):
+    """x and the operands of all stages -> y, or (y, *extra outputs) where stages or `backward.again` have such."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
+        kept: list[Any] = []
+        counts: list[int] = []
+        outputs: list[Tensor] = []
+        y, at = x, 0
+        for stage in forward:
+            end = at + sum(stage.arity)
+            y, kept_here, extra = stage.run(y, operands[at:end])
+            at = end
+            for one in kept_here:
+                kept += one
+                counts.append(len(one))
+            if extra:
+                outputs += extra
+        ctx.backward_of, ctx.counts, ctx.extra = backward, counts, len(outputs)
+        if backward.again is not None:
+            backward.again.save(x, operands, kept, outputs)
+        ctx.shells, tensors = pack(kept)
+        ctx.save_for_backward(*tensors)
+        return (y, *outputs) if outputs else y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        run, again = run_backward, ctx.backward_of.again
+        if again is not None and torch.is_grad_enabled():
+            run = again.differentiate
+        device = gradients[0].device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return run(ctx, gradients)
+        with torch.autocast(device, enabled=False):
+            return run(ctx, gradients)
+
+
+def run_backward(ctx: Any, gradients: tuple[Any, ...]) -> Any:
+    """The gradients of all arguments, from those of y and of the extra outputs of stages."""
+    needs, counts, extra = ctx.needs_input_grad, ctx.counts, ctx.extra
+    kept = unpack(ctx.shells, ctx.saved_tensors)
+    handed, outputs = [gradients[0]], gradients[1:]
+    found: list[Tensor | None] = []
+    last, kept_last, at = len(counts), sum(counts), len(needs)
+    for stage in reversed(ctx.backward_of.stages):
+        first, start = last - len(stage.arity), at - sum(stage.arity)
+        kept_here = []
+        for count in reversed(counts[first:last]):
+            kept_here.append(tuple(kept[kept_last - count : kept_last]))
+            kept_last -= count
+        kept_here.reverse()
+        here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
+        # Popped, so that a stage can let go of the gradient that it was given.
+        dx, gradients_here = stage.run_backward(handed.pop(), kept_here, needs[start:at], here)
+        handed.append(dx)
+        del dx
+        found = [*gradients_here, *found]
+        last, extra, at = first, extra - stage.extra_outputs, start
+        if not any(needs[2:at]):
+            break  # what is before saved nothing
+    missing = at - FIXED
+    return None, None, handed[0] if needs[2] else None, *[None] * missing, *found
+
+
+class Runner:
+    """What runs a pipeline: `apply(forward, backward, x, *operands)`. Observers put themselves in its place."""
+
+    def __init__(self) -> None:
+        self.apply: Callable[..., Any] = PipelineFunction.apply
+
+
+RUNNER = Runner()
+FIXED = 3
+"""Arguments before the operands: the stages of both passes, and x."""

@@ -1,0 +1,267 @@
+"""Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.formats.checks import require_dense
+from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction
+from duotone.pipeline.channels import Channels
+from duotone.pipeline.rewrites import RULES, rewrite
+from duotone.pipeline.second_order import is_transformed, second_order
+from duotone.pipeline.slot_roles import KnownRoles
+from duotone.pipeline.stage import Stage
+from duotone.state import frames
+from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
+from duotone.state.delayed import USE, in_backward
+from duotone.state.rolling import roll_after
+from duotone.tensor import QuantizedTensor, Quantizer
+
+KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
+
+
+class Signal(NamedTuple):
+    """What is known of a tensor between two ops before anything runs.
+
+    `width` is its last dimension and `rows` the product of the others, None where that is not known; `held` is its
+    quantizer where it comes quantized.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int | None
+    rows: int | None
+    requires_grad: bool
+    held: Quantizer | None = None
+
+
+class Op(Channels, KnownRoles):
+    """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
+
+    takes_first_microbatch = True
+    fuse_wgrad_accumulation = delay_wgrad_compute = False
+    _rewritten: dict[Any, Any]
+
+    @property
+    def pipeline(self) -> "tuple[Op, ...] | None":
+        """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
+        return (self,) if type(self).forward is Op.forward else None
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
+        raise NotImplementedError
+
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
+        return extra
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
+
+        Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
+        """
+        return ()
+
+    def _slow_forward(self, *given: Any, **named: Any) -> Any:
+        """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
+        region = active_region()
+        recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
+        if recipe.evaluation is not None and not self.training:  # type: ignore[attr-defined]
+            recipe = recipe.evaluation
+        tensors = itertools.chain(given, self.parameters())  # type: ignore[attr-defined]
+        tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
+        if type(recipe) is not type(HIGH_PRECISION) or tracked:
+            raise UserError(
+                f"torch.jit.trace cannot record {type(self).__name__} under recipe {recipe.name}: trace within "
+                "torch.no_grad() and duotone.autocast(enabled=False), or call duotone.revert(model) before"
+            )
+        return super()._slow_forward(*given, **named)  # type: ignore[misc]
+
+    def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:
+        return run((self,), x, extra, is_first_microbatch, self)
+
+
+def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
+    """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
+
+    What keeps weights or gradients from one call to the next runs outside of compiled graphs.
+    """
+    if first is not None or any([op.fuse_wgrad_accumulation or op.delay_wgrad_compute for op in ops]):
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # else nothing compiles, nor should it load
+            from duotone.pipeline.uncompiled import run_uncompiled
+
+            return run_uncompiled(ops, x, extra, first, owner)  # type: ignore[call-arg]
+    return run_ops(ops, x, extra, first, owner)
+
+
+def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
+    """As `run`, wherever it is called."""
+    signal = signal_of(x, owner.__dict__.get("module_name", ""))
+    if signal.dtype is not x.dtype:
+        x = x.to(signal.dtype)
+    taken, linked = 0, []
+    for op in ops:
+        before = signal
+        stage, signal = op.link(before, first)
+        linked.append((op, stage, before))
+        taken += op.extra_inputs
+    if taken != len(extra):
+        raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
+    stages = tuple([stage for _, stage, _ in linked])
+    compiling = torch.compiler.is_compiling()
+    forward, backward, rolls = (stages, Backward(stages), False) if compiling else _rewritten(stages, owner.__dict__)
+    if backward.again is not None and is_transformed():
+        backward.again.check()
+    given = _accepted(linked, extra) if taken else iter(())
+    operands: list[Any] = []
+    for op, stage, before in linked:
+        operands += op.operands(stage, before, next(given) if op.extra_inputs else ())
+    y = _apply(forward, backward, signal.device, x, operands)
+    if rolls:
+        _roll_with(y)
+    return y
+
+
+def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
+    """What each op that takes further inputs makes of its own."""
+    at, accepted = 0, []
+    for op, stage, signal in linked:
+        if op.extra_inputs:
+            accepted.append(op.accept(stage, signal, extra[at : at + op.extra_inputs]))
+            at += op.extra_inputs
+    return iter(accepted)
+
+
+def _apply(forward: Any, backward: Backward, device: str, x: Tensor, operands: list[Any]) -> Any:
+    """Operands are cast already: torch.autocast must not cast what is inside of products and epilogues."""
+    again = backward.again
+    if again is None:
+        apply = PipelineFunction.apply
+    else:
+        apply = again.transformed if is_transformed() else RUNNER.apply
+    if not is_autocast(device):
+        y = apply(forward, backward, x, *operands)
+    else:
+        with torch.autocast(device, enabled=False):
+            y = apply(forward, backward, x, *operands)
+    if again is None or not again.marks:
+        return y
+    return y[0] if len(y) == 2 else y[:-1]
+
+
+def is_autocast(device: str) -> bool:
+    """Whether torch.autocast is active for a device; there is none for meta."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def is_distributed(x: Any) -> bool:
+    """Whether a tensor is a DTensor, without importing that."""
+    return hasattr(x, "device_mesh")
+
+
+def signal_of(x: Any, name: str = "") -> Signal:
+    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension."""
+    if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+        require_dense(name or "a module", x)
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
+    if type(x) is not Tensor and is_distributed(x):
+        raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
+    device, dtype = x.device.type, x.dtype
+    if dtype in CAST and is_autocast(device):
+        dtype = torch.get_autocast_dtype(device)
+    width = x.shape[-1]
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    quantizer = held(x) if dtype is x.dtype else None  # casting a quantized tensor dequantizes it
+    return Signal(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer)
+
+
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What torch.autocast casts."""
+
+
+def fits(signal: Signal, dtype: torch.dtype) -> bool:
+    """Whether parameters of `dtype` go with a signal: they are of its dtype, or torch.autocast casts them to it."""
+    if signal.dtype is dtype:
+        return True
+    return is_autocast(signal.device) and signal.dtype is torch.get_autocast_dtype(signal.device)
+
+
+def require_fit(name: str, signal: Signal, weight: Tensor) -> None:
+    """UserError unless an input like `signal` can be multiplied by `weight` (out, width)."""
+    if weight.device.type != signal.device:
+        raise UserError(f"{name} is on {weight.device.type} and its input on {signal.device}; move one of them")
+    width = weight.shape[1]
+    if signal.width not in (None, width) or not fits(signal, weight.dtype):
+        raise UserError(
+            f"{name} takes (..., {width}) in {weight.dtype}; "
+            f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
+        )
+
+
+def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
+    """UserError unless `bias` goes with `weight` (out, width): kernels see its address alone."""
+    if bias.shape != weight.shape[:1] or bias.device != weight.device:
+        raise UserError(
+            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
+            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
+        )
+
+
+def region_of_call(module: Any, mode: int) -> AutocastRegion | None:
+    """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
+    key = ("region", id(module))
+    running = in_backward()
+    record = frames.recomputed() if running else None
+    if record is not None and record.holds(key):
+        region = record.take(key)
+    elif running and module._region is not None:
+        region = module._region[0]
+    else:
+        region = active_region()
+    frames.remember(key, region)
+    if mode != USE and not running and (module._region is None or module._region[0] is not region):
+        module._region = (region,)
+    return region
+
+
+def held(x: Tensor) -> Quantizer | None:
+    """The quantizer of a quantized tensor, in the formats that it really holds."""
+    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
+        return None
+    row, col = x.planes
+    made = x.quantizer
+    if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
+        return made
+    return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
+
+
+REMEMBERED = 64
+"""Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
+
+
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
+    """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
+    cache = owner.setdefault("_rewritten", {})
+    key = (RULES.version, *stages)
+    found = cache.get(key)
+    if found is None:
+        if len(cache) >= REMEMBERED:
+            cache.clear()
+        forward, backward = rewrite(stages)
+        again = second_order(stages, owner.get("module_name", ""))
+        found = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
+    return found
+
+
+def _roll_with(y: Any) -> None:
+    """Let the backward of `y` roll forward's delayed scales: no gradient is delayed and would say so itself."""
+    first = y[0] if isinstance(y, tuple) else y
+    if first.requires_grad:
+        first.register_hook(roll_after)

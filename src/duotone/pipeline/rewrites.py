@@ -1,0 +1,93 @@
+"""Rewrite rules: functions of a tuple of stages that put one fused stage in the place of several.
+
+A rule changes speed and memory, never results. Rules for both passes go first, then those of forward and of backward,
+each on the outcome of the one before; a fused stage has to stand for the same basic stages in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+
+from duotone.errors import UserError
+from duotone.pipeline.stage import Stage
+
+Stages = tuple[Stage, ...]
+Rule = Callable[[Stages], Stages]
+
+
+class Registry:
+    """The rules by pass. `version` counts changes, so that rewritten tuples are made anew."""
+
+    def __init__(self) -> None:
+        self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}
+        self.version = 0
+
+    def add(self, rule: Rule, when: str, *, prepend: bool = False) -> None:
+        if when not in self.rules:
+            raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(self.rules)}")
+        self.rules[when].insert(0 if prepend else len(self.rules[when]), rule)
+        self.version += 1
+
+    def remove(self, rule: Rule) -> None:
+        for rules in self.rules.values():
+            if rule in rules:
+                rules.remove(rule)
+        self.version += 1
+
+
+RULES = Registry()
+
+
+def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> None:
+    """Let `rule` rewrite every tuple of stages, for "forward", "backward" or "both"; `prepend` puts it first.
+
+    A stage that a rule for "both" puts in may keep what it likes for its own backward. One that is for a single pass
+    has to keep, or to take, exactly what its basic stages would.
+    """
+    RULES.add(rule, when, prepend=prepend)
+
+
+def unregister_rule(rule: Rule) -> None:
+    """Take a rule out again; nothing happens where it is not registered."""
+    RULES.remove(rule)
+
+
+def rewrite(stages: Stages) -> tuple[Stages, Stages]:
+    """The stages of forward and of backward."""
+    joint = _apply("both", stages)
+    return _apply("forward", joint), _apply("backward", joint)
+
+
+def _apply(when: str, stages: Stages) -> Stages:
+    for rule in RULES.rules[when]:
+        found = rule(stages)
+        if not isinstance(found, Sequence) or not all(isinstance(stage, Stage) for stage in found):
+            name = getattr(rule, "__name__", repr(rule))
+            raise UserError(f"the rewrite rule {name} gave {type(found).__name__}; return a tuple of stages")
+        made = tuple(found)
+        if _basics(made) != _basics(stages):
+            name = getattr(rule, "__name__", repr(rule))
+            raise UserError(
+                f"the rewrite rule {name} turned {_names(stages)} into {_names(made)}, whose basics are others; "
+                "a fused stage has to name the stages that it stands for, in order"
+            )
+        stages = made
+    return stages
+
+
+def _basics(stages: Stages) -> list[Stage]:
+    return [basic for stage in stages for basic in stage.basics]
+
+
+def _names(stages: Stages) -> str:
+    return " ".join(type(stage).__name__ for stage in stages) or "nothing"
+
+
+def replace_pairs(stages: Stages, fuse: Callable[[Stage, Stage], Stage | None]) -> Stages:
+    """Put `fuse(a, b)` in the place of neighbours a, b wherever it gives a stage, from the left."""
+    made: list[Stage] = []
+    for stage in stages:
+        fused = fuse(made[-1], stage) if made else None
+        if fused is None:
+            made.append(stage)
+        else:
+            made[-1] = fused
+    return tuple(made)

@@ -1,0 +1,150 @@
+"""Second derivatives of a pipeline, torch.func and forward-mode AD: exact in high precision, one error elsewhere."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from duotone.errors import UserError
+from duotone.pipeline.autograd import SecondOrder, Stages, run_backward
+from duotone.pipeline.stage import Stage
+from duotone.tensor import QuantizedTensor
+from duotone.tensor.saving import unpack
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward-mode AD runs, in which custom functions of autograd take no part."""
+    return are_transforms_active() or forward_ad._current_level >= 0
+
+
+def second_order(stages: Stages, name: str) -> "Exact | Refused":
+    """How backwards under `create_graph` go through the stages of the module `name`."""
+    basics = tuple(basic for stage in stages for basic in stage.basics)
+    refusal = next((basic.refusal for basic in basics if basic.refusal), "")
+    return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
+
+
+class Exact(SecondOrder):
+    """Stages in high precision. A backward under `create_graph` replays them in operations of torch, which autograd
+    differentiates any number of times; an ordinary one only holds what that reads, which mostly is held anyway."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+        self.reads = _read_values(stages)
+        """Which of x and the operands decide gradients by their values; of the others, the shape is saved."""
+
+    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+        for value, reads in zip((x, *operands), self.reads, strict=True):
+            if isinstance(value, Tensor):
+                saved.append(value if reads else (value.shape,))
+            else:
+                saved.append((value,))
+
+    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+        kept, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
+        start = sum(counts)
+        pairs = zip(kept[start:], needs, strict=True)
+        x, *operands = inputs = [_input(value, needed, gradients[0]) for value, needed in pairs]
+        outputs = self.run(x, operands, _split(kept, counts))
+        chosen = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
+        wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
+        of_outputs, with_gradients = zip(*chosen, strict=True)
+        found = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, create_graph=True, allow_unused=True))
+        return None, None, *[next(found) if needed else None for needed in needs]
+
+    def run(self, x: Tensor, operands: Sequence[Any], kept: Sequence[Any]) -> list[Tensor]:
+        """y and the extra outputs, from the operands of all stages and what each kept, None where none did."""
+        extras: list[Tensor] = []
+        at = 0
+        for stage, kept_here in zip(self.stages, kept, strict=True):
+            (count,) = stage.arity
+            x, *more = stage.replay(x, operands[at : at + count], kept_here)
+            extras += more
+            at += count
+        return [x, *extras]
+
+    def transformed(self, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+        """What the pipeline gives, in operations of torch; called as `PipelineFunction.apply` is."""
+        given = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
+        y, *extra = self.run(x, given, [None] * len(self.stages))
+        return (y, *extra) if extra else y
+
+
+class Refused(SecondOrder):
+    """Stages whose second derivative nobody has: taking it is an error, asking for a graph alone is none.
+
+    An empty output of the pipeline stands in a graph for all that its gradients depend on, and holds no memory.
+    """
+
+    marks = True
+
+    def __init__(self, reason: str) -> None:
+        self.message = refused(reason)
+
+    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+        mark = torch.empty(0)
+        saved.append(mark)
+        outputs.append(mark)
+
+    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+        return Once.apply(self.message, lambda _, *given: run_backward(ctx, given), ctx.saved_tensors[-1], *gradients)
+
+    def check(self) -> None:
+        raise UserError(self.message)
+
+    def transformed(self, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+        raise UserError(self.message)
+
+
+class Once(torch.autograd.Function):
+    """`run(*tensors)`, which nobody differentiates: its backward raises a UserError of this message."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, run: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.message = message
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UserError(ctx.message)
+
+
+def refused(reason: str) -> str:
+    """The one line on what cannot be differentiated again."""
+    return (
+        f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
+        "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
+    )
+
+
+def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
+    """For x and each operand, whether a gradient depends on its value: its stage says so, or reads it further on."""
+    values: list[bool] = []
+    later = False
+    for stage in reversed(stages):
+        x, *operands = stage.reads or (True,) * (1 + sum(stage.arity))
+        values = [*[reads or later for reads in operands], *values]
+        later = later or x
+    return later, *values
+
+
+def _input(value: Any, needed: bool, like: Tensor) -> Any:
+    """A saved input as a tensor apart from all others that stand for the same, so that gradients stay apart too."""
+    if isinstance(value, Tensor):
+        plain = value.dequantize(like.dtype) if isinstance(value, QuantizedTensor) else value
+        return plain.view_as(plain) if needed else plain
+    (value,) = value
+    return like.new_zeros(value).requires_grad_(needed) if isinstance(value, torch.Size) else value
+
+
+def _split(kept: list[Any], counts: list[int]) -> list[Any]:
+    """What each stage kept."""
+    made, at = [], 0
+    for count in counts:
+        made.append(tuple(kept[at : at + count]))
+        at += count
+    return made

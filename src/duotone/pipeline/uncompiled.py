@@ -1,0 +1,10 @@
+"""Calls that keep tensors from one to the next, which torch.compile runs as they are.
+
+A module of its own, imported where something is compiled: making the function imports all of Dynamo.
+"""
+
+import torch
+
+from duotone.pipeline.op import KEEPS, run_ops
+
+run_uncompiled = torch.compiler.disable(run_ops, reason=f"{KEEPS}: leave them out, or compile without fullgraph")

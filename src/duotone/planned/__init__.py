@@ -1,0 +1,1 @@
+"""Modules that follow plans: what they share, and Linear and GroupedLinear."""

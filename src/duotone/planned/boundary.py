@@ -1,0 +1,82 @@
+"""Quantized tensors across the boundary of a module: its output, and the gradient that it hands back."""
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from duotone.formats import IDENTITY
+from duotone.linear.plan import LinearPlan
+from duotone.pipeline.op import Op, run, signal_of
+from duotone.pipeline.second_order import Once, refused
+from duotone.planned.planned import Planned
+from duotone.state import seeds
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+BOUNDARY = 1 << 62
+"""From the seeds of a forward's own operands to those of its boundary slots."""
+
+
+def run_with_boundary(
+    ops: Sequence[Op], x: Tensor, first: bool | None, module: Planned, fp8_output: bool, fp8_grad: bool
+) -> Any:
+    """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
+    `fp8_grad`, which stays as it is under a backward override.
+    """
+    warn_without_role(module, fp8_output, fp8_grad)
+    signal = signal_of(x, module.module_name)
+    for op in ops:  # refuses a bad input before anything happens
+        stage, signal = op.link(signal, first)
+    plan: LinearPlan = stage.plan  # type: ignore[attr-defined]
+    fp8_grad = fp8_grad and plan.source.quantizes_gradient
+    seed = None
+    if (fp8_output and plan.output.is_stochastic) or (fp8_grad and plan.grad_input.is_stochastic):
+        buffer = getattr(module, seeds.BUFFER)
+        seed = (seeds.upcoming(buffer, plan.seeds) if plan.seeds else seeds.take(buffer, 1)) + BOUNDARY
+    propagate = plan.input_context.propagate
+    if fp8_grad:
+        x = QuantizedGradient.apply(x, plan.grad_input, seed, propagate)  # type: ignore[no-untyped-call]
+    y = run(ops, x, (), first, module)
+    if not fp8_output:
+        return y
+    y, *more = y if isinstance(y, tuple) else (y,)
+    usage = Usage(True, plan.weight_grad or plan.input_grad)
+    context = QuantizeContext(seed=None if seed is None else seed + 1, propagate=propagate)
+    y = plan.output.quantize(y, usage=usage, ctx=context)
+    return (y, *more) if more else y
+
+
+class QuantizedGradient(Function):
+    """Identity in forward; backward quantizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, seed: Tensor | None, propagate: bool) -> Tensor:
+        ctx.quantizer, ctx.context = quantizer, QuantizeContext(seed=seed, propagate=propagate)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        quantizer, (gradient,) = ctx.quantizer, gradients
+        if not torch.is_grad_enabled():
+            return quantizer.make(gradient, ctx=ctx.context), None, None, None
+        if quantizer.rowwise == quantizer.columnwise == IDENTITY:
+            return quantizer.quantize(gradient), None, None, None
+        make = partial(quantizer.make, ctx=ctx.context)
+        return Once.apply(refused("the gradient at a boundary is quantized"), make, gradient), None, None, None
+
+
+def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
+    """Say once per module that a boundary slot was asked for without a consumer's role."""
+    for asked, role, slot in (
+        (output, module.output_quantizer_role, "output"),
+        (gradient, module.grad_input_quantizer_role, "grad_input"),
+    ):
+        if asked and role is None:
+            message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
+            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=6)

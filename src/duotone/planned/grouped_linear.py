@@ -1,0 +1,338 @@
+"""GroupedLinear: the linears of a mixture's experts, each over its own rows of one input."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.core import LinearStage
+from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
+from duotone.linear.plan import GemmPlan, LinearPlan
+from duotone.linear.segmented import Together, grouped_stage
+from duotone.pipeline.op import Op, Signal, held, require_fit, run, signal_of
+from duotone.pipeline.second_order import is_transformed
+from duotone.pipeline.stage import Stage
+from duotone.planned import weight_options
+from duotone.planned.initialisation import initialise, keep_initialiser
+from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
+from duotone.planned.planned import Planned, holds_codes
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import QuantizerRole
+from duotone.state import seeds
+from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.delayed import USE
+from duotone.tensor import QuantizedTensor, Quantizer
+
+
+class PlannedGroup(Planned):
+    """`num_gemms` linears under one plan. `weights` and `biases` say where their parameters are."""
+
+    module_type = "grouped_linear"
+    extra_inputs = 1
+    num_gemms: int
+    return_bias = False
+    single_grouped_weight = single_grouped_bias = True
+    """Whether one packed parameter holds those of all experts."""
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        return (None,) * self.num_gemms
+
+    def whole_weights(self) -> Sequence[Tensor]:
+        """The weights as autograd sees them."""
+        return self.weights
+
+    @property
+    def weight_held(self) -> Quantizer | None:
+        weights = self.weights
+        first = held(weights[0])
+        for i, weight in enumerate(weights):
+            if held(weight) != first or weight.dtype is not weights[0].dtype:
+                formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
+                raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
+        return first
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        if signal.held is not None:
+            raise UserError(
+                f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
+            )
+        weights = self.weights
+        require_fit(self.module_name, signal, weights[0])
+        if len(weights) != self.num_gemms:
+            raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
+        if not self.single_grouped_weight:
+            self._require_alike("weight", weights, weights[0].shape, weights[0].device)
+        biases = self.biases[:1] if self.single_grouped_bias else self.biases
+        self._require_alike("bias", biases, weights[0].shape[:1], weights[0].device)
+        out = weights[0].shape[0]
+        stage = self.stage_for(signal)
+        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            stage = weight_options.variant(self, stage, is_first_microbatch)
+        trained = any(p is not None and p.requires_grad for p in (*weights, *self.biases))
+        tracked = torch.is_grad_enabled() and trained
+        return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+
+    def _require_alike(
+        self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
+    ) -> None:
+        """UserError unless those that are given have this shape, on this device: kernels see addresses."""
+        if all([p is None or (p.shape == shape and p.device == device) for p in parameters]):
+            return
+        for i, p in enumerate(parameters):
+            if p is not None and (p.shape != shape or p.device != device):
+                raise UserError(
+                    f"{self.module_name}: the {kind} of expert {i} is {tuple(p.shape)} on {p.device}; "
+                    f"those of expert 0 ask for {tuple(shape)} on {device}"
+                )
+
+    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
+        plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
+        stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
+        if self.delay_wgrad_compute or not stage.takes_device_splits or stage.on_host is not Together:
+            return super().kernel_of(plan, gemm)
+        return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
+
+    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        (splits,) = extra
+        stays = _leaves_splits(stage, signal)
+        if isinstance(splits, Rows):
+            fits = splits.experts == self.num_gemms and splits.total == signal.rows
+            splits = splits.counts if stays and fits and stage.on_host is Together else splits.splits
+        if isinstance(splits, Tensor) and splits.is_cuda and stays:
+            return (device_splits(splits, self.num_gemms),)
+        return (host_splits(splits, self.num_gemms, signal.rows),)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        (splits,) = extra
+        weights, biases = self.whole_weights(), (None,) * self.num_gemms if self.return_bias else self.biases
+        dtype = signal.dtype
+        weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
+        biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
+        count = stage.plan.seeds * self.num_gemms
+        seed = seeds.take(getattr(self, seeds.BUFFER), count) if count else None
+        return splits, seed, *weights, *biases
+
+    def make_stage(self, linears: list[LinearStage]) -> Stage:
+        return grouped_stage(linears, self.weights[0].shape)
+
+    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
+        assert isinstance(stage, GroupedStage)
+        made = [weight_options.linear_variant(self, one, i, first, overwrites) for i, one in enumerate(stage.linears)]
+        return self.make_stage(made)
+
+    def refuse_crossing(self, weight: Tensor) -> None:
+        """UserError where a scale or a block of a packed weight would belong to two experts."""
+        for dim, plane in enumerate(weight.planes if isinstance(weight, QuantizedTensor) else ()):
+            if plane is not None and (plane.spans(dim) or weight.shape[1] % plane.format.alignment[dim]):
+                raise UserError(
+                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
+                    "use separate weights, or a format whose blocks divide out_features"
+                )
+
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
+        """The slots of each expert, `<slot>.<expert>`."""
+        slots = super().roles_of(mode).items()
+        return {f"{slot}.{i}": role for i in range(self.num_gemms) for slot, role in slots}
+
+
+class GroupedLinear(PlannedGroup, nn.Module):
+    """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input: the values of `num_gemms` separate Linears.
+
+    Their bits too, except on Hopper where one kernel multiplies all experts: its sums run in an order of their own.
+
+    Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
+    in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
+    Other arguments are Linear's.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        tp_size: int = 1,
+        name: str = "",
+        recipe: Recipe | None = None,
+    ) -> None:
+        if not isinstance(num_gemms, int) or num_gemms < 1:
+            raise UserError(f"num_gemms is {num_gemms!r}; give a whole number, one or more")
+        if tp_size != 1:
+            raise UserError(f"tp_size is {tp_size}; a GroupedLinear holds whole experts: leave it out")
+        if single_grouped_weight and (fuse_wgrad_accumulation or delay_wgrad_compute):
+            raise UserError("single_grouped_weight gives its gradient to autograd; keep separate weights for the rest")
+        super().__init__()
+        keep_initialiser(self, init_method)
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.save_original_input = save_original_input
+        given = {"dtype": params_dtype, "device": device}
+        self._add("weight", (out_features, in_features), single_grouped_weight, given)
+        if bias:
+            self._add("bias", (out_features,), single_grouped_bias, given)
+        self.reset_parameters()
+        self.adopt(recipe or HIGH_PRECISION, (), name)
+        self.quantize_weights()
+
+    def _add(self, kind: str, shape: tuple[int, ...], packed: bool, given: dict[str, Any]) -> None:
+        names = [kind] if packed else [f"{kind}{i}" for i in range(self.num_gemms)]
+        for name in names:
+            full = (self.num_gemms, *shape) if packed else shape
+            self.register_parameter(name, nn.Parameter(torch.empty(full, **given)))
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        m_splits: Any,
+        *,
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Any:
+        """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
+
+        `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
+        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, no weight
+        is held so and no gradient put off: then nothing looks at the sum, and results of rows beyond it are undefined.
+        With `return_bias` the biases follow, not added.
+
+        `out` (*lead, out_features) takes the output, which then shares its memory, `dgrad_out`, shaped as x, the
+        gradient of x. Both are contiguous and have no gradient. With `out` the counts may sum to less than the rows of
+        x: rows beyond keep what they hold in `out` and `dgrad_out`, and without `dgrad_out` have a gradient of zero.
+        """
+        if out is not None or dgrad_out is not None:
+            y = self._run_placed(x, m_splits, is_first_microbatch, out, dgrad_out)
+        else:
+            y = run((self,), x, (m_splits,), is_first_microbatch, self)
+        return (y, list(self.biases)) if self.return_bias else y
+
+    def _run_placed(
+        self, x: Tensor, m_splits: Any, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
+        signal = signal_of(x, self.module_name)
+        stage, made = self.link(signal, first)
+        if out is not None:
+            check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))
+        if dgrad_out is not None:
+            check_place("dgrad_out", dgrad_out, x, x.dtype, tuple(x.shape))
+        total, counted = x.shape[:-1].numel(), None
+        splits = m_splits.splits if isinstance(m_splits, Rows) else m_splits
+        if isinstance(splits, Tensor) and splits.is_cuda and _leaves_splits(stage, signal):
+            counted = device_splits(splits, self.num_gemms).sum()
+        else:
+            splits = host_splits(splits, self.num_gemms, total if out is None else None)
+            if sum(splits) > total:
+                raise UserError(f"m_splits sum to {sum(splits)}, and the input has {total} rows; cover each once")
+            total = sum(splits)
+        if dgrad_out is None:
+            rows = x.reshape(-1, x.shape[-1])[:total]
+        else:
+            rows = PlacedGradient.apply(x, total, dgrad_out, counted)  # type: ignore[no-untyped-call]
+        y = run((self,), rows, (splits,), first, self)
+        if out is None:
+            return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+        return PlacedOutput.apply(y, out, counted)  # type: ignore[no-any-return, no-untyped-call]
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        if not self.single_grouped_weight:
+            return tuple(self._parameters[f"weight{i}"] for i in range(self.num_gemms))  # type: ignore[misc]
+        if is_transformed():  # torch.func knows no requires_grad_
+            return self._parameters["weight"].unbind(0)  # type: ignore
+        with torch.inference_mode(False), torch.no_grad():
+            members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
+        return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
+
+    def whole_weights(self) -> Sequence[Tensor]:
+        members = self.single_grouped_weight and not torch.is_inference_mode_enabled()
+        return self._parameters["weight"].unbind(0) if members else self.weights  # type: ignore[union-attr]
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        if not self.use_bias:
+            return (None,) * self.num_gemms
+        if self.single_grouped_bias:
+            return tuple(self._parameters["bias"].unbind(0))  # type: ignore[union-attr]
+        return tuple(self._parameters[f"bias{i}"] for i in range(self.num_gemms))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and not self.__dict__.get("single_grouped_weight", True):
+            return self._parameters["weight0"]
+        return super().__getattr__(name)
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew as so many Linears; those on meta come to the default device first."""
+        initialise(self, self._default)
+
+    def _default(self) -> None:
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        for parameter in self.parameters(recurse=False):
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def weight_parameters(self) -> tuple[nn.Parameter, ...]:
+        return (self.weight,) if self.single_grouped_weight else self.weights
+
+    def refuse_held(self, weight: nn.Parameter) -> None:
+        if self.single_grouped_weight:
+            self.refuse_crossing(weight)
+
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        return (self,) if type(self).forward is GroupedLinear.forward and not self.return_bias else None
+
+    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
+        return (self.weight,) if self.single_grouped_weight else (self.weights[member],)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for kind, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
+            names = [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
+            whole = f"{prefix}{kind}"
+            if packed and all(name in state_dict for name in names):
+                state_dict[whole] = _packed(self._parameters[kind], [state_dict.pop(name) for name in names])
+            elif not packed and whole in state_dict and state_dict[whole].shape[:1] == (self.num_gemms,):
+                state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+@torch.no_grad()
+def _packed(like: Any, members: list[Tensor]) -> Tensor:
+    """One tensor of the members, quantized as `like` is; bytes of the same formats stay as they are."""
+    if not isinstance(like, QuantizedTensor):
+        return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
+    whole = like.detach().clone()
+    for piece, member in zip(whole.unbind(0), members, strict=True):
+        piece.copy_(member)
+    return whole
+
+
+def _leaves_splits(stage: Any, signal: Signal) -> bool:
+    """Whether row counts that lie on the device are left there."""
+    return signal.device == "cuda" and not torch.compiler.is_compiling() and stage.takes_device_splits
+
+
+def _formats(weight: Tensor) -> str:
+    found = held(weight)
+    if found is None:
+        return f"plain {weight.dtype}"
+    return "/".join(fmt.name if fmt else "none" for fmt in (found.rowwise, found.columnwise))

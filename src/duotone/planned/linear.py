@@ -1,0 +1,174 @@
+"""Linear: nn.Linear whose three GEMMs follow a plan."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.core import LinearStage
+from duotone.linear.layout import Layout
+from duotone.pipeline.op import Op, Signal, require_bias, require_fit, run
+from duotone.pipeline.stage import Stage
+from duotone.planned import boundary, weight_options
+from duotone.planned.initialisation import initialise, keep_initialiser
+from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
+from duotone.recipes.recipe import Recipe
+from duotone.state import seeds
+from duotone.state.autocast import HIGH_PRECISION
+
+
+class PlannedLinear(Planned):
+    """What makes an nn.Linear follow plans. Mixed in before nn.Linear or a subclass without a forward of its own.
+
+    Parameters, their names and the state_dict stay nn.Linear's.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    module_type = "linear"
+    return_bias = False
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """(*lead, in_features) -> (*lead, out_features), with the bias, not added, where `return_bias` is set.
+
+        `is_first_microbatch` keeps the planes of the weight: True makes them, False takes those that are there.
+        `fp8_output` gives the output, `fp8_grad` the gradient of the input, as quantized tensors in the formats that
+        the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
+        """
+        if fp8_output or fp8_grad:
+            y = boundary.run_with_boundary((self,), x, is_first_microbatch, self, fp8_output, fp8_grad)
+        else:
+            y = run((self,), x, (), is_first_microbatch, self)
+        return (y, self.bias) if self.return_bias else y
+
+    @property
+    def pipeline(self) -> tuple[Op, ...] | None:
+        return (self,) if type(self).forward is PlannedLinear.forward and not self.return_bias else None
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
+        return (self.weight if weight is None else weight,)
+
+    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+        (weight,) = self.weights
+        require_fit(self.module_name or "Linear", signal, weight)
+        stage = self.stage_for(signal)
+        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            stage = weight_options.variant(self, stage, is_first_microbatch)
+        tracked = signal.requires_grad
+        if not tracked and torch.is_grad_enabled():
+            bias = None if self.return_bias else self._bias
+            tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
+        rows = None if self.layout.sequence_parallel else signal.rows
+        return stage, Signal(signal.device, signal.dtype, weight.shape[0], rows, tracked)
+
+    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+        (weight,), bias = self.weights, None if self.return_bias else self._bias
+        if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
+            weight = weight.to(signal.dtype)
+        if bias is not None:
+            require_bias(self.module_name or "Linear", weight, bias)
+            bias = bias if bias.dtype is signal.dtype else bias.to(signal.dtype)
+        plan = stage.plan
+        return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
+
+    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
+        assert isinstance(stage, LinearStage)
+        return weight_options.linear_variant(self, stage, 0, first, overwrites)
+
+    @property
+    def _bias(self) -> nn.Parameter | None:
+        return self._parameters["bias"] if "bias" in self._parameters else self.bias
+
+
+class Linear(PlannedLinear, nn.Linear):
+    """nn.Linear with a recipe. Arguments after the sizes are keyword-only; without a recipe, autocast alone quantizes.
+
+    `params_dtype` is torch's default dtype where None, `device` its default device; on "meta", `reset_parameters()`
+    after `to_empty` initialises. `init_method` fills the weight in place. `parameters_split` names the pieces of
+    out_features, equal ones or of these sizes, that become parameters `<name>_weight` of their own. `parallel_mode`
+    "column" splits out_features over the ranks of `tp_group`, "row" in_features; `tp_size` may repeat its size.
+    `sequence_parallel` keeps the activations outside as shards of their rows. `return_bias` gives the bias beside the
+    output instead of adding it. `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`,
+    `delay_wgrad_compute` leaves them to `backward_dw`, `save_original_input` keeps the input itself for backward and
+    encodes it there.
+    """
+
+    def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        return_bias: bool = False,
+        parameters_split: Splits = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        name: str = "",
+        recipe: Recipe | None = None,
+        parallel_mode: str | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        layout = weight_options.layout(parallel_mode, tp_group, sequence_parallel, tp_size)
+        local_in, local_out = weight_options.local_sizes(layout, in_features, out_features, tp_group)
+        if parameters_split is not None and (fuse_wgrad_accumulation or delay_wgrad_compute):
+            raise UserError(
+                "parameters_split gives its gradients to autograd; leave it out to accumulate or delay them"
+            )
+        keep_initialiser(self, init_method)
+        nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.layout = layout
+        self.adopt(recipe or HIGH_PRECISION, (), name)
+        split_parameters(self, parameters_split, out_features)
+        self.quantize_weights()
+
+    def reset_parameters(self) -> None:
+        """Fill the parameters anew, as at construction; a quantized weight is written in its formats."""
+        initialise(self, self._fill_pieces if is_split(self) else super().reset_parameters)
+
+    def _fill_pieces(self) -> None:
+        bound = self.in_features**-0.5 if self.in_features else 0.0
+        for piece in self.parameters(recurse=False):
+            nn.init.uniform_(piece, -bound, bound)
+
+    def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
+        return pieces(self, "weight") if is_split(self) else super().weight_owners(member)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias") and is_split(self) and name not in self._parameters:
+            return joined(self, name)
+        return super().__getattr__(name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
+        self.layout: Layout = weight_options.layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
+        self.forget_plans()
+
+
+class BasicLinear(Linear):
+    """A linear without a bias."""
+
+    def __init__(self, in_features: int, out_features: int, **given: Any) -> None:
+        if given.pop("bias", False):
+            raise UserError("BasicLinear has no bias; use Linear, or put ops.Bias behind it")
+        super().__init__(in_features, out_features, bias=False, **given)

@@ -1,0 +1,119 @@
+"""MixtralForCausalLM converted: attention and the experts, held as 3-D parameters, are covered; the router is told."""
+
+import pytest
+import torch
+from causal import assert_same_bits, batch, gradients, mixtral, train
+
+import duotone
+from duotone import recipes
+from duotone.errors import RecipeError
+from duotone.recipes import OUTPUT_HEAD, Rule
+
+STRICT = recipes.MXFP8BlockScaling(strict=True)
+
+
+def rows_of(model) -> dict[tuple[str, str], duotone.PlanRow]:
+    return {(row.module, row.gemm): row for row in duotone.plan(model)}
+
+
+def test_attention_and_experts_are_converted_and_the_router_is_told() -> None:
+    rows = rows_of(duotone.convert(mixtral(), recipes.load("mxfp8")))
+    for layer in ("model.layers.0", "model.layers.1"):
+        linears = [f"self_attn.{linear}" for linear in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        for linear in (*linears, "mlp.experts.gate_up_proj", "mlp.experts.down_proj"):
+            for gemm in ("fprop", "dgrad", "wgrad"):
+                row = rows[f"{layer}.{linear}", gemm]
+                assert (row.a, row.b) == ("mxfp8_e4m3", "mxfp8_e4m3")
+        router = rows[f"{layer}.mlp.gate", "-"]
+        assert (router.a, router.b) == ("identity", "identity")
+        assert router.reason == "MixtralTopKRouter holds weight (4, 64) itself; convert covers nn.Linear"
+    assert rows["lm_head", "fprop"].reason == "kept in high precision by a rule"
+
+
+def test_strict_refuses_the_router_unless_a_rule_asks_for_high_precision() -> None:
+    m = mixtral()
+    with pytest.raises(RecipeError, match=r"strict: model.layers.0.mlp.gate stays .* by a rule with format 'identity'"):
+        duotone.convert(m, STRICT)
+    assert not any(isinstance(module, duotone.Linear) for module in m.modules())
+    duotone.convert(m, STRICT, rules=(*OUTPUT_HEAD, Rule(module="*.mlp.gate", format="identity")))
+    assert isinstance(m.model.layers[1].self_attn.o_proj, duotone.Linear)
+
+
+def test_under_identity_outputs_and_gradients_are_those_of_the_plain_model() -> None:
+    """But for the sum over tokens in the experts' weight gradients: theirs is another product, in another order."""
+    plain, ours = (
+        gradients(mixtral(), batch(0)),
+        gradients(duotone.convert(mixtral(), recipes.load("bf16")), batch(0)),
+    )
+    experts = [name for name in plain if "experts" in name]
+    assert len(experts) == 4
+    for name in experts:  # fp32, at most some hundred terms: a few ulp of the largest
+        assert (ours.pop(name) - (want := plain.pop(name))).abs().max() <= 2**-20 * want.abs().max()
+    assert_same_bits(plain, ours)
+
+
+def experts_of(model) -> torch.nn.Module:
+    return model.model.layers[1].mlp.experts
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_experts_give_what_each_expert_gives_by_itself(name: str) -> None:
+    """A loop over experts, each a Linear of its own with the seed that it has in the group."""
+    experts = experts_of(duotone.convert(mixtral(), recipes.load(name)))
+    x = torch.randn(10, 64)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(10)])
+    weights = torch.rand(10, 2)
+    parts = {"gate_up_proj": experts.planned_gate_up_proj, "down_proj": experts.planned_down_proj}
+    seeds = {part: module.duotone_seed.clone() for part, module in parts.items()}
+    with torch.no_grad():
+        y = experts(x, index, weights)
+
+        def linear(part: str, e: int, rows: torch.Tensor) -> torch.Tensor:
+            group = parts[part]
+            one = duotone.Linear(*group.weights[e].shape[::-1], bias=False, name=group.module_name, recipe=group.recipe)
+            one.module_type, one.weight = group.module_type, torch.nn.Parameter(group.weights[e].clone())
+            one.duotone_seed.copy_(seeds[part] + e * group.plan_for(rows).seeds)
+            return one(rows)
+
+        want = torch.zeros(10, 64)
+        for e in range(4):
+            token, choice = torch.where(index == e)
+            h = experts._apply_gate(linear("gate_up_proj", e, x[token]))
+            want[token] += linear("down_proj", e, h) * weights[token, choice, None]
+    assert torch.equal(y, want)
+
+
+def test_experts_keep_their_parameters_and_are_held_quantized_with_their_usages() -> None:
+    m = mixtral()
+    keys, parameter = list(m.state_dict()), experts_of(m).gate_up_proj
+    duotone.convert(m, recipes.load("mxfp8"))
+    assert list(m.state_dict()) == keys and experts_of(m).gate_up_proj is parameter
+    duotone.convert_parameters(m, recipes.load("mxfp8"))
+    held = experts_of(m).gate_up_proj
+    assert held is parameter and isinstance(held, duotone.QuantizedTensor) and tuple(held.shape) == (4, 192, 64)
+    losses, tokens = [], batch(0)
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.02)
+    for step in range(4):
+        m.train(step % 2 == 0)
+        losses.append(m(input_ids=tokens, labels=tokens).loss.item())
+        if m.training:
+            m.zero_grad()
+            m(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    assert losses[-1] < losses[0] and held.get_usages() == {"rowwise": True, "columnwise": True}
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_training_lowers_the_loss_as_the_plain_model_does(name: str) -> None:
+    plain = train(mixtral(), 24)
+    losses = train(duotone.convert(mixtral(), recipes.load(name)), 24)
+    assert losses[0] > 5.4 and plain[-1] < 2.75
+    assert abs(losses[-1] - plain[-1]) < 0.05 * (losses[0] - losses[-1])
+
+
+def test_revert_gives_back_the_classes_and_the_bits() -> None:
+    m = mixtral()
+    kinds = [type(module) for module in m.modules()]
+    duotone.revert(duotone.convert(m, recipes.load("mxfp8")))
+    assert [type(module) for module in m.modules()] == kinds
+    assert torch.equal(gradients(m, batch(0))["loss"], gradients(mixtral(), batch(0))["loss"])
