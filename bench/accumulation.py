@@ -1,6 +1,6 @@
 """What cuBLAS's FP8 products lose while they add up, against exact products of the same operands, and their times.
 
-    PYTHONPATH=src python bench/accumulation.py > bench/results/DATE-accumulation.jsonl
+    PYTHONPATH=src python -m bench.accumulation > bench/results/DATE-accumulation.jsonl
 
 A record of errors for each distribution, K and kind of scales: the norm of the error over that of the exact product,
 and the mean of (result - exact) / exact where all terms are positive. A record of times for each shape and kind of
@@ -8,15 +8,14 @@ scales. Results are bf16. Needs a GPU of compute capability 9.0.
 """
 
 import itertools
-import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from _timing import milliseconds
+from bench.timing.duel import CudaClock, Pace, alone
+from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch.rule import GemmRule
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
@@ -35,6 +34,7 @@ PRODUCTS: dict[str, tuple[GemmRule, str, str]] = {
     "1x128 x 128x128": (BlockScaledProduct(), BLOCK, SQUARE),
     "1x128 x 1x128": (BlockScaledProduct(), BLOCK, BLOCK),
 }
+PACE = Pace(5, 0.05)
 WAYS = ("tensor, fast", "tensor, slow", "1x128 x 128x128")
 """The products whose errors are taken."""
 
@@ -51,10 +51,10 @@ def errors() -> Iterator[dict[str, Any]]:
             a, b = Plane.encode(formats.get(of_x), x), Plane.encode(formats.get(of_w), w)
             exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
             lost = rule.run(a, b, torch.bfloat16).double() - exact
-            found = {"error": (lost.norm() / exact.norm()).item()}
+            record = {"error": (lost.norm() / exact.norm()).item()}
             if positive:
-                found["bias"] = (lost / exact).mean().item()
-            yield {"values": "positive" if positive else "normal", "k": k, "kind": kind, **found}
+                record["bias"] = (lost / exact).mean().item()
+            yield {"values": "positive" if positive else "normal", "k": k, "kind": kind, **record}
 
 
 def times() -> Iterator[dict[str, Any]]:
@@ -62,14 +62,13 @@ def times() -> Iterator[dict[str, Any]]:
         x, w = operand(m, k, False), operand(n, k, False)
         for kind, (rule, of_x, of_w) in PRODUCTS.items():
             a, b = Plane.encode(formats.get(of_x), x), Plane.encode(formats.get(of_w), w)
-            ms = milliseconds(lambda rule=rule, a=a, b=b: rule.run(a, b, torch.bfloat16))
+            ms = alone(lambda rule=rule, a=a, b=b: rule.run(a, b, torch.bfloat16), CudaClock(), PACE)
             yield {"shape": f"{m}x{k}x{n}", "kind": kind, "ms": ms, "tflops": 2 * m * k * n / ms / 1e9}
 
 
 def main() -> None:
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": torch.cuda.get_device_name()}
     for record in itertools.chain(errors(), times()):
-        print(json.dumps({**about, **record}), flush=True)
+        emit("cuda", record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How far are the GEMMs of FP8 recipes from exact products of what they quantize?
 
-python bench/accuracy.py
+python -m bench.accuracy
 
 Writes results/DATE-cpu-accuracy.jsonl and prints the table of docs/accuracy-of-fp8-recipes.md. Outputs are fp32, so
 that no error is their rounding, and products are emulated, so that none is an accumulator's.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import duotone
-from _timing import record
+from bench.timing.records import emit
 from duotone import recipes
 from duotone.lab.files import publish_file
 
@@ -90,7 +90,8 @@ def main() -> None:
     with contextlib.redirect_stdout(lines):
         for data in DATA:
             for name, recipe in RECIPES.items():
-                record(QUESTION, shape=[TOKENS, IN, OUT], data=data, recipe=name, **measure(recipe, data))
+                about = {"question": QUESTION, "shape": [TOKENS, IN, OUT], "data": data, "recipe": name}
+                emit("cpu", {**about, **measure(recipe, data)})
     publish_file(path, lines.getvalue().encode())  # whole, or the record of an earlier run today stays
     print("\n".join(table(map(json.loads, lines.getvalue().splitlines()))))
 

@@ -1,14 +1,14 @@
 """How many elements a second does a CPU encode, both planes of a bf16 4096x4096?
 
-python bench/cast_cpu.py [FORMAT ...]
+python -m bench.cast_cpu [FORMAT ...]
 """
 
-import statistics
 import sys
 
 import torch
 
-from _timing import record, turns
+from bench.timing.duel import HostClock, Pace, alone
+from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED
@@ -32,14 +32,10 @@ def main() -> None:
                 fmt.encode(x.t(), seed=seed, plane="col", stages=stages)
 
         for backend in backends:  # one after the other: each finds the allocator as it left it
-            seconds = turns({backend.name: lambda b=backend, both=both: both(b)}, rounds=15)
-            rate = SIZE * SIZE / statistics.median(seconds[backend.name])
-            record(
-                "both planes of a bf16 4096x4096 on CPU",
-                format=name,
-                backend=backend.name,
-                giga_elements_per_s=round(rate / 1e9, 3),
-            )
+            ms = alone(lambda b=backend, both=both: both(b), HostClock(), Pace(15, 0.02))
+            rate = round(SIZE * SIZE / (1e6 * ms), 3)
+            values = {"format": name, "backend": backend.name, "giga_elements_per_s": rate}
+            emit("cpu", {"question": "both planes of a bf16 4096x4096 on CPU", **values})
 
 
 if __name__ == "__main__":

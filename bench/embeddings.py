@@ -1,6 +1,6 @@
 """What is left of the sentence embeddings of a pretrained encoder, all-MiniLM-L6-v2, under each recipe?
 
-python bench/embeddings.py >> bench/results/DATE-cpu.jsonl
+python -m bench.embeddings >> bench/results/DATE-cpu.jsonl
 
 The records go to stdout, the table of docs/embeddings.md to stderr. Needs the extra `dev`, and no network.
 """
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import duotone
-from _timing import record
+from bench.timing.records import emit
 
 NEAREST = 10
 COLUMNS = {
@@ -200,9 +200,8 @@ def main() -> None:
     print(f"| recipe | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|", file=sys.stderr)
     for name, vectors in found.items():
         values = compare(vectors, reference)
-        record(
-            "embeddings of all-MiniLM-L6-v2 against fp32", recipe=name, **{k: round(v, 5) for k, v in values.items()}
-        )
+        about = {"question": "embeddings of all-MiniLM-L6-v2 against fp32", "recipe": name}
+        emit("cpu", {**about, **{key: round(value, 5) for key, value in values.items()}})
         cells = (form.format(value) for form, value in zip(COLUMNS.values(), values.values(), strict=True))
         print(f"| `{name}` | {' | '.join(cells)} |", file=sys.stderr)
 

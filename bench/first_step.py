@@ -1,6 +1,6 @@
 """Seconds until a first training step is done: torch's own, `import duotone` after it, and one linear of a recipe.
 
-    PYTHONPATH=src python bench/first_step.py > bench/results/DATE-first-step.jsonl
+    PYTHONPATH=src python -m bench.first_step > bench/results/DATE-first-step.jsonl
 
 A record for each recipe, in a process of its own with empty caches of compilers. Without a GPU it runs on the CPU.
 """
@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from pathlib import Path
 
+CLONE = Path(__file__).parents[1]
 RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
 
@@ -43,15 +44,15 @@ def measure(recipe: str) -> dict[str, float]:
 def main() -> None:
     import torch
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": device, "torch": torch.__version__}
+    from bench.timing.records import emit
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     for recipe in RECIPES:
         with tempfile.TemporaryDirectory() as cache:
-            given = {**os.environ, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
-            made = subprocess.run(
-                [sys.executable, __file__, recipe], env=given, check=True, capture_output=True, text=True
-            )
-        print(json.dumps({**about, "recipe": recipe, **json.loads(made.stdout)}), flush=True)
+            environment = {**os.environ, "TRITON_CACHE_DIR": cache, "TORCHINDUCTOR_CACHE_DIR": cache}
+            command = [sys.executable, "-m", "bench.first_step", recipe]
+            done = subprocess.run(command, env=environment, cwd=CLONE, check=True, capture_output=True, text=True)
+        emit(device, {"recipe": recipe, **json.loads(done.stdout)})
 
 
 if __name__ == "__main__":

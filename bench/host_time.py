@@ -1,6 +1,6 @@
 """How much host time do modules take, forward and backward at tiny shapes, next to the plain torch modules?
 
-python bench/host_time.py
+python -m bench.host_time
 
 `duotone bench host` has neither LayerNormLinear nor LayerNormMLP, and no modules in fp32 without a recipe.
 """
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import duotone
-from _timing import record, turns
-from duotone import modules
+from bench.timing.duel import HostClock, Pace, Timing, duel
+from bench.timing.records import emit
+from duotone.modules import GroupedLinear, LayerNormLinear, LayerNormMLP
 
 SIZE = 32
 
@@ -55,41 +56,43 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[A
     "Linear": (lambda: nn.Linear(SIZE, SIZE), lambda: duotone.Linear(SIZE, SIZE), ()),
     "LayerNormLinear": (
         lambda: Stack(nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE)),
-        lambda: modules.LayerNormLinear(SIZE, SIZE),
+        lambda: LayerNormLinear(SIZE, SIZE),
         (),
     ),
     "LayerNormMLP": (
         lambda: Stack(nn.LayerNorm(SIZE), nn.Linear(SIZE, SIZE), gelu, nn.Linear(SIZE, SIZE)),
-        lambda: modules.LayerNormMLP(SIZE, SIZE),
+        lambda: LayerNormMLP(SIZE, SIZE),
         (),
     ),
-    "GroupedLinear, 4 experts": (lambda: Experts(SPLITS), lambda: modules.GroupedLinear(4, SIZE, SIZE), (SPLITS,)),
+    "GroupedLinear, 4 experts": (lambda: Experts(SPLITS), lambda: GroupedLinear(4, SIZE, SIZE), (SPLITS,)),
 }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     dy = torch.randn(SIZE, SIZE)
-    for name, (plain, ours, extra) in PAIRS.items():
+    for name, (plain, duotones, extra) in PAIRS.items():
         x = torch.randn(SIZE, SIZE, requires_grad=True)
-        first, second = plain(), ours()
-        leaves = [[x, *module.parameters()] for module in (first, second)]
-        seconds = turns(
+        modules = plain(), duotones()
+        leaves = [[x, *module.parameters()] for module in modules]
+        timings = duel(
             {
-                "torch": lambda: torch.autograd.grad(first(x), leaves[0], dy),  # noqa: B023
-                "duotone": lambda: torch.autograd.grad(second(x, *extra), leaves[1], dy),  # noqa: B023
+                "torch": lambda: torch.autograd.grad(modules[0](x), leaves[0], dy),  # noqa: B023
+                "duotone": lambda: torch.autograd.grad(modules[1](x, *extra), leaves[1], dy),  # noqa: B023
             },
-            rounds=31,
-            repeats=200,
+            HostClock(),
+            Pace(31, 0.02),
         )
-        ratios = [b / a for a, b in zip(seconds["torch"], seconds["duotone"], strict=True)]
-        record(
-            "host time of a module under Identity, 32x32 fp32, forward+backward",
-            module=name,
-            torch_us=round(statistics.median(seconds["torch"]) * 1e6, 1),
-            duotone_us=round(statistics.median(seconds["duotone"]) * 1e6, 1),
-            ratio=round(statistics.median(ratios), 2),
-        )
+        first, second = timings["torch"], timings["duotone"]
+        assert isinstance(first, Timing) and isinstance(second, Timing), timings
+        ratios = [b / a for a, b in zip(first.turns, second.turns, strict=True)]
+        values = {
+            "module": name,
+            "torch_us": round(first.median * 1e3, 1),
+            "duotone_us": round(second.median * 1e3, 1),
+            "ratio": round(statistics.median(ratios), 2),
+        }
+        emit("cpu", {"question": "host time of a module under Identity, 32x32 fp32, forward+backward", **values})
 
 
 if __name__ == "__main__":

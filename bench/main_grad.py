@@ -1,20 +1,19 @@
 """What adding a weight gradient to fp32 main_grad costs: in the product, and behind it.
 
-    PYTHONPATH=src python bench/main_grad.py > bench/results/DATE-main-grad.jsonl
+    PYTHONPATH=src python -m bench.main_grad > bench/results/DATE-main-grad.jsonl
 
 A record a shape and kind of scales: milliseconds of the product alone in fp32, of the product and an add behind it, and
 of the product that adds. Solo, on a device that does nothing else. Needs a GPU of compute capability 9.0.
 """
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 
 import torch
 from torch import Tensor
 
-from _timing import milliseconds
+from bench.timing.duel import CudaClock, Pace, alone
+from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch import gemms, segments
 from duotone.dispatch.rule import GemmProblem
@@ -33,6 +32,7 @@ KINDS = {
 }
 EXPERTS = (1024, 3072, 2048, 1536, 2560, 1792, 2304, 2048)
 MATRICES = ((2048, 2048), (4096, 4096), (14336, 4096))
+PACE = Pace(5, 0.02)
 Times = dict[str, float]
 
 
@@ -70,14 +70,13 @@ def grouped(shape: tuple[int, int], lines: bool, fast: bool) -> Times:
 
     return {
         "product": _rounded(lambda: product.of_columns(*given, torch.float32)),
-        "then_added": milliseconds(apart),
+        "then_added": _rounded(apart),
         "adding": _rounded(lambda: product.of_columns_into(*given, mains[0], places, True)),
     }
 
 
 def _rounded(call: Callable[[], object]) -> float:
-    call()  # compiles
-    return round(milliseconds(call, 10), 4)
+    return round(alone(call, CudaClock(), PACE), 4)
 
 
 def records() -> Iterator[tuple[str, str, Times]]:
@@ -89,9 +88,8 @@ def records() -> Iterator[tuple[str, str, Times]]:
 
 
 def main() -> None:
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": torch.cuda.get_device_name()}
     for shape, kind, times in records():
-        print(json.dumps({**about, "shape": shape, "kind": kind, **times}), flush=True)
+        emit("cuda", {"shape": shape, "kind": kind, **times})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which tiles and warps a kernel is fastest with: each choice, its bits against those of the present one, its time.
 
-    PYTHONPATH=src python bench/tune.py [--shape 16384x8192] [--only line_amax] > results/tuning.jsonl
+    PYTHONPATH=src python -m bench.tune [--shape 16384x8192] [--only line_amax] > results/tuning.jsonl
 
 The winners are constants beside the kernels: `LINES, ACROSS, SPANS, WARPS` in kernels/amax.py, the tiles in
 kernels/cast.py, `TILE` in kernels/nvfp4.py and `TILES` in kernels/grouped.py. Needs a CUDA device that converts to FP8.
@@ -9,9 +9,7 @@ kernels/cast.py, `TILE` in kernels/nvfp4.py and `TILES` in kernels/grouped.py. N
 import argparse
 import copy
 import itertools
-import json
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +17,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from _timing import milliseconds
+from bench.timing.duel import CudaClock, Pace, alone
+from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch import segments
 from duotone.dispatch.casts import one_read
@@ -45,7 +44,7 @@ def line_amaxes(x: Tensor) -> Iterator[Choice]:
     m, k = x.shape
 
     def call(rows: int, cols: int, span: int, warps: int) -> list[Tensor]:
-        launch = amax.line_amax_kernel.bind({"TM": rows, "TK": cols, "SPAN": span}, warps)
+        launch = amax.line_amax_kernel.bind({"TM": rows, "TK": cols, "SPAN": span, "NAN": False}, warps)
         bits = torch.zeros(m + k, dtype=torch.int32, device=x.device)
         launch(-(-m // span) * -(-k // cols), (x, bits, bits[m:]), (m, k))
         return [bits]
@@ -59,7 +58,7 @@ def casts(x: Tensor) -> Iterator[Choice]:
     """Rows and columns of a tile, and warps, of casts to both planes."""
     for name in CASTS:
         fmt = formats.get(name)
-        made = one_read(fmt, fmt, x)
+        made = one_read(fmt, fmt, x, True)
         for choice in (made.tile, *TILES):
             other = _like(made)
             other.tile = choice
@@ -82,7 +81,7 @@ def activations(x: Tensor) -> Iterator[Choice]:
             return _parts(made.produced(what, (scale, scale)))
 
     for name, (kind, (table, what)) in itertools.product(ON_THE_WAY, kinds.items()):
-        plain = one_read(formats.get(name), formats.get(name), x)
+        plain = one_read(formats.get(name), formats.get(name), x, True)
         for choice in (table[plain.tile], *TILES):
             if half % choice[1] == 0:
                 yield f"{kind} to {name}", choice, partial(call, _like(plain), what, table, choice)
@@ -91,7 +90,7 @@ def activations(x: Tensor) -> Iterator[Choice]:
 def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
     seed = torch.ones(1, dtype=torch.int64, device=x.device)
     for pair in NVFP4:
-        made = one_read(*map(formats.get, pair), x)
+        made = one_read(formats.get(pair[0]), formats.get(pair[1]), x, True)
 
         def call(made: Any, tile: tuple[int, ...]) -> list[Tensor]:
             with mock.patch.object(nvfp4, "TILE", tile):
@@ -106,11 +105,11 @@ def grouped_products(x: Tensor) -> Iterator[Choice]:
     (m, k), e4m3 = x.shape, torch.float8_e4m3fn
     codes, weights = x.to(e4m3), torch.randn(SEGMENTS, k, k, device=x.device).to(e4m3)
     given = segments.host_segments([m // SEGMENTS] * SEGMENTS, x, segments.CHUNK)
-    ones = (torch.ones(SEGMENTS, 4, device=x.device)[:, :1],) * 2
+    one = torch.ones(SEGMENTS, 4, device=x.device)[:, :1]
     for fast, rows in ROWS.items():
         for choice in (grouped.TILES[fast], *itertools.product(rows, *GROUPED)):
-            product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice))
-            of_rows = partial(product.of_rows, codes, weights, ones, given, torch.bfloat16)
+            product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice[:4], walk=bool(choice[4])))
+            of_rows = partial(product.of_rows, codes, weights, (one, one), given, torch.bfloat16)
             yield f"grouped rows{', fast' * fast}", choice, lambda of_rows=of_rows: [of_rows()]
 
 
@@ -153,10 +152,10 @@ def main() -> None:
     parser.add_argument("--only", choices=SUBJECTS)
     given = parser.parse_args()
     x = torch.randn(*map(int, given.shape.split("x")), device="cuda").bfloat16()
-    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "device": torch.cuda.get_device_name()}
+    clock, pace = CudaClock(), Pace(5, 0.01)
     for name in [given.only] if given.only else SUBJECTS:
-        for record in tune(SUBJECTS[name](x), milliseconds):
-            print(json.dumps({**about, "shape": given.shape, **record}), flush=True)
+        for record in tune(SUBJECTS[name](x), lambda call: alone(call, clock, pace)):
+            emit("cuda", {"shape": given.shape, **record})
 
 
 if __name__ == "__main__":

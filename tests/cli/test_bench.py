@@ -5,8 +5,9 @@ import signal
 import pytest
 import torch
 
-from duotone.lab.bench import layer, records
-from duotone.lab.bench.catalog import SUBJECTS
+from bench.subjects import layer
+from bench.subjects.catalog import SUBJECTS
+from bench.timing import records
 
 FAST = ("--turns", 2, "--seconds", 0.001, "--device", "cpu")
 
@@ -131,7 +132,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(re
 
 
 def test_what_happens_is_told_on_stderr_when_it_takes_long(capsys):
-    from duotone.cli.status import StatusLines
+    from bench.timing.status import StatusLines
 
     status = StatusLines("linear, 8x8x8")
     status.interval = 0.001
@@ -145,7 +146,7 @@ def test_what_happens_is_told_on_stderr_when_it_takes_long(capsys):
 def test_on_a_terminal_a_line_moves(monkeypatch):
     import sys
 
-    from duotone.cli.status import display
+    from bench.timing.status import display
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with display("linear") as tell:
@@ -198,3 +199,13 @@ def test_a_second_ctrl_c_stops_at_once(duotone, monkeypatch):
     code, out, err = duotone(*TWO_SHAPES)
     assert code == 130 and "16x32x32, on " in out
     assert err.splitlines()[-1] == "stopped: 1 of 2 tables are complete"
+
+
+def test_outside_of_a_clone_it_says_where_the_benches_are(monkeypatch, refused, tmp_path):
+    monkeypatch.setattr("duotone.cli.bench.CLONE", tmp_path)
+    assert "clone the repository of Duotone and run `duotone bench` there" in refused("bench", "linear")
+
+
+def test_the_short_form_of_help_works_below_bench(duotone):
+    assert duotone("bench", "-h")[1] == duotone("bench", "--help")[1] == duotone("bench")[1]
+    assert duotone("bench", "linear", "-h")[1].startswith("Usage: duotone bench linear [OPTIONS]")

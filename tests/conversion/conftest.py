@@ -1,4 +1,4 @@
-"""Makes the helpers of this folder and `bench/embeddings.py` importable, and keeps small tensors on one thread."""
+"""Makes the helpers of this folder importable, and keeps small tensors on one thread."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent.parent / "bench")]
+sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import duotone
-import embeddings
+from bench import embeddings
+from bench.embeddings import QUERIES, SENTENCES, TOPICS, Encoder
 from duotone import recipes
-from embeddings import QUERIES, SENTENCES, TOPICS, Encoder
 
 ROOT = Path(__file__).parents[2]
 LINEARS = 6 * 6

@@ -1,6 +1,5 @@
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -153,29 +152,3 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path):
         with files.locked(tmp_path):
             pass
     assert os.listdir(tmp_path) == []
-
-
-def test_lines_are_added_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "records.jsonl"
-    files.append_lines(path, '{"a": 1}\n')
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (12, before[1]))
-        with pytest.raises(OSError, match="File too large"):
-            files.append_lines(path, '{"b": 2}\n')
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert path.read_text() == '{"a": 1}\n'
-    files.append_lines(path, "")
-    path.write_text('{"a": 1}\n{"half')
-    files.append_lines(path, '{"b": 2}\n')
-    assert path.read_text() == '{"a": 1}\n{"half\n{"b": 2}\n'
-
-
-def test_lines_go_to_a_pipe_too(tmp_path):
-    reader, writer = os.pipe()
-    files.append_lines(files.Path(f"/proc/self/fd/{writer}"), "a line\n")
-    assert os.read(reader, 100) == b"a line\n"
-    os.close(reader), os.close(writer)

@@ -1,195 +1,28 @@
-"""`duotone bench`: layers, casts and training steps timed next to plain torch."""
+"""`duotone bench`: runs the benches of a clone, which are not part of the installed package."""
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
+import importlib
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
-from duotone.cli.interrupt import Interrupt
-from duotone.cli.options import ListOption
+import duotone
 from duotone.errors import UserError
-from duotone.lab.bench.case import DEFAULT_RECIPES, Subject, written
-from duotone.lab.bench.catalog import SUBJECTS
 
-if TYPE_CHECKING:
-    from duotone.lab.bench.case import Case, Settings
-    from duotone.lab.bench.duel import Pace
-    from duotone.lab.bench.records import Record
-
-TENSORS = ("input", "weight", "grad_output")
+CLONE = Path(duotone.__file__).parents[2]
+"""The folder that holds `src` and `bench` in a clone of the repository."""
 
 
-@click.group(invoke_without_command=True)
+@click.command(
+    "bench", add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def bench(context: click.Context) -> None:
-    """Time recipes next to plain torch: candidates take turns on one device, and each has a row.
-
-    A row has the median, fastest and slowest turn, the speed over compiled bf16 of the same run, and the host's time.
-    Ctrl-C, SIGTERM and SIGHUP end the run after the present turn, and keep the tables and lines of earlier shapes. The
-    exit code is 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
-    """
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-
-
-def command(subject: Subject) -> click.Command:
-    """The command that measures one subject."""
-
-    @click.command(subject.name, help=f"{subject.about}\n\n{_defaults(subject)}")
-    @_options(subject)
-    @click.pass_context
-    def run(context: click.Context, **given: Any) -> None:
-        _run(context, subject, **given)
-
-    return run
-
-
-def _defaults(subject: Subject) -> str:
-    shapes = {device: " ".join(map(written, found)) for device, found in subject.shapes.items()}
-    return f"Shapes are {'x'.join(subject.dims)}; unless given, {shapes['cuda']} on CUDA and {shapes['cpu']} on a CPU."
-
-
-def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    names = " ".join(DEFAULT_RECIPES)
-    found = [
-        click.option("--shape", "shapes", cls=ListOption, metavar="x".join(subject.dims), help="May be repeated."),
-        click.option(
-            "--recipe", "recipes", cls=ListOption, metavar="NAME|FILE", help=f"May be repeated; {names} unless given."
-        ),
-        *_own_options(subject.name),
-        click.option("--turns", type=click.IntRange(min=1), default=6, help="Of each candidate; 6."),
-        click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=0.3, help="Of a turn; 0.3."),
-        click.option("--one-thread", is_flag=True, help="Backward in the thread that asks for it, for all candidates."),
-        click.option("--device", metavar="cpu|cuda", help="cuda where there is one, else cpu."),
-        click.option("--out", metavar="FILE", help="Append one JSON object per candidate and shape."),
-    ]
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(found):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def _own_options(name: str) -> list[Callable[..., Any]]:
-    cached = click.option("--cached", is_flag=True, help="Each recipe also with cached weights.")
-    compiled = click.option("--compile", "compiled", is_flag=True, help="Each recipe also under torch.compile.")
-    splits = click.option("--device-splits", is_flag=True, help="Each recipe also with the rows as a device tensor.")
-    tensor = click.option("--tensor", type=click.Choice(TENSORS), default="input", help="Whose formats; input.")
-    sequence = click.option("--sequence", type=click.IntRange(min=1), default=2048, help="Tokens of one; 2048.")
-    vocabulary = click.option("--vocabulary", type=click.IntRange(min=2), default=32768, help="32768 unless given.")
-    own = {
-        "grouped": [cached, compiled, splits],
-        "cast": [tensor],
-        "host": [cached, compiled, splits],
-        "train": [compiled, sequence, vocabulary],
-    }
-    return own.get(name, [cached, compiled])
-
-
-for _subject in SUBJECTS.values():
-    bench.add_command(command(_subject))
-
-
-def _run(
-    context: click.Context,
-    subject: Subject,
-    *,
-    shapes: tuple[str, ...],
-    recipes: tuple[str, ...],
-    device: str | None,
-    out: str | None,
-    one_thread: bool,
-    **given: Any,
-) -> None:
-    import torch
-
-    from duotone.lab.bench import records
-    from duotone.lab.bench.duel import Pace
-
-    pace = Pace(given.pop("turns"), given.pop("seconds"))
-    if not math.isfinite(pace.seconds):
-        raise UserError(f"--seconds is {pace.seconds}; give the seconds of a turn, above 0 and up to 60")
-    settings = _settings(recipes, device, given)
-    wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
-    cases = [case for shape in wanted for case in subject.cases(settings, shape)]
-    if one_thread:
-        cases = [replace(case, what=f"{case.what}, one thread") for case in cases]
-    if out is not None:
-        records.require_appendable(Path(out))
-    done, interrupt = 0, Interrupt("turn")
-    try:
-        with interrupt, torch.autograd.set_multithreading_enabled(not one_thread):
-            for case in cases:
-                _measure(case, pace, interrupt, settings.device, out)
-                done += 1
-    except KeyboardInterrupt:
-        kept = f", in {out}" if out is not None and done else ""
-        click.echo(f"stopped: {done} of {len(cases)} tables are complete{kept}", err=True)
-        context.exit(interrupt.exit_code)
-
-
-def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out: str | None) -> None:
-    """Print and append the records of a case; KeyboardInterrupt at the next turn once a stop is asked for."""
-    from duotone.cli.status import display
-    from duotone.lab.bench import records
-
-    with display(f"{case.what}, {case.shape}") as show:
-
-        def tell(text: str) -> None:
-            if interrupt():
-                raise KeyboardInterrupt
-            show(text)
-
-        found = records.measure(case, pace, tell)
-    print_records(case, found, records.describe(device))
-    if out is not None:
-        records.append(Path(out), records.lines(found, device))
-    if all(record.error for record in found):
-        raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
-
-
-def _settings(names: tuple[str, ...], device: str | None, given: dict[str, Any]) -> "Settings":
-    """The settings of the options; UserError where recipes or the device do not exist."""
-    import torch
-
-    from duotone import recipes as library
-    from duotone.lab.bench.case import Settings
-    from duotone.lab.trainer import require_device
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    require_device(device)
-    recipes = tuple(library.load(name) for name in names or DEFAULT_RECIPES)
-    own = [recipe.name for recipe in recipes]
-    if twice := next((name for name in own if own.count(name) > 1), None):
-        raise UserError(f"the recipe {twice!r} is given twice: name each once, and give files names of their own")
-    return Settings(device, recipes, **given)
-
-
-def print_records(case: "Case", records: list["Record"], device: str) -> None:
-    """The records of one case as a table; columns that no record fills are left out."""
-    from duotone.cli.table import print_table
-
-    columns: dict[str, Callable[[Record], str]] = {
-        "candidate": lambda r: r.candidate,
-        "ms": lambda r: _number(r.ms, 3),
-        "min": lambda r: _number(r.min, 3),
-        "max": lambda r: _number(r.max, 3),
-        "ratio": lambda r: _number(r.ratio, 2),
-        case.unit or "rate": lambda r: _number(r.rate, 1),
-        "host us": lambda r: _number(r.host_us, 0),
-        "peak MiB": lambda r: _number(r.peak_mib, 0),
-        "error": lambda r: r.error,
-    }
-    cells = {name: [cell(record) for record in records] for name, cell in columns.items()}
-    kept = [name for name in columns if any(cells[name])]
-    rows = list(zip(*(cells[name] for name in kept), strict=True))
-    print_table(kept, rows, title=f"{case.what}, {case.shape}, on {device}; ratio: speed over {case.base}")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+def run_benches(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Time recipes next to plain torch (in a clone of the repository)."""
+    if not (CLONE / "bench" / "command.py").is_file():
+        raise UserError("the benches are not installed: clone the repository of Duotone and run `duotone bench` there")
+    if str(CLONE) not in sys.path:
+        sys.path.insert(0, str(CLONE))
+    benches: click.Group = importlib.import_module("bench.command").bench
+    context.exit(benches.main(list(arguments), prog_name=context.command_path, standalone_mode=False) or 0)

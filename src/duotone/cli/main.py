@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from duotone import __version__
-from duotone.cli.bench import bench
+from duotone.cli.bench import run_benches
 from duotone.cli.compare import compare
 from duotone.cli.interrupt import EXIT_CODE
 from duotone.cli.listings import formats, recipes
@@ -25,7 +25,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, plan, formats, recipes, bench):
+for command in (compare, train, plan, formats, recipes, run_benches):
     cli.add_command(command)
 
 

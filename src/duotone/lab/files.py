@@ -1,13 +1,11 @@
 """Writing so that a crash leaves either the old file or folder or the new one, never half of one."""
 
 import fcntl
-import io
 import os
 import platform
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,30 +97,6 @@ def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
 def _beside(path: Path) -> Path:
     """A hidden name in the same folder that nothing has; process ids come again after a restart."""
     return path.with_name(f".{path.name[:NAME_BYTES]}.{secrets.token_hex(8)}")
-
-
-def append_lines(path: Path, text: str) -> None:
-    """Add `text`, whole lines, to a file, or nothing: where the disk refuses, the file is as it was. Raises OSError."""
-    content = text.encode()
-    with open(path, "ab+", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            _write_all(file, content)  # a pipe cannot take anything back
-            return
-        fcntl.flock(file, fcntl.LOCK_EX)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        torn = file.read(1) not in (b"", b"\n")  # a line that a kill cut is not continued
-        try:
-            _write_all(file, b"\n" + content if torn and content else content)
-            os.fsync(file.fileno())
-        except BaseException:
-            file.truncate(size)
-            raise
-
-
-def _write_all(file: io.FileIO, content: bytes) -> None:
-    while content:
-        content = content[file.write(content) :]
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 import torch
 
-from duotone.lab.bench import grouped, layer, linear
-from duotone.lab.bench.case import BASE, Case, Settings, Shape, Subject, Work, require_multiple, written
-from duotone.lab.bench.duel import HostClock
+from bench.subjects import grouped, layer, linear
+from bench.timing.case import BASE, Case, Settings, Shape, Subject, Work, require_multiple, written
+from bench.timing.duel import HostClock
 
 STEPS = 20
 """Between two synchronisations, so that no queue fills up."""

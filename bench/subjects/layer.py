@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from duotone.lab.bench.case import BASE, Candidate, Settings, Work
+from bench.timing.case import BASE, Candidate, Settings, Work
 from duotone.recipes import Recipe
 
 DTYPE = torch.bfloat16

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import duotone
-from duotone.lab.bench import head, layer
-from duotone.lab.bench.case import Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
-from duotone.lab.bench.duel import clock_for
+from bench.subjects import head, layer
+from bench.timing.case import Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
+from bench.timing.duel import clock_for
 from duotone.lab.model import GPT
 from duotone.lab.presets import ModelConfig
 from duotone.recipes import Recipe

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from duotone.lab.bench import head
+from bench.subjects import head
 from duotone.observe.storages import LiveStorages, total_bytes
 
 TOKENS, WIDTH, VOCABULARY = 40, 24, 96

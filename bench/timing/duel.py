@@ -178,6 +178,14 @@ def duel(
     return {name: failed[name] if name in failed else _read(running[name], clock) for name in calls}
 
 
+def alone(call: Callable[[], object], clock: Clock, pace: Pace) -> float:
+    """Milliseconds of a call on a device that does nothing else: the median turn. Raises what the call raises."""
+    turns = _warm(call, clock, pace)
+    for _ in range(pace.turns):
+        turns.take(clock)
+    return turns.timing(clock).median
+
+
 def failure(error: Exception) -> str:
     """`one_line`; KeyboardInterrupt where that lies behind the error, as compilers wrap what stops them."""
     behind: BaseException | None = error

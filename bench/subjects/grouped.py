@@ -6,9 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from duotone.lab.bench import layer
-from duotone.lab.bench.case import BASE, Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
-from duotone.lab.bench.duel import clock_for
+from bench.subjects import layer
+from bench.timing.case import BASE, Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
+from bench.timing.duel import clock_for
 from duotone.modules import GroupedLinear
 from duotone.recipes import Recipe
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from duotone.lab.bench.duel import FEW_CALLS, SAMPLES, WARM_UP, HostClock, Pace, duel, one_line
+from bench.timing.duel import FEW_CALLS, SAMPLES, WARM_UP, HostClock, Pace, duel, one_line
 
 FIRST = WARM_UP + 1 + SAMPLES  # calls of a candidate before its first turn where a sample is one call
 

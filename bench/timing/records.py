@@ -3,18 +3,18 @@
 import gc
 import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from bench.timing.appending import append_lines
+from bench.timing.case import Candidate, Case, Work
+from bench.timing.duel import Pace, Timing, duel, failure
 from duotone.errors import UserError
 from duotone.lab import files
-from duotone.lab.bench.case import Candidate, Case, Work
-from duotone.lab.bench.duel import Pace, Timing, duel, failure
 
 DIGITS = 5
 RECOMPILES = 256
@@ -122,15 +122,21 @@ def describe(device: str) -> str:
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
+def stamp(device: str) -> dict[str, str]:
+    """When and where something is measured: what every JSON line begins with."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"date": now, "torch": torch.__version__, "python": platform.python_version(), "device": describe(device)}
+
+
+def emit(device: str, values: Mapping[str, object]) -> None:
+    """Print one JSON line: the stamp, then the values."""
+    print(json.dumps({**stamp(device), **values}), flush=True)
+
+
 def lines(records: Iterable[Record], device: str) -> str:
     """JSON lines with date, torch and device; what a record does not have is null."""
-    when = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "device": describe(device),
-    }
-    dicts: list[dict[str, Any]] = [{**when, **asdict(record)} for record in records]
-    return "".join(json.dumps(found) + "\n" for found in dicts)
+    when = stamp(device)
+    return "".join(json.dumps({**when, **asdict(record)}) + "\n" for record in records)
 
 
 def require_appendable(path: Path) -> None:
@@ -142,6 +148,6 @@ def require_appendable(path: Path) -> None:
 def append(path: Path, text: str) -> None:
     """Add the lines `text` to the file, all or none; UserError where that is impossible."""
     try:
-        files.append_lines(path, text)
+        append_lines(path, text)
     except OSError as error:
         raise UserError(f"cannot write to {path} ({error.strerror}): choose a file that you may write") from None

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from bench.subjects import cast, grouped, host, layer, linear, mlp, train
+from bench.subjects.catalog import SUBJECTS
+from bench.timing.case import DEFAULT_RECIPES, Settings, require_multiple
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab.bench import cast, grouped, host, layer, linear, mlp, train
-from duotone.lab.bench.case import DEFAULT_RECIPES, Settings, require_multiple
-from duotone.lab.bench.catalog import SUBJECTS
 from duotone.lab.model import GPT
 
 HIGH = recipes.load("bf16")

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from bench.timing.case import Candidate, Case, Settings, Shape, Subject, Work, written
+from bench.timing.duel import clock_for
 from duotone.errors import UserError
-from duotone.lab.bench.case import Candidate, Case, Settings, Shape, Subject, Work, written
-from duotone.lab.bench.duel import clock_for
 from duotone.recipes import QuantizerRole, Recipe
 from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.tensor import History, QuantizedTensor, Quantizer

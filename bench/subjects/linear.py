@@ -5,9 +5,9 @@ from collections.abc import Callable
 from torch import nn
 
 import duotone
-from duotone.lab.bench import layer
-from duotone.lab.bench.case import BASE, Candidate, Case, Settings, Shape, Subject, Work, written
-from duotone.lab.bench.duel import clock_for
+from bench.subjects import layer
+from bench.timing.case import BASE, Candidate, Case, Settings, Shape, Subject, Work, written
+from bench.timing.duel import clock_for
 from duotone.recipes import Recipe
 
 

@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
+from bench.timing import records
+from bench.timing.case import Candidate, Case, Work
+from bench.timing.duel import Pace
 from duotone.errors import UserError
-from duotone.lab.bench import records
-from duotone.lab.bench.case import Candidate, Case, Work
-from duotone.lab.bench.duel import Pace
 
 PACE = Pace(turns=3, seconds=0.01)
 
@@ -178,7 +178,7 @@ def test_what_cannot_be_written_is_refused(tmp_path):
 def test_measuring_needs_no_display_code():
     code = """
 import sys
-import duotone.lab.bench.catalog, duotone.lab.bench.records
+import bench.subjects.catalog, bench.timing.records
 print(sorted({"click", "rich", "duotone.cli"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

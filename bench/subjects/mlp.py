@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duotone.lab.bench import layer
-from duotone.lab.bench.case import BASE, Candidate, Case, Settings, Shape, Subject, written
-from duotone.lab.bench.duel import clock_for
+from bench.subjects import layer
+from bench.timing.case import BASE, Candidate, Case, Settings, Shape, Subject, written
+from bench.timing.duel import clock_for
 from duotone.modules import LayerNormMLP
 from duotone.recipes import Recipe
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bench.timing.duel import Clock
 from duotone.errors import UserError
-from duotone.lab.bench.duel import Clock
 from duotone.recipes import Recipe
 
 DEFAULT_RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")

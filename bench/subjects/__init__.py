@@ -1,0 +1,1 @@
+"""What `duotone bench` measures: layers, casts, host time and training steps."""

@@ -1,0 +1,1 @@
+"""How candidates are timed next to each other, and the records of it."""

@@ -1,1 +1,0 @@
-"""Timing of layers, casts and training steps next to plain torch; no display code."""
