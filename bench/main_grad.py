@@ -59,7 +59,7 @@ def grouped(shape: tuple[int, int], lines: bool, fast: bool) -> Times:
     scales = [torch.ones(len(EXPERTS), rows if lines else 4, device="cuda") for rows in shape]
     of_a, of_b = scales if lines else [scale[:, :1] for scale in scales]
     mains = [torch.zeros(n, k, device="cuda") for _ in EXPERTS]
-    product, where = GroupedProduct(fast, lines), segments.host_segments(EXPERTS, a, segments.CHUNK)
+    product, where = GroupedProduct(fast, lines), segments.segments_of(EXPERTS, a, grouped=True)
     given, places = (a, b, (of_a, of_b), where), segments.table(mains)
 
     def apart() -> Tensor:

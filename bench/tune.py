@@ -104,7 +104,7 @@ def grouped_products(x: Tensor) -> Iterator[Choice]:
     """The tile of products of equal segments with square matrices of their own, by kind of accumulation."""
     (m, k), e4m3 = x.shape, torch.float8_e4m3fn
     codes, weights = x.to(e4m3), torch.randn(SEGMENTS, k, k, device=x.device).to(e4m3)
-    given = segments.host_segments([m // SEGMENTS] * SEGMENTS, x, segments.CHUNK)
+    given = segments.segments_of([m // SEGMENTS] * SEGMENTS, x, grouped=True)
     one = torch.ones(SEGMENTS, 4, device=x.device)[:, :1]
     for fast, rows in ROWS.items():
         for choice in (grouped.TILES[fast], *itertools.product(rows, *GROUPED)):

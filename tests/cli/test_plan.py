@@ -63,7 +63,7 @@ def test_what_does_not_exist_is_refused(refused, monkeypatch, arguments, message
 def hopper(monkeypatch):
     """As if a device of compute capability 9.0 were here: plans are made without it."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for reader in ("scaled", "worth", "cuda", "blackwell"):
+    for reader in ("scaled", "cublas", "worth", "cuda", "blackwell"):
         monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duotone import formats
-from duotone.dispatch import blackwell, gemms, scaled
+from duotone.dispatch import blackwell, cublas, gemms, scaled
 
 
 def problem(a: str, b: str, device: str = "cuda") -> gemms.GemmProblem:
@@ -31,7 +31,7 @@ def test_scales_are_swizzled_as_cublas_documents(shape) -> None:
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
 def test_only_compute_capability_10_is_given_them(name, monkeypatch) -> None:
     for capability, native in (((0, 0), False), ((9, 0), False), ((10, 0), True), ((12, 0), True)):
-        for module in (blackwell, scaled):
+        for module in (blackwell, cublas, scaled):
             monkeypatch.setattr(module, "capability", lambda capability=capability: capability)
         rule, reason = gemms.choose(problem(name, name))
         assert rule.native is native
@@ -52,7 +52,7 @@ def test_what_they_do_not_take_is_said(monkeypatch) -> None:
     ("capability", "native"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
 )
 def test_products_of_blocks_of_128_are_for_hopper(capability, native, monkeypatch) -> None:
-    for module in (blackwell, scaled):
+    for module in (blackwell, cublas, scaled):
         monkeypatch.setattr(module, "capability", lambda: capability)
     rule, _ = gemms.choose(problem("fp8_e4m3_1x128", "fp8_e4m3_128x128"))
     assert rule.native is native

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from duotone import formats
 from duotone.dispatch import capability as capabilities
-from duotone.dispatch import cuda, gemms, scaled, segments, stages
+from duotone.dispatch import cublas, cuda, gemms, scaled, segment_products, stages
 from duotone.formats.stages import PLAIN
 from duotone.tensor import Plane
 
@@ -17,9 +17,9 @@ ROW, TENSOR, BLOCK, SQUARE = (f"fp8_e4m3_{kind}" for kind in ("row", "tensor", "
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], old: bool = False) -> None:
-    for module in (cuda, scaled, segments):
+    for module in (cublas, cuda, scaled):
         monkeypatch.setattr(module, "capability", lambda: capability)
-    monkeypatch.setattr(scaled, "cublas_is_old", lambda: old)
+    monkeypatch.setattr(cublas, "cublas_is_old", lambda: old)
     monkeypatch.setattr(cuda, "has_triton", lambda: True)
 
 
@@ -101,18 +101,18 @@ def test_segments_do_likewise(monkeypatch) -> None:
     rows, cols = torch.rand(48, 1), torch.rand(1, 32)
     exact = codes[0].double() @ codes[1].double() * rows.double() * cols.double()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        y = segments.product(*codes, rows, cols, False, dtype=dtype)
+        y = segment_products.product(*codes, rows, cols, False, dtype=dtype)
         assert y.dtype is dtype
         assert ((y.double() - exact).abs() <= exact.abs() * 2**-7.9 + 1e-4).all()
     out = torch.full((48, 32), float("nan"))
-    segments.product_into(*codes, rows, cols, False, out, False)
+    segment_products.SegmentProduct(*codes, rows, cols, False).compute_into(out, False, torch.float32)
     assert ((out.double() - exact).abs() <= exact.abs() * 2**-7.9 + 1e-4).all()
 
 
 def test_a_trace_takes_the_dtype_of_a_product_as_a_constant(monkeypatch) -> None:
     on(monkeypatch, (12, 0))
     traced = torch.compile(
-        lambda x: x.to(scaled.dtype_of_product(torch.float32, True)), fullgraph=True, backend="eager"
+        lambda x: x.to(cublas.dtype_of_product(torch.float32, True)), fullgraph=True, backend="eager"
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Dynamo warns where it looks into a cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import duotone
 from duotone import formats, recipes
-from duotone.dispatch import blackwell, casts, cuda, scaled, segments, worth
+from duotone.dispatch import blackwell, casts, cublas, cuda, scaled, worth
 from duotone.errors import UserError
 from duotone.tensor import Plane, Quantizer
 from duotone.tensor.context import QuantizeContext
@@ -173,7 +173,7 @@ def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(d
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_device_that_does_not_convert_to_fp8_multiplies_what_torch_decodes(name, monkeypatch) -> None:
     """As on compute capability 8.0, where no kernel compiles: no native product, and the CPU's planes."""
-    for module in (cuda, scaled, segments, blackwell, worth):
+    for module in (cublas, cuda, scaled, blackwell, worth):
         monkeypatch.setattr(module, "capability", lambda: (8, 0))
     for cache in ("_CASTS", "_DECODERS"):
         monkeypatch.setattr(casts, cache, {})

@@ -11,8 +11,11 @@ from torch import Tensor
 import duotone
 from duotone import formats, recipes
 from duotone.dispatch import segments as native
+from duotone.dispatch.casts import segment_cast
+from duotone.dispatch.segment_products import grouped_product
+from duotone.linear import segmented
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.segmented import SegmentedStage, Together
+from duotone.linear.segmented import SegmentedStage
 from duotone.recipes import DelayedScaling
 from duotone.tensor import Quantizer
 from duotone.tensor.plane import Usage
@@ -74,7 +77,7 @@ def awkward(m: int, k: int) -> Tensor:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product for each linear, as for large weights."""
-    monkeypatch.setattr(native, "SMALL", 0)
+    monkeypatch.setattr(segmented, "SMALL", 0)
 
 
 @pytest.mark.parametrize("how", ["host", "together", "device", "table"])
@@ -84,16 +87,16 @@ def test_casts_of_segments_have_the_bits_of_separate_casts(pair, splits, how) ->
     x, (row, col) = awkward(sum(splits), K), (formats.get(name) for name in pair)
     whole, counts = how in ("device", "together"), torch.tensor(splits, device="cuda")
     multiple = native.CHUNK if whole else native.STEP
-    segments = native.host_segments(splits, x, multiple) if how != "device" else native.device_segments(counts, x)
+    segments = native.segments_of(counts if how == "device" else splits, x, whole)
     table = None
     parts = x.split(splits)
     if how == "table":
         parts = [part.clone() for part in parts if part.numel()]
         splits = [n for n in splits if n]
-        segments, table = native.host_segments(splits, x), native.table(parts)
+        segments, table = native.segments_of(splits, x), native.table(parts)
     for usage in (Usage(True, True), Usage(True, False), Usage(False, True)):
         used = row if usage.rowwise else None, col if usage.columnwise else None
-        made = native.segment_cast(*used, x, whole)(parts[0] if table else x, segments, table=table)
+        made = segment_cast(*used, x, True)(parts[0] if table else x, segments, table=table)
         start = at = 0
         for e, part in enumerate(parts):
             n, p = len(part), native.width(len(part), multiple)
@@ -358,8 +361,8 @@ def test_grouped_products_are_those_of_their_segments(lines, fast, pair, dtype) 
         x, w, dy = x.to(codes[0]), w.to(codes[1]), dy.to(codes[0])
         of_rows = [torch.rand(size, device="cuda") + 0.5 for size in ((rows,), (count, n), (count, k))]
         scales = of_rows if lines else [torch.rand(count, 4, device="cuda")[:, :1] + 0.5 for _ in range(3)]
-        segments = native.device_segments(torch.tensor(splits, device="cuda"), x)
-        product = native.grouped_product(fast, lines)
+        segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
+        product = grouped_product(fast, lines)
         y = product.of_rows(x, w, (scales[0], scales[1]), segments, dtype)
         given = zip((n, k), codes, strict=True)
         wide = [torch.full((size, segments.width), 100.0, device="cuda").to(code) for size, code in given]
@@ -393,12 +396,10 @@ def test_slow_accumulation_of_grouped_products_keeps_long_sums() -> None:
     """8192 values of one sign: fast accumulation loses percents of such sums, slow one what cuBLAS's does, 9.3e-4."""
     x = torch.rand(256, 8192, device="cuda").to(torch.float8_e4m3fn)
     one = torch.ones(1, 4, device="cuda")[:, :1]
-    segments = native.device_segments(torch.tensor([256], device="cuda"), x)
+    segments = native.segments_of(torch.tensor([256], device="cuda"), x)
     want = x.double() @ x.double().t()
     lost = {
-        fast: (
-            (native.grouped_product(fast, False).of_rows(x, x[None], (one, one), segments, torch.float32) - want) / want
-        )
+        fast: ((grouped_product(fast, False).of_rows(x, x[None], (one, one), segments, torch.float32) - want) / want)
         for fast in (True, False)
     }
     assert lost[False].abs().max() < 1e-3 and lost[True].mean() < -0.02
@@ -412,7 +413,7 @@ def test_small_linears_are_multiplied_together_and_give_the_values_of_separate_o
     linears = separate(m)
     x, dy = inputs(splits)
     got, want = train(m, x, dy, splits), train_each(linears, x, dy, splits)
-    assert stage_of(m).on_host is Together  # type: ignore[attr-defined]
+    assert stage_of(m).grouped  # type: ignore[attr-defined]
     for one, n in zip(got[2:], splits, strict=True):
         assert n or not one.any()
     close(got, want)

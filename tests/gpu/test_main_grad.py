@@ -12,9 +12,9 @@ from torch import Tensor
 import duotone
 from duotone import formats, recipes
 from duotone.dispatch import gemms
-from duotone.dispatch import segments as native
 from duotone.dispatch.rule import GemmProblem
-from duotone.linear.segmented import Together
+from duotone.dispatch.scaled import ScaledProduct
+from duotone.linear import segmented
 from duotone.recipes import Recipe
 from duotone.tensor.plane import Plane
 
@@ -212,7 +212,7 @@ MAKES: dict[str, Callable[[], Tensor]] = {
 def test_counts_on_the_device_are_not_waited_for_and_add_what_host_counts_do(name, splits, where, monkeypatch) -> None:
     apart, m = group(RECIPES[name]), group(RECIPES[name])
     with monkeypatch.context() as patch:
-        patch.setattr(native, "SMALL", 0)
+        patch.setattr(segmented, "SMALL", 0)
         places(apart, MAKES["fp32"], 2.0)
         want = [step(apart, splits, sum(splits)) for _ in range(2)]
     counts = torch.tensor(splits, device="cuda")
@@ -264,8 +264,10 @@ def test_first_microbatches_flags_and_frozen_experts_of_counts_on_the_device() -
 
 
 def test_small_experts_of_host_counts_add_in_one_product_too(monkeypatch) -> None:
-    taken, plain = [], Together.gradients
-    monkeypatch.setattr(Together, "gradients", lambda self, *given: (taken.append(1), plain(self, *given))[1])
+    taken, plain = [], ScaledProduct.contract_segments_into
+    monkeypatch.setattr(
+        ScaledProduct, "contract_segments_into", lambda self, *given: (taken.append(1), plain(self, *given))[1]
+    )
     m = group(RECIPES["fp8-current"])
     places(m, MAKES["fp32"], 0.0)
     step(m, [40, 0, 24], 64)

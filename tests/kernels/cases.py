@@ -338,13 +338,13 @@ CASES += [
 def in_segments(row: str, col: str, whole: bool, table: bool) -> list[Case]:
     """Eight segments of a matrix, or matrices of their own."""
     made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
-    segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 256)
+    segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 256, whole)
     delayed = formats.get(row).is_delayed
     given = (torch.ones(1), torch.zeros(1, dtype=torch.int32), 4) if delayed else (None, None, 0)
     where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
     kind = f"{', for grouped products' * whole}{', apart' * table}"
     name = f"segments {row}{'' if row == col else f' and {col}'}{kind}"
-    encode = segment_cast.SegmentCast(made, whole)
+    encode = segment_cast.SegmentCast(made)
     return launched(name, lambda: encode(matrix(256, 512), segments, given, where))
 
 

@@ -75,7 +75,8 @@ def segments(splits: list[int], how: str) -> Segments:
     """Of rows that the host knows, for products of their own ("host") or grouped ones, or that the device counts."""
     multiple = 16 if how in ("host", "table") else 128
     ends = np.cumsum([splits, [columns(n, multiple) for n in splits]], axis=1)
-    made = Segments(torch.from_numpy(ends.astype(np.int32)).reshape(-1), len(splits), sum(splits), int(ends[1, -1]))
+    both = torch.from_numpy(ends.astype(np.int32)).reshape(-1)
+    made = Segments(both, len(splits), sum(splits), int(ends[1, -1]), multiple == 128)
     if how != "device":
         return made
     found = segments_of(torch.tensor(splits), sum(splits))
@@ -122,7 +123,7 @@ def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: li
     shared = row is not None and row == col and row.is_derivable
     x = awkward()[: sum(splits), :K].to(dtype).contiguous()
     whole = how in ("device", "together")
-    cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared), whole)
+    cast = SegmentCast(Cast(_spec(row, dtype), _spec(col, dtype), shared))
     scales = torch.rand(len(splits)) * 100
     coded, live = made(cast, x, splits, scales, how)
     start = at = 0

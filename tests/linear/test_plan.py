@@ -40,7 +40,7 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
 @pytest.fixture
 def hopper(monkeypatch) -> None:
     """Plans for "cuda" as on a device of compute capability 9.0."""
-    for reader in ("scaled", "worth", "cuda", "blackwell"):
+    for reader in ("scaled", "cublas", "worth", "cuda", "blackwell"):
         monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
 
 
@@ -118,6 +118,7 @@ def test_min_gemm_work_does_nothing_where_it_would_not_help(hopper, other) -> No
 def test_emulated_products_are_never_left_out(monkeypatch, hopper, name) -> None:
     """One emulated GEMM is enough: a Blackwell has no block product."""
     monkeypatch.setattr("duotone.dispatch.scaled.capability", lambda: (10, 0))
+    monkeypatch.setattr("duotone.dispatch.cublas.capability", lambda: (10, 0))
     recipe = recipes.load(name)
     small = replace(recipe, min_gemm_work=10**9)
     assert build_plan(setting(small)) == build_plan(setting(recipe))

@@ -8,17 +8,20 @@ import torch
 
 import duotone
 from duotone import recipes
-from duotone.dispatch import casts, cuda, scaled, segments
+from duotone.dispatch import casts, cublas, cuda, scaled, segment_products, segments
+from duotone.dispatch.rule import JoinedOperand
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage, device_splits
 from duotone.linear.plan import LinearPlan, Setting, build_plan
-from duotone.linear.segmented import Apart, SegmentedStage, Together, grouped_stage
+from duotone.linear.segmented import SegmentedStage, grouped_stage
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
 from duotone.state.delayed import RECORD
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
+from duotone.kernels.segment_cast import Segments
+
 SHAPE = (64, 32)
 
 
@@ -26,7 +29,7 @@ SHAPE = (64, 32)
 def hopper(monkeypatch) -> None:
     """Plans for a GPU that is not there."""
     monkeypatch.setattr(casts, "_CASTS", {})
-    for module in (cuda, scaled, segments):
+    for module in (cublas, cuda, scaled):
         monkeypatch.setattr(module, "capability", lambda: (9, 0))
 
 
@@ -90,19 +93,19 @@ def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch)
         assert type(made) is SegmentedStage and made.takes_device_splits is stays
         made = grouped_stage([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
         assert made.takes_device_splits
-    monkeypatch.setattr(segments, "capability", lambda: (10, 0))
+    monkeypatch.setattr(scaled, "capability", lambda: (10, 0))
     assert type(stage()) is SegmentedStage and not stage().takes_device_splits
 
 
 def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
     small, beyond = (4096, 4096), (4096, 4112)
-    assert grouped_stage(linears(plan()), small).on_host is Together
-    assert grouped_stage(linears(plan()), beyond).on_host is Apart
+    assert grouped_stage(linears(plan()), small).grouped
+    assert not grouped_stage(linears(plan()), beyond).grouped
     cache = WeightCache(tuple)
     cached = [replace(one, weight_from=cache.refreshed) for one in linears(plan())]
-    assert grouped_stage(cached, small).on_host is Apart
+    assert not grouped_stage(cached, small).grouped
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
-    assert grouped_stage(deferred, small).on_host is Apart
+    assert not grouped_stage(deferred, small).grouped
 
 
 class Columns:
@@ -136,16 +139,18 @@ def fill(monkeypatch):
     """Fills the main_grad of weights; the launches of the product that did."""
 
     def filled(made: list, columns: Columns) -> list[bool]:
-        monkeypatch.setattr(segments, "table", list)
-        monkeypatch.setattr(segments, "grouped_product", lambda *kind: columns)
+        monkeypatch.setattr(segment_products, "table", list)
+        monkeypatch.setattr(segment_products, "grouped_product", lambda *kind: columns)
         sinks = [ToMainGrad(lambda weight=weight: weight) for weight in made]
         group = grouped_stage(
             [replace(one, sink=sink) for one, sink in zip(linears(plan()), sinks, strict=True)], SHAPE
         )
         codes, like = torch.zeros(9, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.bfloat16)
-        operands = (codes[:4], None), (codes[4:], None)
+        row = group.plan.wgrad.a
+        operands = JoinedOperand(row, codes[:4], codes), JoinedOperand(row, codes[4:], codes)
         assert isinstance(group, SegmentedStage)
-        found = Together(None).gradients(group, *operands, like, [weight is not None for weight in made])
+        where = Segments(torch.zeros(6), 3, 16, 16, grouped=True)
+        found = group.weight_gradients(*operands, where, like, [weight is not None for weight in made])
         assert found == [None] * 3
         return columns.launches
 
@@ -197,8 +202,8 @@ def test_experts_that_share_a_buffer_are_added_up(fill) -> None:
 
 def test_biases_of_some_experts_are_zeros_for_the_others() -> None:
     given = [None, torch.ones(4), None]
-    assert torch.equal(segments.stacked(given, 4), torch.tensor([[0.0], [1], [0]]).expand(3, 4))
-    assert segments.stacked([None, None], 4) is None
+    assert torch.equal(segment_products.stacked(given, 4), torch.tensor([[0.0], [1], [0]]).expand(3, 4))
+    assert segment_products.stacked([None, None], 4) is None
 
 
 def test_segments_are_padded_as_the_kernels_take_them() -> None:

@@ -3,7 +3,7 @@
 Parts and values are those of the stages, bit for bit; a columnwise plane has memory of its own, as products read it.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,14 @@ from torch import Tensor
 from duotone.dispatch.cuda import DTYPES, contiguous_rows, runs_kernels
 from duotone.formats import Format, Parts, hadamard
 
+if TYPE_CHECKING:
+    from duotone.kernels.segment_cast import SegmentCast
+
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
 _TWO_LEVEL = "two-level"
 _CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, Any]] = {}
+_SEGMENT_CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, "SegmentCast | None"]] = {}
 _DECODERS: dict[tuple[int, torch.dtype], tuple[Format, Any]] = {}
 """By the ids of formats, whose hashes are slow; holding the formats keeps their ids."""
 
@@ -26,6 +30,26 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
     """
     made = _cast(row, col, x.dtype, propagate)
     return None if made is None or not _is_real(x) else made
+
+
+def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
+    """As `one_read`, the cast that gives each row segment scales of its own."""
+    key = (id(row), id(col), x.dtype, propagate)
+    known = _SEGMENT_CASTS.get(key)
+    if known is None:
+        known = _SEGMENT_CASTS[key] = (row, col, _find_segment_cast(row, col, x.dtype, propagate))
+    return known[2] if _is_real(x) else None
+
+
+def _find_segment_cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
+    if any(fmt is not None and fmt.outer_block.name not in ("tensor", "row") for fmt in (row, col)):
+        return None
+    cast = _cast(row, col, dtype, propagate)
+    if cast is None:
+        return None
+    from duotone.kernels.segment_cast import SegmentCast
+
+    return SegmentCast(cast)
 
 
 def _cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True) -> Any:

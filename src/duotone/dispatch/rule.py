@@ -1,13 +1,17 @@
 """What a GEMM rule is: one row of the table in `gemms.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from duotone.dispatch.products import put
 from duotone.formats import Factors, Format, Parts
+
+if TYPE_CHECKING:
+    from duotone.kernels.segment_cast import Segments
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,63 @@ class Operand(Protocol):
     def dequantize(self, dtype: torch.dtype) -> Tensor: ...
 
 
+class JoinedOperand(NamedTuple):
+    """One plane of all segments, encoded by one cast: `codes` in the format's dtype and `scale`.
+
+    Rowwise codes are (M, K); their scales are (E, 1), or those of rows one after the other. Columnwise codes lie as
+    `Segments` say; scales (E, 1) or (E, K).
+    """
+
+    format: Format
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether each row has a scale, instead of each segment."""
+        return self.format.outer_block.rows == 1
+
+
+class JoinedWeights(NamedTuple):
+    """The weights of all segments: codes (E, N, K) and scales (E, 1) or (E, N), or sequences of E tensors."""
+
+    format: Format
+    codes: Tensor | Sequence[Tensor]
+    scale: Tensor | Sequence[Tensor]
+
+    def unbound(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Codes (K, N) and scales (1, 1) or (1, N) of each segment."""
+        codes, scale = self.codes, self.scale
+        if isinstance(codes, Tensor) and isinstance(scale, Tensor):
+            return codes.transpose(1, 2).unbind(0), scale.unsqueeze(1).unbind(0)
+        return [one.t() for one in codes], [one.unsqueeze(0) for one in scale]
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """Codes (E, N, K) and scales (E, 1) or (E, N)."""
+        codes, scale = self.codes, self.scale
+        if isinstance(codes, Tensor) and isinstance(scale, Tensor):
+            return codes, scale
+        return torch.stack(list(codes)), torch.stack(list(scale))
+
+
+SegmentedOperand = JoinedOperand | Sequence[Operand]
+"""One plane of all segments: encoded by one cast, or an operand for each segment."""
+SegmentedWeights = JoinedWeights | Sequence[Operand]
+
+Place = tuple[Tensor, bool]
+"""Where a product goes, and whether it is added to what is there."""
+
+
+class Product(Protocol):
+    """A product (M, N) that is not computed yet. Operands kept in high precision are read in `operand_dtype`."""
+
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor: ...
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        """Written over `out` or, `adds`, added to it."""
+        ...
+
+
 class GemmRule:
     """One way to multiply. `native` rules multiply what is stored; `note` says what is unusual about one."""
 
@@ -64,3 +125,58 @@ class GemmRule:
         Rules whose product adds by itself round the sum once; here the product is rounded to that dtype before.
         """
         put(self.run(a, b, out.dtype), out, adds)
+
+    def refuse_segments(self, a: Format, b: Format, shape: tuple[int, ...]) -> str:
+        """Why the rule cannot multiply `JoinedOperand`s with weights (N, K) for each segment, or ""."""
+        return "it multiplies each segment by itself"
+
+    def groups_segments(self, count: int) -> bool:
+        """Whether one launch multiplies so many segments, so that their rows may be known to the device alone."""
+        return False
+
+    def run_segments(
+        self,
+        a: SegmentedOperand,
+        b: SegmentedWeights,
+        segments: "Segments",
+        out_dtype: torch.dtype,
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        """Rows (M, K) of all segments, each by its own (N, K), plus its own bias (N,) -> (M, N) in `out_dtype`."""
+        assert not isinstance(a, JoinedOperand) and not isinstance(b, JoinedWeights)
+        return torch.cat([self.run(x, w, out_dtype, bias) for x, w, bias in zip(a, b, biases, strict=True)])
+
+    def segment_products(self, a: SegmentedOperand, b: SegmentedOperand, segments: "Segments") -> Sequence[Product]:
+        """For each segment the product of columnwise (N, rows) and (K, rows), not yet computed."""
+        assert not isinstance(a, JoinedOperand) and not isinstance(b, JoinedOperand)
+        return [RuleProduct(self, dy, x) for dy, x in zip(a, b, strict=True)]
+
+    def contract_segments(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """All of `segment_products` in one launch, each (N, K) in `dtype`. Only where the rule `groups_segments`."""
+        raise NotImplementedError
+
+    def contract_segments_into(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", places: Sequence[Place | None]
+    ) -> list[Tensor | None]:
+        """As `contract_segments`, written to places or added to what is there.
+
+        None for a segment whose product is in its place, or that has no place. Else the product (N, K), which the
+        caller puts there: the kernel could not write to the place, or two segments share it.
+        """
+        raise NotImplementedError
+
+
+class RuleProduct(NamedTuple):
+    """The product of two operands by a rule, not yet computed."""
+
+    rule: GemmRule
+    a: Operand
+    b: Operand
+
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
+        return self.rule.run(self.a, self.b, dtype)
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        self.rule.run_into(self.a, self.b, out, adds)

@@ -1,21 +1,34 @@
 """Scaled products: FP8 codes multiplied by cuBLAS as they are, with scales per tensor, per row or per block of 128."""
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.capability import BLOCKS_SINCE, HOPPER, capability, cublas_is_old
-from duotone.dispatch.casts import has_kernels
+from duotone.dispatch import segment_products as products
+from duotone.dispatch.capability import BLOCKS_SINCE, HOPPER, capability
+from duotone.dispatch.cublas import STEP, calls_hopper, cublas_writes, dtype_of_product
 from duotone.dispatch.cuda import contiguous_rows
-from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
+from duotone.dispatch.rule import (
+    GemmProblem,
+    GemmRule,
+    JoinedOperand,
+    JoinedWeights,
+    Operand,
+    Place,
+    Product,
+    SegmentedOperand,
+    SegmentedWeights,
+)
+from duotone.dispatch.segments import MOST
 from duotone.formats import Format
 
-STEP = 16
-"""What cuBLAS wants the contraction and the rows of the second operand to be multiples of."""
+if TYPE_CHECKING:
+    from duotone.kernels.segment_cast import Segments
+
 BLOCK = 128
 QUAD = 4
 """What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
@@ -67,23 +80,6 @@ def _refusal(problem: GemmProblem) -> str:
     if None in dtypes or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
         return "it takes E4M3 with E4M3 or E5M2"
     return ""
-
-
-def _calls_hopper() -> bool:
-    """Whether products are those of cuBLAS for compute capability 9 that take scales per row and per block."""
-    return capability()[0] == 9 and not cublas_is_old()
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_calls_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def dtype_of_product(dtype: torch.dtype, per_row: bool) -> torch.dtype:
-    """The dtype in which torch gives an FP8 product whose result is `dtype`: bf16 or fp32. With scales per row other
-    devices than Hopper have bf16 alone."""
-    if dtype is torch.bfloat16 or (per_row and not _calls_hopper()):
-        return torch.bfloat16
-    return torch.float32
 
 
 @dataclass(frozen=True)
@@ -139,6 +135,47 @@ class ScaledProduct(GemmRule):
                 return
         super().run_into(a, b, out, adds)
 
+    def refuse_segments(self, a: Format, b: Format, shape: tuple[int, ...]) -> str:
+        if any(n % STEP or n == 0 for n in shape):
+            return f"it takes weights whose sizes are multiples of {STEP}"
+        same = a.outer_block.rows == b.outer_block.rows
+        return "" if same else "it takes operands with a scale per tensor both, or per row both"
+
+    def groups_segments(self, count: int) -> bool:
+        return capability() == HOPPER and count <= MOST  # checked on Hopper alone
+
+    def run_segments(
+        self,
+        a: SegmentedOperand,
+        b: SegmentedWeights,
+        segments: "Segments",
+        out_dtype: torch.dtype,
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
+            return super().run_segments(a, b, segments, out_dtype, biases)
+        if not segments.grouped:
+            return products.rows_of_each(a, b, segments, self.fast, out_dtype, biases)
+        weights, scales = b.stacked()
+        multiply, bias = products.grouped_product(self.fast, a.has_lines), products.stacked(biases, weights.shape[1])
+        return multiply.of_rows(a.codes, weights, (a.scale, scales), segments, out_dtype, bias)
+
+    def segment_products(self, a: SegmentedOperand, b: SegmentedOperand, segments: "Segments") -> Sequence[Product]:
+        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedOperand)):
+            return super().segment_products(a, b, segments)
+        return products.columns_of_each(a, b, segments, self.fast)
+
+    def contract_segments(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        multiply = products.grouped_product(self.fast, a.has_lines)
+        return multiply.of_columns(a.codes, b.codes, (a.scale, b.scale), segments, dtype).unbind(0)
+
+    def contract_segments_into(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", places: Sequence[Place | None]
+    ) -> list[Tensor | None]:
+        return products.columns_into(a, b, segments, self.fast, places)
+
     def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, str]:
         """Decode scales, both of one element ("tensor") or (rows, 1) and (cols, 1) ("row")."""
         scale_a, scale_b = a.parts["scale"], b.parts["scale"]
@@ -160,7 +197,7 @@ class BlockScaledProduct(GemmRule):
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
         if refusal := _refusal(problem):
             return refusal
-        return "" if _calls_hopper() else f"cuBLAS has it for compute capability 9.0 alone, since CUDA {SINCE}"
+        return "" if calls_hopper() else f"cuBLAS has it for compute capability 9.0 alone, since CUDA {SINCE}"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         cols = b.shape[0]
@@ -194,24 +231,6 @@ class BlockScaledProduct(GemmRule):
 def _takes_bias(bias: Tensor | None, cols: int, out_dtype: torch.dtype) -> bool:
     """Whether the product adds the bias, which it does before it rounds."""
     return bias is not None and out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
-
-
-def cublas_writes(codes: Tensor, out: Tensor) -> bool:
-    """Whether cuBLASLt writes a product of such codes over `out` (M, N), or adds it."""
-    if not has_kernels(out) or out.device != codes.device or not _calls_cublas():
-        return False
-    placed = out.stride() == (out.shape[1], 1) and out.data_ptr() % STEP == 0
-    return placed and out.dtype in (torch.float32, torch.bfloat16) and not out.shape[1] % STEP
-
-
-@functools.cache
-def _calls_cublas() -> bool:
-    """Checked on Hopper alone."""
-    if capability() != HOPPER:
-        return False
-    from duotone.kernels.cublas import library
-
-    return library() is not None
 
 
 def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -23,13 +23,16 @@ from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR
 class Segments(NamedTuple):
     """`count` segments of at most `rows` rows and `width` columns of codes in all.
 
-    `ends` int32 (2 count,): ends of rows, then ends of columns.
+    `ends` int32 (2 count,): ends of rows, then ends of columns. With `grouped`, one product takes all segments, and
+    columnwise codes are one matrix (see `segment_cast_kernel`). `counts`: the rows of each segment if the host knows.
     """
 
     ends: Tensor
     count: int
     rows: int
     width: int
+    grouped: bool = False
+    counts: tuple[int, ...] | None = None
 
     @property
     def block(self) -> int:
@@ -71,15 +74,12 @@ TAKEN = frozenset(n.value for n in (ABSENT, GIVEN, TENSOR, LINE, SHARED))
 
 
 class SegmentCast:
-    """What `cast` does to a matrix, done to each segment; for scales per tensor and per row.
+    """What `cast` does to a matrix, done to each segment; for scales per tensor and per row."""
 
-    `whole` says how columnwise codes and scales of rows lie, see `segment_cast_kernel`.
-    """
-
-    def __init__(self, cast: Cast, whole: bool) -> None:
+    def __init__(self, cast: Cast) -> None:
         assert TAKEN.issuperset(cast.sources)
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
-        self.whole, self.shares_scale = whole, cast.shared
+        self.shares_scale = cast.shared
         self.propagate, self.marks = cast.propagate, cast.marks
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
         self._launches: dict[Any, Launch] = {}
@@ -102,7 +102,7 @@ class SegmentCast:
         row_codes, row_scales, col_codes, col_scales = made = self._empty(x.device, k, segments)
         tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
-        launch = self._launch("cast", segments.block, live is not None, table is not None, aligned)
+        launch = self._launch("cast", segments.block, segments.grouped, live is not None, table is not None, aligned)
         tiles, across = segments.width // tm + segments.count, -(-k // tk)  # at most: of padded rows, one where empty
         tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
         launch(tiles * across, tensors, (k, segments.width, segments.count, slot), self.floats)
@@ -117,14 +117,14 @@ class SegmentCast:
         integers = k, segments.count
         if self.needs_amax:
             bits = torch.zeros(segments.count, dtype=torch.int32, device=x.device)
-            launch = self._launch("amax", segments.block, False, table is not None, aligned)
+            launch = self._launch("amax", segments.block, False, False, table is not None, aligned)
             launch(segments.tiles(AMAX_ROWS), (x, bits, segments.ends, offsets), integers)
             found[TENSOR.value] = bits, bits
         if self.needs_lines:
             second = -(-segments.rows // ALIGNED_WORDS) * ALIGNED_WORDS
             bits = torch.zeros(second + segments.count * k, dtype=torch.int32, device=x.device)
             lines = bits, bits[second:]
-            launch = self._launch("lines", segments.block, False, table is not None, aligned)
+            launch = self._launch("lines", segments.block, False, False, table is not None, aligned)
             across = -(-k // ACROSS)
             launch(segments.tiles(SPAN) * across, (x, *lines, segments.ends, offsets), integers)
             found[LINE.value] = lines
@@ -132,13 +132,13 @@ class SegmentCast:
         return found.get(self.sources[0], nothing)[0], found.get(self.sources[1], nothing)[1]
 
     def _empty(self, device: torch.device, k: int, segments: Segments) -> Coded:
-        _, count, rows, width = segments
+        count, rows, width, whole = segments.count, segments.rows, segments.width, segments.grouped
         row = row_scale = col = col_scale = None
         if self.row is not None:
             row = torch.empty(rows, k, dtype=torch.uint8, device=device)
-            row_scale = self._scales(0, count, (rows if self.whole else width,), device)
+            row_scale = self._scales(0, count, (rows if whole else width,), device)
         if self.col is not None:
-            col = torch.empty((k, width) if self.whole else k * width, dtype=torch.uint8, device=device)
+            col = torch.empty((k, width) if whole else k * width, dtype=torch.uint8, device=device)
             col_scale = row_scale if self.shares_scale else self._scales(1, count, (count, k), device)
         return Coded(row, row_scale, col, col_scale)
 
@@ -147,14 +147,14 @@ class SegmentCast:
             return torch.empty(lines, dtype=torch.float32, device=device)
         return torch.empty_strided((count, 1), (APART.value, 1), dtype=torch.float32, device=device)
 
-    def _launch(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
-        key = (which, block, record, table, aligned)
+    def _launch(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
+        key = (which, block, whole, record, table, aligned)
         made = self._launches.get(key)
         if made is None:
             made = self._launches[key] = self._bind(*key)
         return made
 
-    def _bind(self, which: str, block: int, record: bool, table: bool, aligned: bool) -> Launch:
+    def _bind(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
         where = {"TABLE": table, "ALIGNED": aligned, "EP": block}
         if which == "amax":
             return segment_amax_kernel.bind({**where, "ROWS": AMAX_ROWS, "VALUES": AMAX_VALUES}, warps=8)
@@ -164,7 +164,7 @@ class SegmentCast:
         constants = {
             **_constants("ROW", self.sources[0], self.row, self.propagate),
             **_constants("COL", self.sources[1], self.col, self.propagate),
-            **{"MARKS": self.marks, "RECORD": record, "WHOLE": self.whole, "TM": tm, "TK": tk},
+            **{"MARKS": self.marks, "RECORD": record, "WHOLE": whole, "TM": tm, "TK": tk},
         }
         return segment_cast_kernel.bind({**constants, **where}, warps)
 
@@ -184,6 +184,6 @@ def segments_of(counts: Tensor, rows: int) -> Segments:
     waits."""
     n = counts.shape[0]
     width = (rows // CHUNK.value + n) * CHUNK.value
-    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width)
+    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width, grouped=True)
     _ends(made.block)(1, (counts if counts.is_contiguous() else counts.contiguous(), made.ends), (rows, n))
     return made

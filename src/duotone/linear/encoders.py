@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from duotone.dispatch import segments as native
+from duotone.dispatch.casts import segment_cast
+from duotone.dispatch.rule import JoinedOperand, JoinedWeights
 from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
 from duotone.formats.stages import block_amax
@@ -18,8 +20,19 @@ from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
-Pair = tuple[Any, Any]
-"""Codes and scales."""
+if TYPE_CHECKING:
+    from duotone.kernels.segment_cast import Segments
+
+Coded = tuple[JoinedOperand | None, Tensor | None, Tensor | None]
+
+
+def joined(fmt: Format, codes: Any, scale: Any) -> JoinedOperand:
+    """Codes as bytes and scales of all segments as an operand."""
+    return JoinedOperand(fmt, codes.view(fmt.code_dtype), scale)
+
+
+def _weights(fmt: Format, codes: Any, scale: Any) -> JoinedWeights:
+    return JoinedWeights(fmt, codes.view(fmt.code_dtype), scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +69,19 @@ class Encoder:
             return None
         return Encoder(row, col, first, distance, context.propagate)
 
-    def encode(self, x: Tensor, products: Any) -> Any:
-        """The `duotone.kernels.segment_cast.Coded` of contiguous (M, K)."""
-        cast = native.segment_cast(self.row, self.col, x, products.whole, self.propagate)
-        amaxes = partial(_segment_amaxes, x, products.segments)
-        return cast(x, products.segments, self._given(x, products.segments.count, amaxes))
+    def encode(self, x: Tensor, segments: "Segments") -> Coded:
+        """Contiguous (M, K): the rowwise operand, and the columnwise codes and scales, which are kept as tensors."""
+        cast = segment_cast(self.row, self.col, x, self.propagate)
+        assert cast is not None
+        amaxes = partial(_segment_amaxes, x, segments)
+        row, row_scale, col, col_scale = cast(x, segments, self._given(x, segments.count, amaxes))
+        return (None if self.row is None else joined(self.row, row, row_scale)), col, col_scale
 
-    def encode_each(self, weights: Sequence[Tensor], products: Any) -> Any:
+    def encode_each(self, weights: Sequence[Tensor]) -> Any:
         """As `encode` of tensors (N, K) of their own, each a segment; columnwise codes are (K, N) of each."""
         first = weights[0]
-        cast = native.segment_cast(self.row, self.col, first, False, self.propagate)
+        cast = segment_cast(self.row, self.col, first, self.propagate)
+        assert cast is not None
         segments = native.equal_segments(first.shape[0], len(weights), first)
         amaxes = partial(_amaxes, weights)
         return cast(first, segments, self._given(first, len(weights), amaxes), native.table(weights))
@@ -95,26 +111,20 @@ class Fresh:
 
     encoder: Encoder
 
-    def encode(self, weights: Sequence[Tensor], products: Any) -> tuple[Pair, tuple[Any, ...]]:
-        """Codes (E, N, K) and scales (E, 1) or (E, N), and what backward needs of the columnwise ones."""
+    def encode(self, weights: Sequence[Tensor]) -> tuple[JoinedWeights, tuple[Any, ...]]:
+        """The rowwise operand, and what backward needs of the columnwise one."""
         weights = [w if w.is_contiguous() else w.contiguous() for w in weights]
-        row, row_scale, col, col_scale = self.encoder.encode_each(weights, products)
+        row, row_scale, col, col_scale = self.encoder.encode_each(weights)
         count, (n, k) = len(weights), weights[0].shape
-        encoder = self.encoder
-        rows = row.view(encoder.row.code_dtype).view(count, n, k), row_scale.view(count, -1)  # type: ignore[union-attr]
+        assert self.encoder.row is not None
+        rows = _weights(self.encoder.row, row.view(count, n, k), row_scale.view(count, -1))
         if col is None:
             return rows, (None, None)
-        return rows, (col.view(encoder.col.code_dtype).view(count, k, n), col_scale.view(count, -1))  # type: ignore
+        return rows, (col.view(count, k, n), col_scale.view(count, -1))
 
-    def restore(self, kept: Sequence[Tensor]) -> Pair:
-        return kept[0], kept[1]
-
-    def apart(self, codes: Tensor, scales: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Codes (K, N) and scales (1, 1) or (1, N) of each."""
-        return codes.transpose(1, 2).unbind(0), scales.unsqueeze(1).unbind(0)
-
-    def together(self, made: Tensor) -> Tensor:
-        return made
+    def restore(self, kept: Sequence[Tensor]) -> JoinedWeights:
+        assert self.encoder.col is not None
+        return _weights(self.encoder.col, kept[0], kept[1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +133,7 @@ class Cached:
 
     linears: tuple[LinearStage, ...]
 
-    def encode(self, weights: Sequence[Tensor], products: Any) -> tuple[Pair, tuple[Any, ...]]:
+    def encode(self, weights: Sequence[Tensor]) -> tuple[JoinedWeights, tuple[Any, ...]]:
         """As `Fresh.encode`, a tensor for each linear."""
         rows, cols = [], []
         for linear, weight in zip(self.linears, weights, strict=True):
@@ -132,16 +142,11 @@ class Cached:
             rows.append(row)
             cols.append(col)
         kept = () if cols[0] is None else (*self._codes(cols), *self._scales(cols))
-        return (self._codes(rows), self._scales(rows)), kept
+        return JoinedWeights(rows[0].format, self._codes(rows), self._scales(rows)), kept
 
-    def restore(self, kept: Sequence[Tensor]) -> Pair:
-        return kept[: len(self.linears)], kept[len(self.linears) :]
-
-    def apart(self, codes: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return [one.t() for one in codes], [one.unsqueeze(0) for one in scales]
-
-    def together(self, made: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(made))
+    def restore(self, kept: Sequence[Tensor]) -> JoinedWeights:
+        count = len(self.linears)
+        return JoinedWeights(self.linears[0].plan.dgrad.b, kept[:count], kept[count:])
 
     @staticmethod
     def _codes(planes: Sequence[Any]) -> list[Tensor]:

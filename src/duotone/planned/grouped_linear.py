@@ -10,7 +10,7 @@ from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.linear.segmented import Together, grouped_stage
+from duotone.linear.segmented import grouped_stage
 from duotone.pipeline.op import Op, Signal, held, require_fit, run, signal_of
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
@@ -91,7 +91,7 @@ class PlannedGroup(Planned):
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
         plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
         stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
-        if self.delay_wgrad_compute or not stage.takes_device_splits or stage.on_host is not Together:
+        if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
@@ -100,7 +100,7 @@ class PlannedGroup(Planned):
         stays = _leaves_splits(stage, signal)
         if isinstance(splits, Rows):
             fits = splits.experts == self.num_gemms and splits.total == signal.rows
-            splits = splits.counts if stays and fits and stage.on_host is Together else splits.splits
+            splits = splits.counts if stays and fits and stage.grouped else splits.splits
         if isinstance(splits, Tensor) and splits.is_cuda and stays:
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)

@@ -1,0 +1,179 @@
+"""FP8 products of all row segments of a matrix: one by cuBLAS for each segment, or one kernel for all of them."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.casts import PLAIN_TYPES
+from duotone.dispatch.cublas import cublas_writes, dtype_of_product
+from duotone.dispatch.cuda import DTYPES
+from duotone.dispatch.products import put
+from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place
+from duotone.dispatch.segments import table, width
+
+if TYPE_CHECKING:
+    from duotone.kernels.grouped import GroupedProduct
+    from duotone.kernels.segment_cast import Segments
+
+SMALL = 1 << 24
+"""Elements of a weight up to which products of rows that the host knows are grouped too: one launch, instead of one for
+each segment, is then worth more than cuBLAS's faster slow accumulation. Measured, see docs/hopper.md."""
+
+
+def product(
+    left: Tensor,
+    right: Tensor,
+    of_left: Tensor,
+    of_right: Tensor,
+    fast: bool,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """FP8 codes (M, K) and (K, N), contraction next to each other, as `ScaledProduct` multiplies them.
+
+    Into `out` (M, N) or a new one in `dtype`. Scales are both of one element, or (M, 1) and (1, N).
+    """
+    dtype = out.dtype if out is not None else dtype
+    assert dtype is not None
+    if not left.shape[1]:
+        return torch.zeros((left.shape[0], right.shape[1]), dtype=dtype, device=left.device)
+    per_row = of_left.numel() > 1 or of_right.numel() > 1
+    if dtype_of_product(dtype, per_row) is not dtype or not (bias is None or dtype is bias.dtype is torch.bfloat16):
+        y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
+            left, right, of_left, of_right, out_dtype=dtype_of_product(torch.float32, per_row), use_fast_accum=fast
+        )
+        y = y if bias is None else y + bias.to(torch.float32)
+        return y.to(dtype) if out is None else out.copy_(y)
+    into = {} if out is None else {"out": out}
+    return torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
+        left, right, of_left, of_right, bias=bias, out_dtype=dtype, use_fast_accum=fast, **into
+    )
+
+
+class SegmentProduct(NamedTuple):
+    """The product of one segment, not yet computed: codes (M, K) and (K, N), their scales, the accumulation."""
+
+    left: Tensor
+    right: Tensor
+    of_left: Tensor
+    of_right: Tensor
+    fast: bool
+
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
+        """(M, N) in `dtype`."""
+        return product(*self, dtype=dtype)
+
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        """Written over `out` (M, N) in any of torch's dtypes or, `adds`, added to it."""
+        left, right, of_left, of_right, fast = self
+        if left.shape[1] and cublas_writes(left, out):
+            from duotone.kernels.cublas import Side, multiply
+
+            kind = "tensor" if of_left.numel() == of_right.numel() == 1 else "row"
+            if multiply(Side(left, of_left, kind), Side(right.t(), of_right, kind), out, fast, adds):
+                return
+        y = product(*self, dtype=out.dtype if out.dtype in DTYPES else torch.float32)
+        put(y, out, adds)
+
+
+def rows_of_each(
+    a: JoinedOperand,
+    b: JoinedWeights,
+    segments: "Segments",
+    fast: bool,
+    dtype: torch.dtype,
+    biases: Sequence[Tensor | None],
+) -> Tensor:
+    """(M, K) by (N, K) of each segment -> (M, N): a product by cuBLAS for each segment that has rows."""
+    codes, (weights, of_weights), counts = a.codes, b.unbound(), segments.counts
+    assert counts is not None
+    out = torch.empty((codes.shape[0], weights[0].shape[1]), dtype=dtype, device=codes.device)
+    parts, outs = codes.split_with_sizes(counts), out.split_with_sizes(counts)
+    of_parts = _lines(a.scale, counts) if a.has_lines else a.scale.unbind(0)
+    each = zip(counts, parts, weights, of_parts, of_weights, outs, biases, strict=True)
+    for n, part, weight, of_part, of_weight, piece, bias in each:
+        if n:
+            product(part, weight, of_part, of_weight, fast, piece, bias)
+    return out
+
+
+def _lines(scale: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """(n, 1) scales of the rows of each segment, which lie as columns of codes do."""
+    wide = scale.unsqueeze(1).split_with_sizes([width(n) for n in counts])
+    return [one if one.shape[0] == n else one[:n] for one, n in zip(wide, counts, strict=True)]
+
+
+def columns_of_each(a: JoinedOperand, b: JoinedOperand, segments: "Segments", fast: bool) -> list[SegmentProduct]:
+    """The products of columnwise codes (N, rows) and (K, rows) of each segment, not yet computed."""
+    assert segments.counts is not None
+    left, right = a.codes, b.codes
+    n, k = left.numel() // segments.width, right.numel() // segments.width
+    if a.has_lines:
+        scales = a.scale.unsqueeze(2).unbind(0), b.scale.unsqueeze(1).unbind(0)
+    else:
+        scales = a.scale.unbind(0), b.scale.unbind(0)
+    products, start = [], 0
+    for rows, of_a, of_b in zip(segments.counts, *scales, strict=True):
+        length = width(rows)
+        one = left.as_strided((n, length), (length, 1), n * start)
+        other = right.as_strided((length, k), (1, length), k * start)
+        products.append(SegmentProduct(one, other, of_a, of_b, fast))
+        start += length
+    return products
+
+
+def columns_into(
+    a: JoinedOperand, b: JoinedOperand, segments: "Segments", fast: bool, places: Sequence[Place | None]
+) -> list[Tensor | None]:
+    """The columnwise products of all segments by one kernel, written to places or, where they say so, added.
+
+    None where a product was written to its place, or has none. Else the product (M, N): the kernel could not write
+    there, or two segments share the place.
+    """
+    dtypes = [place[0].dtype for place in places if place is not None]
+    dtype = torch.float32 if torch.float32 in dtypes else next((one for one in dtypes if one in DTYPES), torch.float32)
+    first: dict[int, int] = {}
+    for i, place in enumerate(places):
+        if place is not None and _takes(a.codes, place[0], dtype):
+            first.setdefault(place[0].data_ptr(), i)
+    multiply, operands = grouped_product(fast, a.has_lines), (a.codes, b.codes, (a.scale, b.scale), segments)
+    if not first:
+        products = multiply.of_columns(*operands, torch.float32).unbind(0)
+        return [None if place is None else y for y, place in zip(products, places, strict=True)]
+    taken = {i: places[i] for i in first.values()}
+    new = functools.partial(torch.empty, a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
+    scratch = new() if None in places else None  # of all without a place
+    adds, outs = any(place[1] for place in taken.values() if place is not None), []
+    for i, place in enumerate(places):
+        if place is None:
+            outs.append(scratch)
+        else:
+            out, add = place if i in taken else (new(), False)
+            outs.append(out if add or not adds else out.zero_())
+    multiply.of_columns_into(*operands, outs[0], table(outs), adds)
+    return [None if i in taken or place is None else outs[i] for i, place in enumerate(places)]
+
+
+def _takes(like: Tensor, out: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the grouped product of operands like this one writes over a result (M, N) in `dtype`, or adds to it."""
+    return out.dtype is dtype and out.device == like.device and out.is_contiguous() and type(out) in PLAIN_TYPES
+
+
+def stacked(biases: Sequence[Tensor | None], length: int) -> Tensor | None:
+    """(E, N) of all biases (N,), zeros where one is None; None where all are."""
+    like = next((bias for bias in biases if bias is not None), None)
+    if like is None:
+        return None
+    return torch.stack([like.new_zeros(length) if bias is None else bias for bias in biases])
+
+
+@functools.cache
+def grouped_product(fast: bool, lines: bool) -> "GroupedProduct":
+    """The kernel for operands with scales per row (`lines`) or per segment."""
+    from duotone.kernels.grouped import GroupedProduct
+
+    return GroupedProduct(fast, lines)
