@@ -1,0 +1,100 @@
+"""Budgets: how many lines and how many `Any` each room may have, and names that say nothing. Numbers only fall."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import duotone
+
+ROOT = Path(duotone.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+TOOLS = frozenset({"lab", "report", "cli"})
+LIBRARY_LINES = 23200
+TOOL_LINES = 4200
+BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
+"""Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
+
+BUDGETS = {
+    "attention": (1060, 32, 32),
+    "cli": (880, 20, 10),
+    "comm": (140, 1, 0),
+    "compat": (640, 5, 5),
+    "conversion": (1360, 22, 38),
+    "dispatch": (2200, 72, 30),
+    "formats": (1520, 11, 9),
+    "kernels": (3680, 44, 154),
+    "lab": (1900, 24, 22),
+    "linear": (1720, 67, 50),
+    "modules": (460, 22, 9),
+    "observe": (900, 34, 21),
+    "ops": (1200, 147, 51),
+    "optim": (480, 22, 5),
+    "package": (80, 0, 0),
+    "pipeline": (940, 112, 34),
+    "planned": (1660, 81, 32),
+    "recipes": (1860, 61, 31),
+    "report": (1440, 19, 11),
+    "state": (1440, 49, 10),
+    "tensor": (1900, 92, 35),
+}
+"""Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
+
+ROOMS = sorted(BUDGETS)
+
+
+def room(path: Path) -> str:
+    """The folder of the package that a file belongs to."""
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else "package"
+
+
+def banned_names(tree: ast.AST) -> Iterator[str]:
+    """Names of functions, classes, arguments, variables and attributes that are a banned word."""
+    for node in ast.walk(tree):
+        name = ""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            name = node.attr
+        if name.strip("_").lower() in BANNED:
+            yield name
+
+
+def measured() -> dict[str, tuple[int, int, int]]:
+    """Room -> lines, uses of `Any`, names that are a banned word."""
+    counts = {name: Counter[int]() for name in map(room, FILES)}
+    for path in FILES:
+        text = path.read_text()
+        uses = sum(len(re.findall(r"\bAny\b", line)) for line in text.splitlines() if "import" not in line)
+        names = sum(1 for _ in banned_names(ast.parse(text)))
+        counts[room(path)].update({0: len(text.splitlines()), 1: uses, 2: names})
+    return {name: (count[0], count[1], count[2]) for name, count in counts.items()}
+
+
+MEASURED = measured()
+
+
+def test_every_room_has_a_budget() -> None:
+    assert set(MEASURED) == set(BUDGETS)
+
+
+@pytest.mark.parametrize("name", ROOMS)
+@pytest.mark.parametrize("measure", [0, 1, 2], ids=["lines", "any", "banned"])
+def test_a_room_keeps_to_its_budget(name: str, measure: int) -> None:
+    assert MEASURED[name][measure] <= BUDGETS[name][measure]
+
+
+def test_library_and_tools_keep_to_their_budgets() -> None:
+    totals = Counter[bool]()
+    for name, (count, _, _) in MEASURED.items():
+        totals[name in TOOLS] += count
+    assert totals[False] <= LIBRARY_LINES
+    assert totals[True] <= TOOL_LINES
