@@ -18,7 +18,7 @@ from duotone.lab.data import Corpus
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.presets import Preset
 from duotone.planned.planned import Planned
-from duotone.recipes import Phase, Recipe, Schedule
+from duotone.recipes import Phase, Recipe, Schedule, any_from_dict
 
 FLOOR = 0.1
 """The learning rate ends at this share of its peak."""
@@ -196,10 +196,11 @@ class Trainer:
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         there = saved.meta["config"]["steps"]
         wanted = _as_json({"config": {**self.config.to_dict(), "steps": there}, "recipe": self.chosen.to_dict()})
+        stored = {**saved.meta, "recipe": _as_written_now(saved.meta.get("recipe"))}
         for what, value in wanted.items():
-            if saved.meta.get(what) != value:
+            if stored.get(what) != value:
                 raise UserError(
-                    f"the checkpoint {path} has another {what}: {_difference(saved.meta.get(what), value)}; "
+                    f"the checkpoint {path} has another {what}: {_difference(stored.get(what), value)}; "
                     "resume with what it was made with, or train anew with another --out"
                 )
         if saved.meta.get("data_digest") != self.corpus.digest:
@@ -226,6 +227,14 @@ class Trainer:
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _as_written_now(recipe: Any) -> Any:
+    """A stored recipe with the fields that recipes have now; as it is where it cannot be read, as one of a function."""
+    try:
+        return _as_json(any_from_dict(recipe).to_dict())
+    except UserError:
+        return recipe
 
 
 def _as_json(value: Any) -> Any:

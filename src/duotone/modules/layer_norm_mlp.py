@@ -31,6 +31,9 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
     that name `fc1_weight` instead of `fc1.weight` load too.
     """
 
+    checkpoint = False
+    """Of modules that were pickled before there was this option."""
+
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
         hidden_size: int,

@@ -82,7 +82,7 @@ class ActivationOp(Op, nn.Module):
         self._by_keeps = {keeps: self.stage_type(made, keeps) for keeps in (False, True)}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_by_keeps"}
+        return {name: value for name, value in super().__getstate__().items() if name != "_by_keeps"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

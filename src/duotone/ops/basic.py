@@ -344,7 +344,7 @@ class Quantize(BasicOp):
         self._region: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_by_recipe": {}, "_region": None, "_rewritten": {}}
+        return {**super().__getstate__(), "_by_recipe": {}, "_region": None}
 
     def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
         region = active_region() if torch.compiler.is_compiling() else region_of_call(self, mode_now())

@@ -67,6 +67,13 @@ class Op(Channels, KnownRoles):
         """
         return ()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("_rewritten", None)  # older pickles may have it, in another form
+        getattr(super(), "__setstate__", self.__dict__.update)(state)
+
     def _slow_forward(self, *given: Any, **named: Any) -> Any:
         """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
         region = active_region()
