@@ -2,6 +2,7 @@
 
 from duotone import recipes
 from duotone.compat import factories
+from duotone.compat import old_paths as old_paths
 from duotone.compat.quantizers import Float8BlockQuantizer as Float8BlockQuantizer
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
 from duotone.compat.quantizers import Float8Quantizer as Float8Quantizer

@@ -1,0 +1,77 @@
+"""Where the classes and functions of old pickles are now.
+
+A pickle names them by module and attribute. Add a row to `MOVED` for what you move or rename, and for nothing else:
+"old.module" for a module that is gone, "old.module:name" for a name that left a module or was renamed in it. The new
+place may itself be an old one with a row. `tests/old_files` loads what older commits wrote.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+MOVED = {
+    "duotone.convert.experts": "duotone.conversion.experts",
+    "duotone.convert.parameters": "duotone.conversion.parameters",
+    "duotone.convert.plan": "duotone.conversion.model_plan",
+    "duotone.convert.targets": "duotone.conversion.targets",
+    "duotone.linear.gemms": "duotone.linear.gemm_plan",
+    "duotone.linear.operand": "duotone.linear.plane_source",
+    "duotone.linear.source": "duotone.linear.backward_operand",
+    "duotone.linear.stage": "duotone.pipeline.stage",
+    "duotone.observe.ledger": "duotone.observe.memory_ledger",
+    "duotone.ops.again": "duotone.pipeline.second_order",
+    "duotone.ops.boundary": "duotone.planned.boundary",
+    "duotone.ops.channels": "duotone.pipeline.channels",
+    "duotone.ops.consumers": "duotone.pipeline.slot_roles",
+    "duotone.ops.grouped": "duotone.planned.grouped_linear",
+    "duotone.ops.handover": "duotone.ops.fused_cast",
+    "duotone.ops.initialising": "duotone.planned.initialisation",
+    "duotone.ops.linear": "duotone.planned.linear",
+    "duotone.ops.op": "duotone.pipeline.op",
+    "duotone.ops.options": "duotone.planned.weight_options",
+    "duotone.ops.parameters": "duotone.planned.quantized_parameters",
+    "duotone.ops.pipeline": "duotone.pipeline.autograd",
+    "duotone.ops.placed": "duotone.planned.output_buffers",
+    "duotone.ops.planned": "duotone.planned.planned",
+    "duotone.ops.rules": "duotone.pipeline.rewrites",
+    "duotone.ops.splitting": "duotone.planned.split_parameters",
+    "duotone.ops.states": "duotone.planned.delayed_states",
+    "duotone.recipes.zoo": "duotone.compat.factories",
+    "duotone.state.recipe_state": "duotone.compat.recipe_state",
+    "duotone.state.traced": "duotone.state.traced_stages",
+    "duotone.tensor.traced": "duotone.tensor.traced_quantize",
+    "duotone.tensor.vocabulary": "duotone.compat.quantizers",
+}
+
+WEIGHTS_ONLY = (
+    "duotone.formats.identity:IDENTITY",
+    "duotone.formats.registry:get",
+    "duotone.tensor.history:History",
+    "duotone.tensor.pickling:rebuild",
+)
+"""What `torch.load(weights_only=True)` reads, under the paths that files have for it."""
+
+
+def _finder(module: str) -> Callable[[str], object]:
+    """The `__getattr__` of an old module."""
+
+    def find(name: str) -> object:
+        home = MOVED.get(module)
+        path = MOVED.get(f"{module}:{name}") or (home and f"{home}:{name}")
+        if path is None or name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return pkgutil.resolve_name(path)
+
+    return find
+
+
+for _old in sorted(MOVED, key=lambda old: ":" in old):
+    _module, _, _name = _old.partition(":")
+    _home = import_module(_module) if _name else sys.modules.setdefault(_module, ModuleType(_module))
+    vars(_home).setdefault("__getattr__", _finder(_module))
+for _path in WEIGHTS_ONLY:
+    torch.serialization.add_safe_globals([(pkgutil.resolve_name(_path), _path.replace(":", "."))])  # type: ignore[list-item]
