@@ -17,7 +17,7 @@ from duotone.linear.plan import LinearPlan, Setting, build_plan
 from duotone.linear.segmented import SegmentedStage, grouped_stage
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
-from duotone.state.delayed import RECORD
+from duotone.state.amax_mode import AmaxMode
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone.kernels.segment_cast import Segments
@@ -41,7 +41,7 @@ def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
 
 def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
     if made.is_delayed:
-        return [LinearStage.of(made.with_slots("f", "b", "", RECORD, i)) for i in range(count)]
+        return [LinearStage.of(made.with_slots("f", "b", "", AmaxMode.RECORD, i)) for i in range(count)]
     return [LinearStage.of(made) for _ in range(count)]
 
 
@@ -81,7 +81,7 @@ def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
         (0, 2),
     ]
     members = linears(plan("fp8-delayed"))
-    members[2] = LinearStage.of(members[2].plan.with_slots("f", "b", "", RECORD, 5))
+    members[2] = LinearStage.of(members[2].plan.with_slots("f", "b", "", AmaxMode.RECORD, 5))
     assert type(grouped_stage(members, SHAPE)) is GroupedStage
 
 

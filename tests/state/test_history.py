@@ -13,7 +13,8 @@ from torch import nn
 import duotone
 from duotone.formats import get
 from duotone.recipes import DelayedScaling
-from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
+from duotone.state.amax_mode import AmaxMode
+from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.state.history import resized
 from duotone.tensor import History, QuantizeContext, Quantizer
 
@@ -131,7 +132,9 @@ def test_scales_histories_and_codes_follow_the_reference(element, algorithm, len
             if slot == 1 and step % 3 == 1:
                 continue
             for part in (x, x / 2) if step % 4 == 2 else (x,):
-                context = QuantizeContext(slots=(DelayedSlot(state.number, slot, "", RECORD), None), propagate=False)
+                context = QuantizeContext(
+                    slots=(DelayedSlot(state.number, slot, "", AmaxMode.RECORD), None), propagate=False
+                )
                 row, col = quantizer.encode(torch.from_numpy(part), ctx=context)
                 codes, inverse = reference.quantize(part)
                 made = row.parts["codes"].numpy()

@@ -10,8 +10,8 @@ from torch import nn
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
+from duotone.state.amax_mode import in_backward
 from duotone.state.autocast import active_region
-from duotone.state.delayed import in_backward
 
 UNNAMED = Site(named=False)
 _MODULES: "weakref.WeakValueDictionary[str, MeetsRecipes]" = weakref.WeakValueDictionary()

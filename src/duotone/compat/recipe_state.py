@@ -18,8 +18,9 @@ from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
+from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast import active_region
-from duotone.state.delayed import RECORD, DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 
@@ -143,7 +144,7 @@ class LiveSlot(Slot):
     def scale_for(self, x: Tensor) -> Tensor:
         region = active_region()
         group = "" if region is None else region.group
-        return DelayedSlot(self.state, self.index, group, RECORD, self.backward).scale_for(x)
+        return DelayedSlot(self.state, self.index, group, AmaxMode.RECORD, self.backward).scale_for(x)
 
 
 def _positions(mode: str) -> "itertools.cycle[str]":

@@ -24,7 +24,8 @@ from duotone.linear.plane_source import DEQUANTIZED, ENCODED, HELD, Operand, enc
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
-from duotone.state.delayed import RECORD, DelayedSlot
+from duotone.state.amax_mode import AmaxMode
+from duotone.state.delayed import DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
@@ -152,12 +153,12 @@ class LinearPlan:
         x, w, dy = self.stochastic
         return seed if x else None, seed + int(x) if w else None, seed + int(x) + int(w) if dy else None
 
-    def with_slots(self, forward: str, backward: str, group: str, mode: int, member: int = 0) -> "LinearPlan":
+    def with_slots(self, forward: str, backward: str, group: str, mode: AmaxMode, member: int = 0) -> "LinearPlan":
         """The plan whose delayed directions use the module's states of these numbers; `member` of its linears."""
 
         def slots(made: Quantizer, base: int, in_backward: bool) -> tuple[Slot | None, Slot | None]:
             row, col = made.delayed
-            state, how = (backward, RECORD) if in_backward else (forward, mode)
+            state, how = (backward, AmaxMode.RECORD) if in_backward else (forward, mode)
             base += member * (BACKWARD_SLOTS if in_backward else FORWARD_SLOTS)
             first = DelayedSlot(state, base, group, how, in_backward) if row else None
             return first, DelayedSlot(state, base + 1, group, how, in_backward) if col else None

@@ -17,8 +17,8 @@ from duotone.pipeline.second_order import is_transformed, second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.state import frames
+from duotone.state.amax_mode import AmaxMode, in_backward
 from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
-from duotone.state.delayed import USE, in_backward
 from duotone.state.rolling import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
 
@@ -221,7 +221,7 @@ def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
         )
 
 
-def region_of_call(module: Any, mode: int) -> AutocastRegion | None:
+def region_of_call(module: Any, mode: AmaxMode) -> AutocastRegion | None:
     """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
     key = ("region", id(module))
     running = in_backward()
@@ -233,7 +233,7 @@ def region_of_call(module: Any, mode: int) -> AutocastRegion | None:
     else:
         region = active_region()
     frames.remember(key, region)
-    if mode != USE and not running and (module._region is None or module._region[0] is not region):
+    if mode is not AmaxMode.USE and not running and (module._region is None or module._region[0] is not region):
         module._region = (region,)
     return region
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from duotone.errors import RecipeError, UserError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
-from duotone.state.delayed import USE, DelayedState
+from duotone.state.amax_mode import AmaxMode
+from duotone.state.delayed import DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 
@@ -154,7 +155,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
 def weight_context(module: Any, plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """How to encode a weight with the scales that a state has already, recording nothing."""
     state = module._modules.get(FORWARD_STATE)
-    return plan.with_slots(state.number, "", "", USE, member).weight_context if state is not None else LOCAL
+    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight_context if state is not None else LOCAL
 
 
 def _largest(made: Quantizer) -> list[float]:

@@ -21,8 +21,8 @@ from duotone.planned.planned import Planned, holds_codes
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
+from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast import HIGH_PRECISION
-from duotone.state.delayed import USE
 from duotone.tensor import QuantizedTensor, Quantizer
 
 
@@ -89,7 +89,9 @@ class PlannedGroup(Planned):
                 )
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
-        plans = [plan.with_slots("", "", "", USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)]
+        plans = [
+            plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
+        ]
         stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)

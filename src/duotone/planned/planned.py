@@ -27,13 +27,14 @@ from duotone.recipes.recipe import Recipe, drop_dead, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced_stages
+from duotone.state.amax_mode import AmaxMode, in_backward, mode_now
 from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, AutocastRegion, active_region
-from duotone.state.delayed import DEFER, RECORD, USE, in_backward, mode_now
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.fsdp import tell_shards
 
+Call = tuple[Any, ...]
 CACHES = ("_caches", "_queues", "_wgrad_hooks")
 UNNAMED = Site(named=False)
 LIVE = ("_stages", "_variants", "_rewritten", "_last", "_given", "_region", seeds.LOADED, seeds.RESTORED)
@@ -194,7 +195,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
     def stage_for(self, signal: Signal) -> Stage:
         """The stage of a call; built once per recipe, dtype, device and pattern of gradients."""
         compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        mode = USE if compiling else mode_now()
+        mode = AmaxMode.USE if compiling else mode_now()
         region = active_region() if compiling else region_of_call(self, mode)
         recipe, group = (self.recipe, "") if region is None else (region.recipe, region.group)
         if recipe.evaluation is not None and not self.training:
@@ -203,9 +204,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         grads = (tracked and signal.requires_grad, tracked and any([w.requires_grad for w in weights]))
         if compiling:
             where = (signal.device, str(signal.dtype), group)
-            return getattr(
-                traced_stages.PLANS, traced_stages.plan_name(self._number, recipe.key, *grads, tracked, *where)
-            )
+            name = traced_stages.plan_name(self._number, recipe.key, *grads, tracked, *where)
+            return getattr(traced_stages.PLANS, name)
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
@@ -229,10 +229,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         live = {id(stage) for stage in self._stages.values()}
         self._variants = {key: made for key, made in self._variants.items() if id(key[0]) in live}
 
-    def _take_up(self, stage: Any, mode: int) -> None:
+    def _take_up(self, stage: Any, mode: AmaxMode) -> None:
         """What changes when calls switch to a plan: the states, and what is written into a quantized weight next."""
         plan: LinearPlan = stage.plan
-        if plan.is_delayed and mode != USE:
+        if plan.is_delayed and mode is not AmaxMode.USE:
             delayed_states.states_for(self, plan)  # another recipe may have given the states other parameters since
         for weight in self.weights:
             if not isinstance(weight, QuantizedTensor):
@@ -243,7 +243,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
             if plan.weight_from is HELD:
                 demand(weight, plan.weight_usage, self.module_name)
-                if mode != USE:
+                if mode is not AmaxMode.USE:
                     follow(weight, plan.weight)
 
     def quantize_weights(self) -> None:
@@ -287,7 +287,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         return gemm.rule.name
 
     def resolve(
-        self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE, recorded: Recipe | None = None
+        self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE, recorded: Recipe | None = None
     ) -> Stage:
         """The stage of a call (device, dtype, grads, input held), with the states that delayed scaling needs.
 
@@ -300,7 +300,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
             delayed_states.require_reduction(self.module_name, plans[0], group)
         if recorded is None:
             return self.make_stage([LinearStage.of(plan) for plan in plans])
-        calibrated = self._bind(recorded, (*call[:2], (False, False), None), group, RECORD)
+        calibrated = self._bind(recorded, (*call[:2], (False, False), None), group, AmaxMode.RECORD)
         if calibrated[0].is_delayed:
             delayed_states.require_reduction(self.module_name, calibrated[0], group)
         pairs = zip(plans, calibrated, strict=True)
@@ -322,16 +322,16 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         """One stage out of the stages of this module's linears."""
         return linears[0]
 
-    def _bind(self, recipe: Recipe, call: tuple[Any, ...], group: str = "", mode: int = USE) -> list[LinearPlan]:
+    def _bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> list[LinearPlan]:
         plan, members = self.plan_of(recipe, *call), range(len(self.weights))
-        if mode == DEFER:  # its recompute takes the seeds of a forward with gradients
+        if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(plan.stochastic))
         if not plan.is_delayed:
             return [plan for _ in members]
         numbers = delayed_states.states_for(self, plan)
         for member, weight in enumerate(self.weights):
             if isinstance(weight, QuantizedTensor):
-                slots = plan.with_slots(*numbers, group, RECORD, member).weight_context.slots
+                slots = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight_context.slots
                 weight.context = QuantizeContext(weight.context.shard, slots, propagate=recipe.propagate_nonfinite)
         return [plan.with_slots(*numbers, group, mode, member) for member in members]
 

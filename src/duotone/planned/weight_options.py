@@ -17,7 +17,7 @@ from duotone.linear.plane_source import ENCODED
 from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
 from duotone.pipeline.op import KEEPS
 from duotone.pipeline.stage import Stage
-from duotone.state.delayed import DEFER, RECORD, mode_now
+from duotone.state.amax_mode import AmaxMode, mode_now
 
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
@@ -28,7 +28,8 @@ def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
         for weight in module.weights:
             if weight.requires_grad:
                 main_grad(weight)
-    key = (stage, first, first is True and mode_now() in (RECORD, DEFER))  # a recompute is no new microbatch
+    is_new = first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER)  # a recompute is no new microbatch
+    key = (stage, first, is_new)
     made = module._variants.get(key)
     if made is None:
         made = module._variants[key] = module.make_variant(*key)

@@ -22,8 +22,8 @@ from duotone.dispatch import traced
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import frames, history
+from duotone.state.amax_mode import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.rolling import PENDING, STATES
-from duotone.state.seeds import in_backward
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
@@ -129,13 +129,13 @@ class DelayedState(nn.Module):
         scale[slots] = history.first(columns, scale[slots], amaxes, largest, self.history)
         return scale
 
-    def records(self, mode: int) -> bool:
+    def records(self, mode: AmaxMode) -> bool:
         """Whether an amax that comes in this mode is recorded; a forward in a mode of its own starts a new step."""
-        if mode == RECOMPUTE:
+        if mode is AmaxMode.RECOMPUTE:
             return self.step.deferred
-        if mode != USE:
-            self.step.before, self.step.deferred = None, mode == DEFER
-        return mode == RECORD
+        if mode is not AmaxMode.USE:
+            self.step.before, self.step.deferred = None, mode is AmaxMode.DEFER
+        return mode is AmaxMode.RECORD
 
     def scale_for(self, amax: Tensor | None, slot: int, recompute: bool = False) -> Tensor:
         """The encode scale of the slot, fp32 (1,): that of the forward for its recompute; records the amax, if any."""
@@ -193,18 +193,6 @@ class DelayedState(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
 
 
-USE, RECORD, RECOMPUTE, DEFER = range(4)
-"""No gradient: scale without recording; forward; forward code inside a backward; a forward whose recompute records."""
-
-
-def mode_now() -> int:
-    """The mode of forward code that runs now."""
-    if torch.is_grad_enabled():
-        return RECOMPUTE if in_backward() else RECORD
-    # Only the forward of an autograd.Function is without gradients in both modes, as is inference mode.
-    return USE if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled() else DEFER
-
-
 @dataclass(frozen=True)
 class DelayedSlot(Slot):
     """One place in a `DelayedState`, as a value: the state's number, the index, and who reduces with it.
@@ -216,7 +204,7 @@ class DelayedSlot(Slot):
     state: str
     index: int
     group: str = ""
-    mode: int = RECORD
+    mode: AmaxMode = AmaxMode.RECORD
     backward: bool = False
     owner: "DelayedState | None" = field(init=False, compare=False, repr=False)
 
@@ -224,7 +212,7 @@ class DelayedSlot(Slot):
         object.__setattr__(self, "owner", STATES.get(self.state))
 
     def scale_for(self, x: Tensor) -> Tensor:
-        return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode, self.backward)
+        return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode._value_, self.backward)
 
     @property
     def is_new(self) -> bool:
@@ -236,7 +224,7 @@ class DelayedSlot(Slot):
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         state, scale, live, mode = self._place(x.device)
-        if self.index in state.new and mode != RECOMPUTE:
+        if self.index in state.new and mode is not AmaxMode.RECOMPUTE:
             scale = self._start(state, slice(self.index, self.index + 1), amax_of(x), mode)
         return scale, live
 
@@ -246,41 +234,42 @@ class DelayedSlot(Slot):
         """As `place`, the first of `count` slots which lie that far apart; `amaxes` measures theirs, fp32 (count,)."""
         state, scale, live, mode = self._place(device)
         slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
-        if mode != RECOMPUTE and not state.new.isdisjoint(slots):
+        if mode is not AmaxMode.RECOMPUTE and not state.new.isdisjoint(slots):
             scale = self._start(state, slice(slots.start, slots.stop, slots.step), amaxes(), mode)
         return scale, live
 
-    def _place(self, device: torch.device) -> tuple[DelayedState, Tensor, Tensor | None, int]:
+    def _place(self, device: torch.device) -> tuple[DelayedState, Tensor, Tensor | None, AmaxMode]:
         state, mode, record = self.open()
-        scale, live = state.views(self.index, before=mode == RECOMPUTE)
+        scale, live = state.views(self.index, before=mode is AmaxMode.RECOMPUTE)
         if scale.device != device:
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
         return state, scale, live if record else None, mode
 
-    def _start(self, state: DelayedState, slots: slice, amaxes: Tensor, mode: int) -> Tensor:
+    def _start(self, state: DelayedState, slots: slice, amaxes: Tensor, mode: AmaxMode) -> Tensor:
         """The scale of the first slot, fp32 (1,), where some may be new; an evaluation keeps none."""
-        if self.group and state.history.reduce_amax and mode != USE:
+        if self.group and state.history.reduce_amax and mode is not AmaxMode.USE:
             require_same([f"{state.name} from slot {slots.start}"], amaxes.device, self.group)
             amaxes = all_reduce(history.finite(amaxes), "max", self.group)
-        return state.start(slots, amaxes, mode != USE)[self.index : self.index + 1]
+        return state.start(slots, amaxes, mode is not AmaxMode.USE)[self.index : self.index + 1]
 
     def fixed(self) -> Slot:
         """Itself where a compiler traces or tensors are fake: the op recomputes as a checkpoint's does."""
         if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None:
             return self
         state = self.owner or state_of(self.state)
-        return FixedSlot(state, state.used(self.mode == RECOMPUTE or (not self.backward and in_backward())), self.index)
+        recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())
+        return FixedSlot(state, state.used(recomputes), self.index)
 
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
-        where = (self.state, self.index, self.group, self.mode, self.backward)
+        where = (self.state, self.index, self.group, self.mode._value_, self.backward)
         return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
 
-    def open(self) -> "tuple[DelayedState, int, bool]":
+    def open(self) -> "tuple[DelayedState, AmaxMode, bool]":
         """The state, the mode that counts now, and whether the amax is recorded; the state will be rolled."""
         found, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
-        if running and mode == RECORD and not self.backward:
-            mode = RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        if mode != USE and HAS_CUDA and torch.cuda.is_current_stream_capturing():
+        if running and mode is AmaxMode.RECORD and not self.backward:
+            mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
+        if mode is not AmaxMode.USE and HAS_CUDA and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
                 "capture under fp8-current, or leave this module out of the graph"
@@ -288,16 +277,16 @@ class DelayedSlot(Slot):
         key, earlier = ("scale", self.state, self.index), frames.recomputed() if running and not self.backward else None
         if earlier is not None:
             found.step.before, found.step.deferred = entry = earlier.take(key)
-            record = found.step.deferred and mode == RECOMPUTE and earlier.is_first_run
-            mode = RECOMPUTE
-        elif running and self.mode == RECOMPUTE:
+            record = found.step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
+            mode = AmaxMode.RECOMPUTE
+        elif running and self.mode is AmaxMode.RECOMPUTE:
             raise UserError(
                 "a module under delayed scaling runs inside a backward and no checkpoint recomputes it, so its scale "
                 "is not known; recompute through torch.utils.checkpoint, or call the module outside of the backward"
             )
         else:
             record = found.records(mode)
-            entry = found.used(mode == RECOMPUTE), found.step.deferred
+            entry = found.used(mode is AmaxMode.RECOMPUTE), found.step.deferred
         if not self.backward:
             frames.remember(key, entry)
         PENDING.add(self, record, running)
@@ -328,38 +317,38 @@ _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 # Not pure, and no part of a CUDA graph: a replay would record amaxes that nobody rolls.
 TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
 _LIBRARY.define(
-    "delayed_scale(Tensor x, str state, int index, str group, int mode, bool backward) -> Tensor",
+    "delayed_scale(Tensor x, str state, int index, str group, str mode, bool backward) -> Tensor",
     tags=TAGS,
 )
 
 
-def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
-    slot = DelayedSlot(state, index, group, mode, backward)
-    found, mode, record = slot.open()
-    is_new = mode != RECOMPUTE and index in found.new
+def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
+    slot = DelayedSlot(state, index, group, AMAX_MODES[mode], backward)
+    found, now, record = slot.open()
+    is_new = now is not AmaxMode.RECOMPUTE and index in found.new
     amax = amax_of(x) if record or is_new else None
     if is_new:
         assert amax is not None
-        first = slot._start(found, slice(index, index + 1), amax, mode)
-        if mode == USE:
+        first = slot._start(found, slice(index, index + 1), amax, now)
+        if now is AmaxMode.USE:
             return first.clone()
-    return found.scale_for(amax if record else None, index, mode == RECOMPUTE)
+    return found.scale_for(amax if record else None, index, now is AmaxMode.RECOMPUTE)
 
 
-def _meta(x: Tensor, state: str, index: int, group: str, mode: int, backward: bool) -> Tensor:
+def _meta(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
     return x.new_empty((1,), dtype=torch.float32)
 
 
 _LIBRARY.define(
-    "delayed_planes(Tensor x, str state, int index, str group, int mode, bool backward,"
+    "delayed_planes(Tensor x, str state, int index, str group, str mode, bool backward,"
     " str row, str col, bool propagate) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
 
 def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *where, row, col, propagate = arguments
-    scale, live = DelayedSlot(*where).place(x)
+    state, index, group, mode, backward, row, col, propagate = arguments
+    scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
     return traced.cast(x, row, col, propagate, scale, live)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.state import frames
+from duotone.state.amax_mode import in_backward
 
 BUFFER = "duotone_seed"
 
@@ -43,11 +44,6 @@ def upcoming(buffer: Tensor, count: int) -> Tensor:
     if torch.compiler.is_compiling():
         return torch.ops.duotone.upcoming_seed(buffer, count)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
-
-
-def in_backward() -> bool:
-    """Whether a backward runs: forward code inside of one recomputes."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _again(key: tuple[str, int], advances: bool = True) -> Tensor:

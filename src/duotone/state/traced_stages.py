@@ -7,11 +7,11 @@ from typing import Any, Protocol
 import torch
 
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
-from duotone.state.delayed import RECORD, USE
+from duotone.state.amax_mode import AmaxMode
 
 
 class Resolver(Protocol):
-    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: int) -> Any: ...
+    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: AmaxMode) -> Any: ...
 
 
 _MODULES: "weakref.WeakValueDictionary[str, Resolver]" = weakref.WeakValueDictionary()
@@ -54,7 +54,7 @@ def plan_name(
     parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
     name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot
     if not hasattr(PLANS, name):
-        stage = _MODULES[module].resolve(recipe_of(recipe), call, group, RECORD if tracked else USE)
+        stage = _MODULES[module].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
         _drop_dead(_NAMES.setdefault(module, {}))
         _NAMES[module][recipe, name] = name
         setattr(PLANS, name, stage)
