@@ -7,7 +7,7 @@ from torch import nn
 import duotone
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.state.autocast import active_recipe
+from duotone.state.autocast_context import active_recipe
 
 FP8, MX, NV = (recipes.load(name) for name in ("fp8-current", "mxfp8", "nvfp4"))
 

@@ -18,7 +18,7 @@ import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
-from duotone.state.autocast import active_recipe
+from duotone.state.autocast_context import active_recipe
 from duotone.state.parameters import construction
 
 E4, E5 = (recipes.Float8CurrentScaling(fp8_format=element) for element in ("E4M3", "E5M2"))

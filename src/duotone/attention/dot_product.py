@@ -15,7 +15,7 @@ from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
-from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
 
 COUNTS = {"forward": 3, "backward": 2}

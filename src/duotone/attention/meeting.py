@@ -11,7 +11,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
 from duotone.state.amax_mode import in_backward
-from duotone.state.autocast import active_region
+from duotone.state.autocast_context import active_region
 
 UNNAMED = Site(named=False)
 _MODULES: "weakref.WeakValueDictionary[str, MeetsRecipes]" = weakref.WeakValueDictionary()

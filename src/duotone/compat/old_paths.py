@@ -23,6 +23,7 @@ MOVED = {
     "duotone.linear.source": "duotone.linear.backward_operand",
     "duotone.linear.stage": "duotone.pipeline.stage",
     "duotone.observe.ledger": "duotone.observe.memory_ledger",
+    "duotone.observe.tap": "duotone.observe.tapped_recipe",
     "duotone.ops.again": "duotone.pipeline.second_order",
     "duotone.ops.boundary": "duotone.planned.boundary",
     "duotone.ops.channels": "duotone.pipeline.channels",

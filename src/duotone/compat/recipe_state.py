@@ -19,7 +19,7 @@ from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
 from duotone.state.amax_mode import AmaxMode
-from duotone.state.autocast import active_region
+from duotone.state.autocast_context import active_region
 from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot

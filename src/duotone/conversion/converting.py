@@ -23,7 +23,7 @@ from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
-from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import Quantizer
 
 

@@ -2,5 +2,5 @@
 
 from duotone.observe.memory_ledger import Ledger as Ledger
 from duotone.observe.memory_ledger import ledger as ledger
-from duotone.observe.tap import Tap as Tap
-from duotone.observe.tap import tap as tap
+from duotone.observe.tapped_recipe import Tap as Tap
+from duotone.observe.tapped_recipe import tap as tap

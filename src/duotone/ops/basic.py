@@ -20,7 +20,7 @@ from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
 from duotone.state.amax_mode import mode_now
-from duotone.state.autocast import HIGH_PRECISION, active_region
+from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer

@@ -18,7 +18,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.state import frames
 from duotone.state.amax_mode import AmaxMode, in_backward
-from duotone.state.autocast import HIGH_PRECISION, AutocastRegion, active_region
+from duotone.state.autocast_context import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.rolling import roll_after
 from duotone.tensor import QuantizedTensor, Quantizer
 

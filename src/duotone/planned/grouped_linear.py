@@ -22,7 +22,7 @@ from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.state.amax_mode import AmaxMode
-from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor, Quantizer
 
 

@@ -17,7 +17,7 @@ from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
-from duotone.state.autocast import HIGH_PRECISION
+from duotone.state.autocast_context import HIGH_PRECISION
 
 
 class PlannedLinear(Planned):

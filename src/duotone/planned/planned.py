@@ -28,7 +28,7 @@ from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds, traced_stages
 from duotone.state.amax_mode import AmaxMode, in_backward, mode_now
-from duotone.state.autocast import DEFAULT_RECIPE, HIGH_PRECISION, AutocastRegion, active_region
+from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
