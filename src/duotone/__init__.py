@@ -1,48 +1,53 @@
 """Duotone: low-precision training for PyTorch in which each direction of each tensor has a format of its own."""
 
-from duotone import formats as formats
-from duotone import observe as observe
-from duotone import ops as ops
-from duotone import optim as optim
-from duotone import recipes as recipes
-from duotone.attention import DotProductAttention as DotProductAttention
-from duotone.attention import MultiheadAttention as MultiheadAttention
-from duotone.attention import RotaryPositionEmbedding as RotaryPositionEmbedding
-from duotone.attention import TransformerLayer as TransformerLayer
-from duotone.compat import Float8BlockQuantizer as Float8BlockQuantizer
-from duotone.compat import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
-from duotone.compat import Float8Quantizer as Float8Quantizer
-from duotone.compat import HybridQuantizer as HybridQuantizer
-from duotone.compat import IdentityQuantizer as IdentityQuantizer
-from duotone.compat import MXFP8Quantizer as MXFP8Quantizer
-from duotone.compat import NVFP4Quantizer as NVFP4Quantizer
-from duotone.compat import QuantizerHandle as QuantizerHandle
-from duotone.compat import RecipeState as RecipeState
-from duotone.conversion import PlanRow as PlanRow
-from duotone.conversion import convert as convert
-from duotone.conversion import convert_parameters as convert_parameters
-from duotone.conversion import name_modules as name_modules
-from duotone.conversion import plan as plan
-from duotone.conversion import revert as revert
-from duotone.errors import RecipeError as RecipeError
-from duotone.errors import UsageError as UsageError
-from duotone.errors import UserError as UserError
-from duotone.modules import GroupedLinear as GroupedLinear
-from duotone.modules import LayerNorm as LayerNorm
-from duotone.modules import LayerNormLinear as LayerNormLinear
-from duotone.modules import LayerNormMLP as LayerNormMLP
-from duotone.modules import Linear as Linear
-from duotone.modules import MoE as MoE
-from duotone.modules import RMSNorm as RMSNorm
-from duotone.planned.delayed_states import load_recipe_state as load_recipe_state
-from duotone.planned.delayed_states import recipe_state as recipe_state
-from duotone.recipes import CustomRecipe as CustomRecipe
-from duotone.recipes import QuantizerRole as QuantizerRole
-from duotone.state import autocast as autocast
-from duotone.state import load_rng_state as load_rng_state
-from duotone.state import quantized_model_init as quantized_model_init
-from duotone.state import rng_state as rng_state
-from duotone.tensor import QuantizedTensor as QuantizedTensor
-from duotone.tensor import Quantizer as Quantizer
+from duotone import formats, observe, ops, optim, recipes
+from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from duotone.compat import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizerHandle,
+    RecipeState,
+)
+from duotone.conversion import PlanRow, convert, convert_parameters, name_modules, plan, revert
+from duotone.errors import RecipeError, UsageError, UserError
+from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
+from duotone.planned.delayed_states import load_recipe_state, recipe_state
+from duotone.recipes import (
+    CustomRecipe,
+    DelayedScaling,
+    DelayedScalingRequest,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    HighPrecision,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizerRole,
+    Recipe,
+    RuleRecipe,
+    Schedule,
+)
+from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
+from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
 __version__ = "0.1.0"
+__all__ = [
+    "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "DotProductAttention", "Float8BlockQuantizer",
+    "Float8BlockScaling", "Float8CurrentScaling", "Float8CurrentScalingQuantizer", "Float8Quantizer",
+    "Float8RowwiseScaling", "GroupedLinear", "HighPrecision", "HybridQuantizer", "IdentityQuantizer", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MXFP8BlockScaling", "MXFP8Quantizer", "MoE", "MultiheadAttention",
+    "NVFP4BlockScaling", "NVFP4Quantizer", "PlanRow", "QuantizeContext", "QuantizedTensor", "Quantizer",
+    "QuantizerHandle", "QuantizerRole", "RMSNorm", "Recipe", "RecipeError", "RecipeState",
+    "RotaryPositionEmbedding", "RuleRecipe", "Schedule", "TransformerLayer", "UsageError", "UserError", "autocast",
+    "convert", "convert_parameters", "formats", "load_recipe_state", "load_rng_state", "name_modules", "observe",
+    "ops", "optim", "plan", "quantized_model_init", "recipe_state", "recipes", "revert", "rng_state",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

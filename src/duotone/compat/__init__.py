@@ -1,16 +1,25 @@
 """Names of Transformer Engine: quantizer handles, factories for `CustomRecipe`, and `RecipeState`."""
 
 from duotone import recipes
-from duotone.compat import factories
-from duotone.compat import old_paths as old_paths
-from duotone.compat.quantizers import Float8BlockQuantizer as Float8BlockQuantizer
-from duotone.compat.quantizers import Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
-from duotone.compat.quantizers import Float8Quantizer as Float8Quantizer
-from duotone.compat.quantizers import HybridQuantizer as HybridQuantizer
-from duotone.compat.quantizers import IdentityQuantizer as IdentityQuantizer
-from duotone.compat.quantizers import MXFP8Quantizer as MXFP8Quantizer
-from duotone.compat.quantizers import NVFP4Quantizer as NVFP4Quantizer
-from duotone.compat.quantizers import QuantizerHandle as QuantizerHandle
-from duotone.compat.recipe_state import RecipeState as RecipeState
+from duotone.compat import (
+    factories,
+    old_paths,  # noqa: F401 (old pickles find their classes)
+)
+from duotone.compat.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    HybridQuantizer,
+    IdentityQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    QuantizerHandle,
+)
+from duotone.compat.recipe_state import RecipeState
+
+__all__ = [
+    "Float8BlockQuantizer", "Float8CurrentScalingQuantizer", "Float8Quantizer", "HybridQuantizer",
+    "IdentityQuantizer", "MXFP8Quantizer", "NVFP4Quantizer", "QuantizerHandle", "RecipeState", "factories",
+]  # fmt: skip
 
 recipes.zoo = factories  # type: ignore[attr-defined]  # the name under which users find the factories

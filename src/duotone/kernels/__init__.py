@@ -2,3 +2,5 @@
 
 Importing this package imports Triton; only `dispatch` does, when a CUDA tensor arrives.
 """
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""Small models and their training, for comparisons of recipes."""
+
+__all__: list[str] = []

@@ -1,40 +1,37 @@
 """Fusible ops: stages that one autograd function runs, and the modules that are one stage each."""
 
-from duotone.ops import fused_cast as fused_cast
-from duotone.ops.activation import GEGLU as GEGLU
-from duotone.ops.activation import GELU as GELU
-from duotone.ops.activation import GLU as GLU
-from duotone.ops.activation import QGEGLU as QGEGLU
-from duotone.ops.activation import QGELU as QGELU
-from duotone.ops.activation import ClampedSwiGLU as ClampedSwiGLU
-from duotone.ops.activation import ReGLU as ReGLU
-from duotone.ops.activation import ReLU as ReLU
-from duotone.ops.activation import ScaledClampedQGeGLU as ScaledClampedQGeGLU
-from duotone.ops.activation import ScaledSiTUGLU as ScaledSiTUGLU
-from duotone.ops.activation import ScaledSReLU as ScaledSReLU
-from duotone.ops.activation import ScaledSwiGLU as ScaledSwiGLU
-from duotone.ops.activation import SiLU as SiLU
-from duotone.ops.activation import SiTUGLU as SiTUGLU
-from duotone.ops.activation import SReGLU as SReGLU
-from duotone.ops.activation import SReLU as SReLU
-from duotone.ops.activation import SwiGLU as SwiGLU
-from duotone.ops.basic import AddExtraInput as AddExtraInput
-from duotone.ops.basic import Bias as Bias
-from duotone.ops.basic import ConstantScale as ConstantScale
-from duotone.ops.basic import Dropout as Dropout
-from duotone.ops.basic import Identity as Identity
-from duotone.ops.basic import MakeExtraOutput as MakeExtraOutput
-from duotone.ops.basic import Quantize as Quantize
-from duotone.ops.basic import Reshape as Reshape
-from duotone.ops.collective import AllGather as AllGather
-from duotone.ops.collective import AllReduce as AllReduce
-from duotone.ops.collective import ReduceScatter as ReduceScatter
-from duotone.ops.norm import L2Normalization as L2Normalization
-from duotone.ops.norm import LayerNorm as LayerNorm
-from duotone.ops.norm import RMSNorm as RMSNorm
-from duotone.ops.sequential import Sequential as Sequential
-from duotone.pipeline.rewrites import register_rule as register_rule
-from duotone.pipeline.rewrites import unregister_rule as unregister_rule
-from duotone.planned.grouped_linear import GroupedLinear as GroupedLinear
-from duotone.planned.linear import BasicLinear as BasicLinear
-from duotone.planned.linear import Linear as Linear
+from duotone.ops import fused_cast  # noqa: F401 (adds its rewrite rules)
+from duotone.ops.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from duotone.ops.basic import AddExtraInput, Bias, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
+from duotone.ops.collective import AllGather, AllReduce, ReduceScatter
+from duotone.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from duotone.ops.sequential import Sequential
+from duotone.pipeline.rewrites import register_rule, unregister_rule
+from duotone.planned.grouped_linear import GroupedLinear
+from duotone.planned.linear import BasicLinear, Linear
+
+__all__ = [
+    "GEGLU", "GELU", "GLU", "QGEGLU", "QGELU", "AddExtraInput", "AllGather", "AllReduce", "BasicLinear", "Bias",
+    "ClampedSwiGLU", "ConstantScale", "Dropout", "GroupedLinear", "Identity", "L2Normalization", "LayerNorm",
+    "Linear", "MakeExtraOutput", "Quantize", "RMSNorm", "ReGLU", "ReLU", "ReduceScatter", "Reshape", "SReGLU",
+    "SReLU", "ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU", "Sequential", "SiLU", "SiTUGLU",
+    "SwiGLU", "register_rule", "unregister_rule",
+]  # fmt: skip

@@ -1,3 +1,5 @@
 """Optimizers that write quantized parameters."""
 
-from duotone.optim.adamw import AdamW as AdamW
+from duotone.optim.adamw import AdamW
+
+__all__ = ["AdamW"]

@@ -1,32 +1,27 @@
 """Which format each tensor gets, as values: built-in recipes, rules, functions, schedules, and files."""
 
-from duotone.recipes.builtin import DelayedScaling as DelayedScaling
-from duotone.recipes.builtin import Float8BlockScaling as Float8BlockScaling
-from duotone.recipes.builtin import Float8CurrentScaling as Float8CurrentScaling
-from duotone.recipes.builtin import Float8RowwiseScaling as Float8RowwiseScaling
-from duotone.recipes.builtin import HighPrecision as HighPrecision
-from duotone.recipes.builtin import MXFP8BlockScaling as MXFP8BlockScaling
-from duotone.recipes.builtin import NVFP4BlockScaling as NVFP4BlockScaling
-from duotone.recipes.custom import CustomRecipe as CustomRecipe
-from duotone.recipes.delayed import DelayedScalingRequest as DelayedScalingRequest
-from duotone.recipes.delayed import Format as Format
-from duotone.recipes.delayed import check_requests as check_requests
-from duotone.recipes.library import any_from_dict as any_from_dict
-from duotone.recipes.library import from_dict as from_dict
-from duotone.recipes.library import load as load
-from duotone.recipes.library import load_any as load_any
-from duotone.recipes.library import load_schedule as load_schedule
-from duotone.recipes.library import names as names
-from duotone.recipes.library import schedule_names as schedule_names
-from duotone.recipes.recipe import Recipe as Recipe
-from duotone.recipes.recipe import align_size as align_size
-from duotone.recipes.roles import QuantizerRole as QuantizerRole
-from duotone.recipes.roles import Site as Site
-from duotone.recipes.rules import OUTPUT_HEAD as OUTPUT_HEAD
-from duotone.recipes.rules import Rule as Rule
-from duotone.recipes.rules import RuleRecipe as RuleRecipe
-from duotone.recipes.rules import first_match as first_match
-from duotone.recipes.rules import unmatched as unmatched
-from duotone.recipes.schedule import Phase as Phase
-from duotone.recipes.schedule import Schedule as Schedule
-from duotone.recipes.writing import dumps as dumps
+from duotone.recipes.builtin import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    HighPrecision,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from duotone.recipes.custom import CustomRecipe
+from duotone.recipes.delayed import DelayedScalingRequest, Format, check_requests
+from duotone.recipes.library import any_from_dict, from_dict, load, load_any, load_schedule, names, schedule_names
+from duotone.recipes.recipe import Recipe, align_size
+from duotone.recipes.roles import QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, RuleRecipe, first_match, unmatched
+from duotone.recipes.schedule import Phase, Schedule
+from duotone.recipes.writing import dumps
+
+__all__ = [
+    "OUTPUT_HEAD", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling",
+    "Float8CurrentScaling", "Float8RowwiseScaling", "Format", "HighPrecision", "MXFP8BlockScaling",
+    "NVFP4BlockScaling", "Phase", "QuantizerRole", "Recipe", "Rule", "RuleRecipe", "Schedule", "Site", "align_size",
+    "any_from_dict", "check_requests", "dumps", "first_match", "from_dict", "load", "load_any", "load_schedule",
+    "names", "schedule_names", "unmatched",
+]  # fmt: skip

@@ -1,16 +1,14 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
-from duotone.tensor import ops as ops
-from duotone.tensor import pickling as pickling
-from duotone.tensor.context import LOCAL as LOCAL
-from duotone.tensor.context import QuantizeContext as QuantizeContext
-from duotone.tensor.history import History as History
-from duotone.tensor.plane import BOTH as BOTH
-from duotone.tensor.plane import Plane as Plane
-from duotone.tensor.plane import Planes as Planes
-from duotone.tensor.plane import Usage as Usage
-from duotone.tensor.quantized import QuantizedTensor as QuantizedTensor
-from duotone.tensor.quantizer import Quantizer as Quantizer
-from duotone.tensor.saving import clear as clear
-from duotone.tensor.saving import prepare_for_saving as prepare_for_saving
-from duotone.tensor.saving import restore_from_saved as restore_from_saved
+from duotone.tensor import ops, pickling  # noqa: F401 (fill the tables of operations and pickles)
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.history import History
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.saving import clear, prepare_for_saving, restore_from_saved
+
+__all__ = [
+    "BOTH", "LOCAL", "History", "Plane", "Planes", "QuantizeContext", "QuantizedTensor", "Quantizer", "Usage",
+    "clear", "prepare_for_saving", "restore_from_saved",
+]  # fmt: skip
