@@ -81,3 +81,21 @@ def test_a_block_runs_as_it_is_written(page: str, number: int, code: str, one_ra
 
 def test_preambles_are_for_blocks_that_are_there() -> None:
     assert PREAMBLES.keys() <= {(page, number) for page, number, _ in BLOCKS}
+
+
+LONGEST = 30
+"""Words of a sentence. A reader who is not a native speaker has to understand it at first sight."""
+
+
+def sentences(page: str) -> Iterator[str]:
+    """The sentences of a page: of its paragraphs, items of lists and cells of tables, without blocks of code."""
+    text = re.sub(r"```.*?```|^    .*?$", "", page, flags=re.DOTALL | re.MULTILINE)
+    for block in re.split(r"\n\s*\n|\n(?=[-*|#] |\|)|\n(?=\d+\. )|(?<!\\)\|", text):
+        words = re.sub(r"`[^`]*`", "x", re.sub(r"\]\([^)]*\)", "]", block))
+        yield from re.split(r"(?<=[.!?]) +(?=[A-Z(`*x\[])", " ".join(words.split()))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name != "decisions"], ids=lambda p: p.name)
+def test_sentences_are_short(page: Path) -> None:
+    counted = ((len(re.findall(r"[\w'%.-]+", sentence)), sentence) for sentence in sentences(page.read_text()))
+    assert [sentence for count, sentence in counted if count > LONGEST] == []
