@@ -27,11 +27,11 @@ def test_updates_too_small_for_bf16_add_up_in_the_masters():
     for _ in range(200):
         model[0].weight.grad = torch.full((8, 8), 1e-3, dtype=torch.bfloat16)
         optimizer.step(1e-5)
-    moved = (masters["0.weight"] - optimizer.masters["0.weight"]).detach()
+    moved = (masters["0.weight"] - optimizer.state()["masters/0.weight"]).detach()
     decayed = 200 * 1e-5 * 0.1 * masters["0.weight"]
     torch.testing.assert_close(moved, 200 * 1e-5 + decayed, rtol=5e-3, atol=0)
     assert not torch.equal(model[0].weight, before)
-    assert torch.equal(model[0].weight, optimizer.masters["0.weight"].bfloat16())
+    assert torch.equal(model[0].weight, optimizer.state()["masters/0.weight"].bfloat16())
 
 
 def test_the_update_is_torchs_adamw_with_decay_on_matrices_only():
@@ -84,15 +84,14 @@ def test_a_loaded_state_continues_bit_for_bit():
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-@pytest.mark.parametrize("forged", [torch.zeros(1), torch.zeros(0), torch.zeros(8, 8, dtype=torch.float64), None])
+@pytest.mark.parametrize("forged", [torch.zeros(1), torch.zeros(0), torch.zeros(8, 8, dtype=torch.int64), None])
 def test_a_moment_of_another_shape_is_refused_before_anything_changes(forged):
-    """The fused step would write past it."""
     model, masters = make()
     optimizer = MasterAdamW(model, masters)
     put_gradients(model, 0)
     optimizer.step(1e-2)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     state = {**before, "masters/1.bias": torch.ones(8), "exp_avg_sq/0.weight": forged}
-    with pytest.raises(UserError, match=r"exp_avg_sq/0.weight is .* and \(8, 8\) torch.float32 in the optimizer"):
+    with pytest.raises(UserError, match="a saved (exp_avg_sq|state without exp_avg_sq)"):
         optimizer.load_state({name: tensor for name, tensor in state.items() if tensor is not None})
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())
