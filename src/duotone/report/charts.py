@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from duotone.report.axis import round_out
-from duotone.report.bar_chart import Bar, bar_chart
-from duotone.report.heat_map import Grid, colour_bar, heat_map
-from duotone.report.line_chart import Curve, Frame, line_chart
+from duotone.report.bar_chart import Bar, BarChart
+from duotone.report.heat_map import ColourBar, HeatMap
+from duotone.report.line_chart import Curve, Frame, LineChart
 from duotone.report.numbers import UNITS, finite, number, percent, significant, size, size_unit
 from duotone.report.palette import Style, ViridisScale, WarningScale
 from duotone.report.planes import is_exact, share_grid, signal_grid
@@ -28,7 +26,7 @@ def smoothing(runs: Sequence[Run]) -> int:
     return window_of(max((len(run["train_loss"]) for run in runs), default=0))
 
 
-def loss_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -> Markup | None:
+def loss_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -> LineChart | None:
     """Training loss as lines, held-out loss as markers; None without a single value."""
     window = smoothing(result["runs"])
     curves = []
@@ -50,10 +48,10 @@ def loss_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) 
         y_limits=round_out(min(values), min(max(values), ceiling)),
         unit="nats",
     )
-    return line_chart(frame, curves, "loss", hover)
+    return LineChart(frame, curves, hover)
 
 
-def gap_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -> Markup | None:
+def gap_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -> LineChart | None:
     """How far each run is from the reference at the same step, in percent; None without a comparison."""
     reference = reference_of(result)
     if reference is None:
@@ -79,14 +77,14 @@ def gap_chart(result: Mapping[str, Any], styles: Sequence[Style], hover: bool) -
         unit="%",
         band=noise_gap(result),
     )
-    return line_chart(frame, curves, "gap", hover)
+    return LineChart(frame, curves, hover)
 
 
-def bar_charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Markup]:
+def bar_charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[BarChart]:
     """Step time and the three kinds of memory."""
     pairs = list(zip(runs, styles, strict=True))
     time = [Bar(run["name"], style, run["step_ms"], f"{significant(run['step_ms'])} ms") for run, style in pairs]
-    charts = [bar_chart("Step time", "ms", time)]
+    charts = [BarChart("Step time", "ms", time)]
     for title, field in MEMORY:
         unit = size_unit([run[field] for run in runs if finite(run[field])])
         scale = 1024 ** UNITS.index(unit)
@@ -94,25 +92,25 @@ def bar_charts(runs: Sequence[Run], styles: Sequence[Style]) -> list[Markup]:
             Bar(run["name"], style, None if run[field] is None else run[field] / scale, size(run[field]))
             for run, style in pairs
         ]
-        charts.append(bar_chart(title, unit, bars))
+        charts.append(BarChart(title, unit, bars))
     return charts
 
 
-def signal_maps(runs: Sequence[Run], hover: bool) -> tuple[Markup | None, list[Markup | None]]:
+def signal_maps(runs: Sequence[Run], hover: bool) -> tuple[ColourBar | None, list[HeatMap | None]]:
     """One colour bar, and per run a heat map on the shared scale; None for a run without an inexact plane."""
     shown = [run for run in runs if run["statistics"] and not is_exact(run)]
     values = [entry["snr_db"] for run in shown for entry in run["statistics"] if finite(entry["snr_db"])]
     if not shown:
         return None, [None] * len(runs)
     scale = ViridisScale(*round_out(min(values, default=0.0), max(values, default=1.0)))
-    bar = colour_bar(
+    bar = ColourBar(
         scale,
         "signal-to-noise (dB), the same scale for all recipes",
         f"Colour scale of the signal-to-noise maps, {scale.low:g} to {scale.high:g} dB",
     )
     label = "Signal-to-noise in dB of {}, by module, role and plane"
     maps = [
-        heat_map(signal_grid(run["statistics"]), scale, label.format(run["name"]), hover)
+        HeatMap(signal_grid(run["statistics"]), scale, label.format(run["name"]), hover)
         if any(run is other for other in shown)
         else None
         for run in runs
@@ -120,19 +118,19 @@ def signal_maps(runs: Sequence[Run], hover: bool) -> tuple[Markup | None, list[M
     return bar, maps
 
 
-def share_maps(runs: Sequence[Run]) -> list[tuple[str, Markup, Markup]]:
+def share_maps(runs: Sequence[Run]) -> list[tuple[str, HeatMap, ColourBar]]:
     """For underflow and saturation: a title, the map of recipes by planes, and its colour bar."""
     shown = [run for run in runs if run["statistics"] and not is_exact(run)]
     result = []
     for field in ("underflow", "saturation"):
-        grid: Grid = share_grid(shown, field)
+        grid = share_grid(shown, field)
         values = [cell.value for cell in grid.cells.values() if finite(cell.value)]
         if not values:
             continue
         scale = WarningScale(0.0, round_out(0.0, max(values) or 1.0)[1])
         label = f"Share of {field} in percent, mean over modules, by recipe, role and plane"
-        bar = colour_bar(scale, f"{field} (% of elements)", f"Colour scale of {field}, 0 to {scale.high:g} percent")
-        result.append((field, heat_map(grid, scale, label), bar))
+        bar = ColourBar(scale, f"{field} (% of elements)", f"Colour scale of {field}, 0 to {scale.high:g} percent")
+        result.append((field, HeatMap(grid, scale, label), bar))
     return result
 
 

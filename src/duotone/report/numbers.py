@@ -84,6 +84,19 @@ def moment(text: str) -> str:
     return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z").strip()
 
 
+def shorten(text: str, length: int) -> str:
+    """`text`, with its middle replaced by an ellipsis when it is longer than `length` characters."""
+    if len(text) <= length:
+        return text
+    tail = (length - 1) // 2
+    return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
+
+
+def px(value: float) -> str:
+    """A coordinate with one decimal: a tenth of a pixel is finer than any screen shows."""
+    return f"{round(value, 1):g}"
+
+
 def listing(words: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -83,7 +83,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    named = ("number", "percent", "share", "size", "significant", "broken", "moment")
+    named = "broken finite moment number percent px share shorten significant size".split()
     environment.filters.update({name: getattr(numbers, name) for name in named})
     return environment
 
@@ -109,7 +109,7 @@ def _view(result: Mapping[str, Any], detail: Detail) -> dict[str, Any]:
         "loss_chart": charts.loss_chart(result, looks, detail.hover),
         "gap_chart": charts.gap_chart(result, looks, detail.hover),
         "bar_charts": charts.bar_charts(runs, looks),
-        "colour_bar": bar,
+        "signal_bar": bar,
         "share_maps": charts.share_maps(runs),
         "rows": [
             {

@@ -48,6 +48,10 @@ def styles(runs: Sequence[Mapping[str, Any]]) -> list[Style]:
     return result
 
 
+Paint = tuple[dict[str, str], str | None]
+"""The attributes of a filled area, and the class of text upon it."""
+
+
 class Scale(Protocol):
     """A colour for each value from `low` to `high`."""
 
@@ -57,8 +61,8 @@ class Scale(Protocol):
     @property
     def high(self) -> float: ...
 
-    def paint(self, value: float | None) -> tuple[dict[str, Any], str | None]:
-        """The attributes of a filled area that stands for `value`, and the class of text upon it."""
+    def paint(self, value: float | None) -> Paint:
+        """How an area looks that stands for `value`."""
         ...
 
 
@@ -69,9 +73,9 @@ class ViridisScale:
     low: float
     high: float
 
-    def paint(self, value: float | None) -> tuple[dict[str, Any], str | None]:
+    def paint(self, value: float | None) -> Paint:
         if not finite(value):
-            return {"class_": "blank"}, None
+            return {"class": "blank"}, None
         place = _fraction(value, self.low, self.high) * (len(VIRIDIS) - 1)
         index = min(int(place), len(VIRIDIS) - 2)
         pairs = zip(VIRIDIS[index], VIRIDIS[index + 1], strict=True)
@@ -87,10 +91,10 @@ class WarningScale:
     low: float
     high: float
 
-    def paint(self, value: float | None) -> tuple[dict[str, Any], str | None]:
+    def paint(self, value: float | None) -> Paint:
         if not finite(value):
-            return {"class_": "blank"}, None
-        return {"class_": "warm", "fill_opacity": f"{0.6 * _fraction(value, self.low, self.high):.2f}"}, None
+            return {"class": "blank"}, None
+        return {"class": "warm", "fill-opacity": f"{0.6 * _fraction(value, self.low, self.high):.2f}"}, None
 
 
 def _fraction(value: float, low: float, high: float) -> float:
