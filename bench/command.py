@@ -10,8 +10,8 @@ import click
 
 from bench.subjects.catalog import SUBJECTS
 from bench.timing.case import DEFAULT_RECIPES, Subject, written
+from duotone.cli.command_options import ListOption
 from duotone.cli.interrupt import Interrupt
-from duotone.cli.options import ListOption
 from duotone.errors import UserError
 
 if TYPE_CHECKING:

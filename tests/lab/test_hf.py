@@ -14,7 +14,7 @@ import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.lab import checkpoint, models, presets
-from duotone.lab.compare import planned
+from duotone.lab.comparison import planned
 from duotone.lab.trainer import TrainConfig, Trainer
 
 TINY = presets.get("tiny")

@@ -92,6 +92,6 @@ def test_a_moment_of_another_shape_is_refused_before_anything_changes(forged):
     optimizer.step(1e-2)
     before = {name: tensor.clone() for name, tensor in optimizer.state().items()}
     state = {**before, "masters/1.bias": torch.ones(8), "exp_avg_sq/0.weight": forged}
-    with pytest.raises(UserError, match="a saved (exp_avg_sq|state without exp_avg_sq)"):
+    with pytest.raises(UserError, match=r"a saved (exp_avg_sq|state without exp_avg_sq)"):
         optimizer.load_state({name: tensor for name, tensor in state.items() if tensor is not None})
     assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.state().items())

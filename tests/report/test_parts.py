@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from duotone.report import modules, numbers, plan, planes, series
+from duotone.report import module_names, numbers, plan_table, planes, series
 from duotone.report.axis import Axis, round_out, round_step
 from duotone.report.palette import ViridisScale, WarningScale, styles
 
@@ -74,7 +74,7 @@ def test_gaps_are_percent_of_the_reference_at_the_same_step() -> None:
     ],
 )
 def test_module_names_are_told_short_and_never_wrongly(names: list[str], expected: list[str]) -> None:
-    assert modules.compact(names) == expected
+    assert module_names.compact(names) == expected
 
 
 def test_a_gemm_is_high_precision_only_when_both_operands_are() -> None:
@@ -84,15 +84,15 @@ def test_a_gemm_is_high_precision_only_when_both_operands_are() -> None:
         {"a": "mxfp8_e4m3", "b": "mxfp8_e4m3", "native": True},
         {"a": None, "b": None, "native": None},
     ]
-    assert plan.counts(rows) == {"native": 1, "emulated": 1, "high precision": 2}
+    assert plan_table.counts(rows) == {"native": 1, "emulated": 1, "high precision": 2}
 
 
 def test_modules_with_one_different_reason_are_not_gathered() -> None:
     row = {"gemm": "fprop", "a": "nvfp4", "b": "nvfp4", "kernel": "k", "native": False, "reason": "same"}
     rows = [{**row, "module": f"layers.{index}"} for index in range(3)]
     rows[1]["reason"] = "other"
-    assert [group.modules for group in plan.groups(rows)] == [["layers.{0, 2}"], ["layers.1"]]
-    assert [group.rows[0][0]["reason"] for group in plan.groups(rows)] == ["same", "other"]
+    assert [group.modules for group in plan_table.groups(rows)] == [["layers.{0, 2}"], ["layers.1"]]
+    assert [group.rows[0][0]["reason"] for group in plan_table.groups(rows)] == ["same", "other"]
 
 
 def test_merging_keeps_the_worst_of_each_field() -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import click
 
 from duotone import __version__
-from duotone.cli.bench import run_benches
-from duotone.cli.compare import compare
+from duotone.cli.bench_command import run_benches
+from duotone.cli.compare_command import compare
 from duotone.cli.interrupt import EXIT_CODE
-from duotone.cli.listings import formats, recipes
-from duotone.cli.plan import plan
-from duotone.cli.train import train
+from duotone.cli.list_commands import formats, recipes
+from duotone.cli.plan_command import plan
+from duotone.cli.train_command import train
 from duotone.errors import UserError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from duotone.errors import UserError
-from duotone.report import charts, numbers, plan, planes, verdict
+from duotone.report import charts, numbers, plan_table, planes, verdict
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
@@ -125,10 +125,10 @@ def _view(result: Mapping[str, Any], detail: Detail) -> dict[str, Any]:
 
 def _row(run: Mapping[str, Any], detail: Detail) -> dict[str, Any]:
     """One run with what is derived from it."""
-    groups = plan.groups(run["plan"])
+    groups = plan_table.groups(run["plan"])
     return {
         "run": run,
-        "gemms": plan.counts(run["plan"]) if run["plan"] else None,
+        "gemms": plan_table.counts(run["plan"]) if run["plan"] else None,
         "plan": groups[: detail.plan_groups],
         "plan_left_out": sum(group.count for group in groups[detail.plan_groups :]),
         "exact": planes.is_exact(run),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from duotone.report.heat_map import Cell, Column, Grid
-from duotone.report.modules import pattern
+from duotone.report.module_names import pattern
 from duotone.report.numbers import finite, number, share, significant
 
 COLUMNS: tuple[Column, ...] = tuple(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from duotone.report.numbers import broken, finite, listing, percent
-from duotone.report.plan import counts
+from duotone.report.plan_table import counts
 from duotone.report.series import first_broken
 
 Run = Mapping[str, Any]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from duotone.cli import options
+from duotone.cli import command_options as options
 
 if TYPE_CHECKING:
     from duotone import PlanRow
@@ -27,7 +27,7 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
     from duotone.cli.table import print_table
-    from duotone.lab.compare import planned
+    from duotone.lab.comparison import planned
 
     config = config_from(given)
     chosen = make_strict(recipes.load(recipe), strict)
@@ -53,7 +53,7 @@ def _small(config: "TrainConfig", recipe: "Recipe", rows: "list[PlanRow]") -> in
     """How many modules the entries of this device for `min_gemm_work` would leave in bf16."""
     import dataclasses
 
-    from duotone.lab.compare import planned
+    from duotone.lab.comparison import planned
     from duotone.recipes.recipe import MEASURED
 
     left = planned(config, dataclasses.replace(recipe, min_gemm_work=MEASURED))

@@ -5,9 +5,8 @@ import pytest
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import compare as comparison
-from duotone.lab import presets
-from duotone.lab.compare import compare, plan_runs, planned
+from duotone.lab import comparison, presets
+from duotone.lab.comparison import compare, plan_runs, planned
 from duotone.lab.progress import Progress
 
 SETTINGS = (

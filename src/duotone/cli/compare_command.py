@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from duotone.cli import options
+from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
 from duotone.lab.presets import DEFAULT_RECIPES
@@ -34,10 +34,9 @@ def compare(
     code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
     """
     from duotone import recipes as library
-    from duotone.cli import progress, summary
+    from duotone.cli import run_display, summary
     from duotone.cli.inputs import config_from, make_strict
-    from duotone.lab import compare as comparison
-    from duotone.lab import data, files
+    from duotone.lab import comparison, data, files
 
     config = config_from(given)
     chosen = [make_strict(library.load(name), strict) for name in recipes or DEFAULT_RECIPES]
@@ -54,7 +53,7 @@ def compare(
             click.echo(str(error), err=True)  # the next runs go on, and at the end it is an error
 
     with files.locked(folder), Interrupt() as interrupt:
-        with progress.choose() as display:
+        with run_display.choose() as display:
             result = comparison.compare(
                 config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=keep
             )

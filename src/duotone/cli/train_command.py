@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from duotone.cli import options
+from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
 
@@ -34,7 +34,7 @@ def train(context: click.Context, save_every: int, resume: bool, out: str | None
     partial report. The exit code is 1 where the run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and
     129 after SIGHUP.
     """
-    from duotone.cli import progress, summary
+    from duotone.cli import run_display, summary
     from duotone.lab import document, loop
 
     folder = Path(out or "runs/train")
@@ -55,7 +55,7 @@ def train(context: click.Context, save_every: int, resume: bool, out: str | None
 
         with Interrupt() as interrupt:
             try:
-                with progress.choose() as display:
+                with run_display.choose() as display:
                     saving = loop.Saving(folder / CHECKPOINTS, save_every)
                     loop.train(trainer, name, result=result, saving=saving, progress=display, should_stop=interrupt)
             except UserError:

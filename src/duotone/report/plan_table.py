@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from duotone.report.modules import compact
+from duotone.report.module_names import compact
 
 # What a plan calls an operand that is not quantized.
 HIGH_PRECISION = frozenset({None, "identity", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"})
