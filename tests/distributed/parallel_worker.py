@@ -312,9 +312,9 @@ def nothing_live_is_pickled(folder: Path) -> None:
     m = parallel("column", weight, bias, recipes.load("fp8-current"))
     run(m, piece(x), piece(dy, 1))
     plan = m.plan_for(piece(x))
-    for name, value in (("quantizer", plan.input), ("recipe", m.recipe), ("module", m)):
+    for name, value in (("quantizer", plan.input.quantizer), ("recipe", m.recipe), ("module", m)):
         (folder / f"{name}-{dist.get_rank()}.pkl").write_bytes(pickle.dumps(value))
-    quantized = plan.input.quantize(piece(x), ctx=plan.input_context)
+    quantized = plan.input.quantizer.quantize(piece(x), ctx=plan.input.context)
     (folder / f"tensor-{dist.get_rank()}.pkl").write_bytes(pickle.dumps(quantized))
 
 

@@ -29,7 +29,8 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
     plan = build_plan(Setting(CustomRecipe(qfactory=factory), (), "up", "linear", "cpu", torch.bfloat16))
     seen, seed = [], torch.tensor([10])
     for _ in range(3):
-        streams = plan.streams(seed if plan.seeds else None)
+        drawn = seed if plan.seeds else None
+        streams = [operand.seeded(drawn).seed for operand in plan.operands.values()]
         assert [stream is not None for stream in streams] == list(stochastic)
         seen += [int(stream) for stream in streams if stream is not None]
         seed = seed + plan.seeds
@@ -88,8 +89,9 @@ def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16(hopper) ->
     consumer = QuantizerRole("linear", "input", "down")
     boundary = {"output_role": consumer, "grad_input_role": QuantizerRole("linear", "grad_output", "norm")}
     plan = build_plan(setting(SMALL, **boundary))
-    made = [plan.input, plan.weight, plan.output, plan.grad_output, plan.grad_input]
-    assert made == [Quantizer()] * 5 and plan.input_from is plan.weight_from is plan.gradient_from is ALIASED
+    operands = plan.operands.values()
+    quantizers = [plan.output, plan.grad_input, *[operand.quantizer for operand in operands]]
+    assert quantizers == [Quantizer()] * 5 and all(operand.source is ALIASED for operand in operands)
     assert {(gemm.rule.name, gemm.reason) for gemm in plan.gemms} == {
         ("torch", "K x N = 96 x 64 = 6144 is below 6145: left in bf16 by min_gemm_work")
     }

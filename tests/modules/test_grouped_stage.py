@@ -41,8 +41,18 @@ def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
 
 def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
     if made.is_delayed:
-        return [LinearStage.of(made.with_slots("f", "b", "", AmaxMode.RECORD, i)) for i in range(count)]
-    return [LinearStage.of(made) for _ in range(count)]
+        return [LinearStage(made.with_slots("f", "b", "", AmaxMode.RECORD, i)) for i in range(count)]
+    return [LinearStage(made) for _ in range(count)]
+
+
+def from_caches(members: list[LinearStage], caches: list[WeightCache], kind: str) -> list[LinearStage]:
+    """The linears with weights whose planes a cache keeps."""
+    sources = [getattr(cache, kind) for cache in caches]
+    plans = [
+        replace(one.plan, weight=one.plan.weight.from_cache(source, True))
+        for one, source in zip(members, sources, strict=True)
+    ]
+    return [replace(one, plan=plan) for one, plan in zip(members, plans, strict=True)]
 
 
 def stage(*args, shape: tuple[int, int] = SHAPE, **given) -> GroupedStage:
@@ -66,9 +76,9 @@ def test_other_formats_keep_the_loop(name) -> None:
 def test_options_that_do_more_keep_the_loop() -> None:
     saving = stage("fp8-current", save_original_input=True)
     assert type(saving) is GroupedStage
-    calibrating = [Calibrating(one, one.weight_from, recording=one) for one in [plan()] * 3]
+    calibrating = [Calibrating(one, recording=one) for one in [plan()] * 3]
     assert type(grouped_stage(calibrating, SHAPE)) is GroupedStage
-    quantizer = plan().weight
+    quantizer = plan().weight.quantizer
     assert type(stage(weight_held=quantizer)) is GroupedStage
 
 
@@ -81,7 +91,7 @@ def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
         (0, 2),
     ]
     members = linears(plan("fp8-delayed"))
-    members[2] = LinearStage.of(members[2].plan.with_slots("f", "b", "", AmaxMode.RECORD, 5))
+    members[2] = LinearStage(members[2].plan.with_slots("f", "b", "", AmaxMode.RECORD, 5))
     assert type(grouped_stage(members, SHAPE)) is GroupedStage
 
 
@@ -102,7 +112,7 @@ def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew(
     assert grouped_stage(linears(plan()), small).grouped
     assert not grouped_stage(linears(plan()), beyond).grouped
     cache = WeightCache(tuple)
-    cached = [replace(one, weight_from=cache.refreshed) for one in linears(plan())]
+    cached = from_caches(linears(plan()), [cache] * 3, "refreshed")
     assert not grouped_stage(cached, small).grouped
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
     assert not grouped_stage(deferred, small).grouped
@@ -239,9 +249,7 @@ def test_tensors_that_calls_share_are_not_those_of_a_captured_graph(monkeypatch)
 def test_cached_weights_take_segments() -> None:
     caches = [WeightCache(tuple) for _ in range(3)]
     for kind in ("refreshed", "reused"):
-        members = [
-            replace(one, weight_from=getattr(cache, kind)) for one, cache in zip(linears(plan()), caches, strict=True)
-        ]
+        members = from_caches(linears(plan()), caches, kind)
         assert type(grouped_stage(members, SHAPE)) is SegmentedStage
 
 

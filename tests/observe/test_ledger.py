@@ -189,7 +189,7 @@ def test_recompute_of_a_dequantized_override_saves_no_column_data() -> None:
     made = observe.ledger(m, step)
     assert sum(row["saved"] for row in made.rows()) == x.nbytes
     plan = m.plan_for(x)
-    assert not plan.input_usage.columnwise and not plan.weight_usage.columnwise
+    assert not plan.input.usage.columnwise and not plan.weight.usage.columnwise
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-delayed"])

@@ -75,7 +75,7 @@ def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, 
     given = ask_recipe(setting)
     plan = build_plan(setting, given)
     delayed_states.agreed_history(plan)
-    _check_evaluation(setting, plan.weight)
+    _check_evaluation(setting, plan.weight.quantizer)
     return plan, given
 
 
@@ -87,14 +87,15 @@ def _conversions(
     owners, given = _owners(model), _masters(model, set(holders), masters)
     made: dict[int, Conversion] = {}
     for name, module, plan, _ in plans:
+        quantizer = plan.weight.quantizer
         for member, weight in enumerate(module.weight_parameters):
             key = id(weight)
             if key not in made:
-                _refuse_foreign_tie(name, plan.weight, owners[key] - holders[key])
+                _refuse_foreign_tie(name, quantizer, owners[key] - holders[key])
                 ctx = delayed_states.weight_context(module, plan, member)
-                made[key] = _converted(name, weight, plan.weight, ctx, (given.get(key), preserve))
+                made[key] = _converted(name, weight, quantizer, ctx, (given.get(key), preserve))
                 module.refuse_held(made[key].new)
-            elif made[key].quantizer != plan.weight:
+            elif made[key].quantizer != quantizer:
                 raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
     return made
 

@@ -28,6 +28,9 @@ class Source(Protocol):
     keeps_original: bool
     """Whether what is kept is the tensor itself and not a plane of it."""
 
+    encodes_again: bool
+    """Whether backward encodes the original once more."""
+
     token_dim: int
     """The dimension of a kept plane of the input that holds the rows of the activation."""
 
@@ -49,7 +52,7 @@ class ColumnwisePlane:
 
     name = "quantized"
     quantizes_gradient = needs_columnwise = True
-    keeps_original = False
+    keeps_original = encodes_again = False
     token_dim = 1
 
     def format(self, quantizer: Quantizer) -> Format:
@@ -68,7 +71,7 @@ class Remade(ColumnwisePlane):
 
     name = "remade"
     needs_columnwise = False
-    keeps_original = True
+    keeps_original = encodes_again = True
 
     def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
         return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
@@ -93,7 +96,7 @@ class Original:
     """The original tensor, in high precision."""
 
     name = "high_precision"
-    quantizes_gradient = needs_columnwise = False
+    quantizes_gradient = needs_columnwise = encodes_again = False
     keeps_original = True
     token_dim = 0
 
@@ -111,7 +114,7 @@ class DequantizedRow:
     """The very plane that fprop multiplied, decoded in backward."""
 
     name = "dequantized"
-    quantizes_gradient = needs_columnwise = keeps_original = False
+    quantizes_gradient = needs_columnwise = keeps_original = encodes_again = False
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:

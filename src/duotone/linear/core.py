@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.linear.plan import LinearPlan
-from duotone.linear.plane_source import Operand
 from duotone.linear.sink import GRADIENT, Sink
 from duotone.pipeline.stage import Kept, Stage
 from duotone.tensor.context import QuantizeContext
@@ -26,18 +25,12 @@ from duotone.tensor.plane import Plane, Planes
 class LinearStage(Stage):
     """x (*lead, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (*lead, N) in x's dtype.
 
-    `weight_from` says where the planes of the weight come from, `sink` where its gradient goes. `seed` is needed where
-    the plan rounds stochastically.
+    `sink` says where the gradient of the weight goes. `seed` is needed where the plan rounds stochastically.
     """
 
     plan: LinearPlan
-    weight_from: Operand
     sink: Sink = GRADIENT
     arity = (3,)
-
-    @staticmethod
-    def of(plan: LinearPlan) -> "LinearStage":
-        return LinearStage(plan, plan.weight_from)
 
     @property
     def rolls_forward_alone(self) -> bool:
@@ -58,20 +51,7 @@ class LinearStage(Stage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         flat = as_matrix(x)
-        return self.multiply(flat, self.encode_input(flat, operands[2]), x, *operands)
-
-    def encode_input(self, x: Tensor, seed: Tensor | None) -> Planes:
-        """The planes of x (M, K) that forward multiplies and backward keeps."""
-        plan = self.plan
-        return plan.input_from.planes(x, plan.input, plan.input_usage, self.input_context(seed))
-
-    def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
-        """As `encode_input` of a matrix that kernels make on the way; None where it has to be there first."""
-        plan = self.plan
-        return plan.input.encode_produced(made, plan.input_usage, self.input_context(seed))
-
-    def input_context(self, seed: Tensor | None) -> QuantizeContext:
-        return self.plan.input_context.with_seed(self.plan.streams(seed)[0])
+        return self.multiply(flat, self.plan.input.encode(flat, operands[2]), x, *operands)
 
     def multiply(
         self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
@@ -81,36 +61,19 @@ class LinearStage(Stage):
         `flat` is the input (M, K), which only a plan that goes back to the original looks at.
         """
         plan, layout = self.plan, self.plan.layout
-        context = plan.weight_context.with_seed(plan.streams(seed)[1])
-        w_planes = self.weight_from.planes(weight, plan.weight, plan.weight_usage, context)
+        w_planes = plan.weight.encode(weight, seed)
         self.sink.begin()
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
         row = layout.gather_input(x_planes.rowwise, 0)
         y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))
         y = layout.reduce_output(y, bias)
-        kept_x = kept_w = None
-        if plan.weight_grad:
-            kept_x = plan.input_source.keep(flat, x_planes, plan.input, self.input_context(seed))
-        if plan.input_grad:
-            kept_w = plan.source.keep(weight, w_planes, plan.weight, context)
         # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
-        return with_lead(y, like), (kept_x, kept_w, (seed,))
+        kept = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
+        return with_lead(y, like), kept
 
     def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         flat = as_matrix(dy)
-        return self.differentiate(flat, self.encode_gradient(flat, kept), dy, kept, needs)
-
-    def encode_gradient(self, dy: Tensor, kept: Kept) -> Planes:
-        """The planes of dy (M, N) that backward multiplies."""
-        plan = self.plan
-        context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
-        return plan.gradient_from.planes(dy, plan.grad_output, plan.grad_usage, context)
-
-    def encode_produced_gradient(self, made: Any, kept: Kept) -> Planes | None:
-        """As `encode_gradient`, likewise."""
-        plan = self.plan
-        context = plan.grad_context.with_seed(plan.streams(kept[2][0])[2])
-        return plan.grad_output.encode_produced(made, plan.grad_usage, context)
+        return self.differentiate(flat, self.plan.gradient.encode(flat, kept[2][0]), dy, kept, needs)
 
     def differentiate(
         self, flat: Any, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]
@@ -126,7 +89,7 @@ class LinearStage(Stage):
         dx = dw = db = None
         if kept_w is not None and row is not None:
             row = layout.gather_grad(row, 0)
-            dx = plan.dgrad.rule.run(row, plan.source.restore(kept_w.there(), like.dtype), like.dtype)
+            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(kept_w.there(), like.dtype), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
         if kept_x is not None and col is not None and needs[1]:
@@ -144,8 +107,8 @@ class Calibrating(LinearStage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         assert self.recording is not None
-        record(self.recording.input_context, x)
-        record(self.recording.weight_context, operands[0])
+        record(self.recording.input.context, x)
+        record(self.recording.weight.context, operands[0])
         return super().forward(x, *operands)
 
 
@@ -165,7 +128,7 @@ class WeightGradient:
 
     def _operands(self, dtype: Any) -> tuple[Plane, Plane]:
         plan, layout = self.stage.plan, self.stage.plan.layout
-        source, kept_x = plan.input_source, self.kept[0]
+        source, kept_x = plan.input.backward, self.kept[0]
         col = layout.gather_grad(self.dy, 1)
         return col, source.restore(layout.gather_input(kept_x.there(), source.token_dim), dtype)
 

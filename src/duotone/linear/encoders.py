@@ -15,9 +15,8 @@ from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
 from duotone.formats.stages import block_amax
 from duotone.linear.core import LinearStage
+from duotone.linear.operand_plan import OperandPlan
 from duotone.state.delayed import DelayedSlot
-from duotone.tensor.context import QuantizeContext
-from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -49,8 +48,9 @@ class Encoder:
     propagate: bool = True
 
     @staticmethod
-    def of(quantizer: Quantizer, usage: Usage, contexts: Sequence[QuantizeContext]) -> "Encoder | None":
+    def of(operands: Sequence[OperandPlan]) -> "Encoder | None":
         """None where kernels do not encode segments so."""
+        contexts, quantizer, usage = [one.context for one in operands], operands[0].quantizer, operands[0].usage
         context = contexts[0]
         if type(quantizer) is not Quantizer or quantizer.columnwise_source != "original":
             return None
@@ -137,8 +137,7 @@ class Cached:
         """As `Fresh.encode`, a tensor for each linear."""
         rows, cols = [], []
         for linear, weight in zip(self.linears, weights, strict=True):
-            plan = linear.plan
-            row, col = linear.weight_from.planes(weight, plan.weight, plan.weight_usage, plan.weight_context)
+            row, col = linear.plan.weight.encode(weight, None)
             rows.append(row)
             cols.append(col)
         kept = () if cols[0] is None else (*self._codes(cols), *self._scales(cols))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
@@ -20,13 +19,13 @@ from duotone.linear.backward_operand import RECOMPUTED, REMADE, SOURCES, Source
 from duotone.linear.gemm_plan import GemmPlan as GemmPlan
 from duotone.linear.gemm_plan import gemm_plan
 from duotone.linear.layout import WHOLE, Layout
+from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import DEQUANTIZED, ENCODED, HELD, Operand, encoding
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
 from duotone.state.amax_mode import AmaxMode
-from duotone.state.delayed import DelayedSlot
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -84,56 +83,43 @@ class Setting:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """What forward and backward follow. Usages and sources say which planes are made, kept, and read back.
+    """What forward and backward follow: three operands, three GEMMs, and the quantizers of the boundary slots."""
 
-    `input_grad` and `weight_grad` are the gradients that backward owes; without them nothing is kept for it. `output`
-    and `grad_input` are the quantizers of the boundary slots.
-    """
+    input: OperandPlan
+    weight: OperandPlan
+    gradient: OperandPlan
+    """Of the output; its planes are made in backward."""
 
-    input: Quantizer
-    weight: Quantizer
     output: Quantizer
-    grad_output: Quantizer
     grad_input: Quantizer
-    source: Source
-    input_source: Source
-    input_from: Operand
-    weight_from: Operand
-    gradient_from: Operand
     layout: Layout
-    input_usage: Usage
-    weight_usage: Usage
-    grad_usage: Usage
     fprop: GemmPlan
     dgrad: GemmPlan
     wgrad: GemmPlan
-    input_grad: bool
-    weight_grad: bool
-    stochastic: tuple[bool, bool, bool]
-    """Whether input, weight and grad_output round stochastically."""
-
     seeds: int
     """Stochastic quantizes of one forward and backward: how far the module's seed advances."""
 
-    input_context: QuantizeContext = LOCAL
-    weight_context: QuantizeContext = LOCAL
-    grad_context: QuantizeContext = LOCAL
     rolls_forward_alone: bool = False
     """Whether forward operands are delayed and the gradient is not, so that no op of backward rolls their states."""
 
-    def keeping(self) -> "LinearPlan":
-        """The plan whose forward makes the columnwise plane of the weight, because a cache keeps it."""
-        if self.source is not REMADE:
-            return self
-        return replace(self, source=SOURCES[None], weight_usage=Usage(True, self.input_grad))
+    @property
+    def input_grad(self) -> bool:
+        """Whether backward owes the gradient of the input."""
+        return self.weight.is_kept
+
+    @property
+    def weight_grad(self) -> bool:
+        """Whether backward owes the gradient of the weight."""
+        return self.input.is_kept
+
+    @property
+    def operands(self) -> dict[str, OperandPlan]:
+        """By tensor type."""
+        return dict(zip(TENSOR_TYPES, (self.input, self.weight, self.gradient), strict=True))
 
     @property
     def gemms(self) -> Iterator[GemmPlan]:
         return iter((self.fprop, self.dgrad, self.wgrad))
-
-    @property
-    def quantizers(self) -> dict[str, Quantizer]:
-        return {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
 
     @property
     def refusal(self) -> str:
@@ -144,31 +130,17 @@ class LinearPlan:
 
     @property
     def is_delayed(self) -> bool:
-        return any(any(made.delayed) for made in self.quantizers.values())
-
-    def streams(self, seed: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The seeds of input, weight and grad_output: consecutive ones, None where nothing is stochastic."""
-        if seed is None:
-            return None, None, None
-        x, w, dy = self.stochastic
-        return seed if x else None, seed + int(x) if w else None, seed + int(x) + int(w) if dy else None
+        return any(any(operand.quantizer.delayed) for operand in self.operands.values())
 
     def with_slots(self, forward: str, backward: str, group: str, mode: AmaxMode, member: int = 0) -> "LinearPlan":
         """The plan whose delayed directions use the module's states of these numbers; `member` of its linears."""
-
-        def slots(made: Quantizer, base: int, in_backward: bool) -> tuple[Slot | None, Slot | None]:
-            row, col = made.delayed
-            state, how = (backward, AmaxMode.RECORD) if in_backward else (forward, mode)
-            base += member * (BACKWARD_SLOTS if in_backward else FORWARD_SLOTS)
-            first = DelayedSlot(state, base, group, how, in_backward) if row else None
-            return first, DelayedSlot(state, base + 1, group, how, in_backward) if col else None
-
+        first, of_gradient = member * FORWARD_SLOTS, member * BACKWARD_SLOTS
         return replace(
             self,
-            rolls_forward_alone=not any(self.grad_output.delayed),
-            input_context=replace(self.input_context, slots=slots(self.input, 0, False)),
-            weight_context=replace(self.weight_context, slots=slots(self.weight, 2, False)),
-            grad_context=replace(self.grad_context, slots=slots(self.grad_output, 0, True)),
+            input=self.input.with_slots(forward, first, group, mode),
+            weight=self.weight.with_slots(forward, first + 2, group, mode),
+            gradient=self.gradient.with_slots(backward, of_gradient, group, AmaxMode.RECORD, True),
+            rolls_forward_alone=not any(self.gradient.quantizer.delayed),
         )
 
 
@@ -220,35 +192,44 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
         made = dict.fromkeys(made, Quantizer())
         input_from, weight_from = _hold(setting, made)
         gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
-    input_source = _input_source(setting, source, made["input"])
-    source = _weight_source(setting, source, made["weight"], weight_from)
-    backward = setting.input_grad or setting.weight_grad
-    drawn = tuple(made[kind].is_stochastic for kind in TENSOR_TYPES)
+    kept_input = _input_source(setting, source, made["input"])
+    kept_weight = _weight_source(setting, source, made["weight"], weight_from)
+    layout, input_grad, weight_grad = setting.layout, setting.input_grad, setting.weight_grad
+    drawn = [made[kind].is_stochastic for kind in TENSOR_TYPES]
+    streams = [sum(drawn[:i]) if draws else None for i, draws in enumerate(drawn)]
     return LinearPlan(
-        input=made["input"],
-        weight=made["weight"],
+        input=OperandPlan(
+            made["input"],
+            input_from,
+            Usage(True, kept_input.needs_columnwise and weight_grad),
+            _context(setting, layout.input_shard, made["input"]),
+            kept_input,
+            weight_grad,
+            streams[0],
+        ),
+        weight=OperandPlan(
+            made["weight"],
+            weight_from,
+            Usage(True, kept_weight.needs_columnwise and input_grad),
+            _context(setting, None, made["weight"]),
+            kept_weight,
+            input_grad,
+            streams[1],
+        ),
+        gradient=OperandPlan(
+            made["grad_output"],
+            encoding(made["grad_output"]),
+            Usage(input_grad, weight_grad),
+            _context(setting, layout.grad_shard, made["grad_output"]),
+            stream=streams[2],
+        ),
         output=made["output"],
-        grad_output=made["grad_output"],
         grad_input=made["grad_input"],
-        source=source,
-        input_source=input_source,
-        input_from=input_from,
-        weight_from=weight_from,
-        gradient_from=encoding(made["grad_output"]),
-        layout=setting.layout,
-        input_usage=Usage(True, input_source.needs_columnwise and setting.weight_grad),
-        weight_usage=Usage(True, source.needs_columnwise and setting.input_grad),
-        grad_usage=Usage(setting.input_grad, setting.weight_grad),
+        layout=layout,
         fprop=gemms["fprop"],
         dgrad=gemms["dgrad"],
         wgrad=gemms["wgrad"],
-        input_grad=setting.input_grad,
-        weight_grad=setting.weight_grad,
-        stochastic=(drawn[0], drawn[1], drawn[2]),
-        seeds=sum(drawn[:2]) + (drawn[2] and backward),
-        input_context=_context(setting, setting.layout.input_shard, made["input"]),
-        weight_context=_context(setting, None, made["weight"]),
-        grad_context=_context(setting, setting.layout.grad_shard, made["grad_output"]),
+        seeds=sum(drawn[:2]) + (drawn[2] and (input_grad or weight_grad)),
     )
 
 

@@ -130,14 +130,14 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     gemms = [plan.fprop, *([plan.dgrad] if plan.input_grad else []), *([plan.wgrad] if plan.weight_grad else [])]
     if not _are_plain(linears) or any(gemm.rule.refuse_segments(gemm.a, gemm.b, shape) for gemm in gemms):
         return GroupedStage(linears)
-    x = Encoder.of(plan.input, plan.input_usage, [one.plan.input_context for one in linears])
-    w = Encoder.of(plan.weight, plan.weight_usage, [one.plan.weight_context for one in linears])
-    dy = Encoder.of(plan.grad_output, plan.grad_usage, [one.plan.grad_context for one in linears])
+    x = Encoder.of([one.plan.input for one in linears])
+    w = Encoder.of([one.plan.weight for one in linears])
+    dy = Encoder.of([one.plan.gradient for one in linears])
     if x is None or w is None or dy is None:
         return GroupedStage(linears)
     at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
     on_device = at_once and all(gemm.rule.groups_segments(len(linears)) for gemm in gemms)
-    fresh, (n, k) = linears[0].weight_from is ENCODED, shape
+    fresh, (n, k) = linears[0].plan.weight.source is ENCODED, shape
     grouped = on_device and fresh and n * k <= SMALL
     return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, grouped)
 
@@ -145,8 +145,8 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
 def _are_plain(linears: Sequence[LinearStage]) -> bool:
     """Whether the linears do no more than encode, multiply and keep columnwise planes."""
     plan = linears[0].plan
-    same = plan.source is plan.input_source is SOURCES[None] and plan.layout == WHOLE
-    encoded = plan.input_from is plan.gradient_from is ENCODED
-    froms = [one.weight_from for one in linears]
-    weights = all(one is ENCODED for one in froms) or all(isinstance(one, Refreshed | Reused) for one in froms)
+    same = plan.weight.backward is plan.input.backward is SOURCES[None] and plan.layout == WHOLE
+    encoded = plan.input.source is plan.gradient.source is ENCODED
+    sources = [one.plan.weight.source for one in linears]
+    weights = all(one is ENCODED for one in sources) or all(isinstance(one, Refreshed | Reused) for one in sources)
     return same and encoded and weights and all(type(one) is LinearStage for one in linears)

@@ -67,11 +67,11 @@ class CastForward(Pair):
     def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
         taker, made = self.taker, self.first.produced(x, *of_producer)
-        if made is not None and (planes := taker.encode_produced(made, seed)) is not None:
+        if made is not None and (planes := taker.plan.input.encode_produced(made, seed)) is not None:
             kept = self.first.keep(x, *of_producer, *made.saved)
         else:
             values, kept = self.first.forward(x, *of_producer)
-            planes = taker.encode_input(as_matrix(values), seed)
+            planes = taker.plan.input.encode(as_matrix(values), seed)
             del values
         y, kept_here = taker.multiply(self.original(kept, seed), planes, x, weight, bias, seed)
         return y, (kept, kept_here), ()
@@ -88,8 +88,8 @@ class CastForwardAgain(CastForward):
         return self.lean
 
     def original(self, kept: Kept, seed: Tensor | None) -> Any:
-        plan = self.second.plan
-        return Later(partial(_again, self.first, plan.input, self.second.input_context(seed).fixed()), kept)
+        operand = self.second.plan.input
+        return Later(partial(_again, self.first, operand.quantizer, operand.seeded(seed).fixed()), kept)
 
 
 def _again(producer: Any, quantizer: Quantizer, ctx: QuantizeContext, *kept: Any) -> Plane:
@@ -113,8 +113,9 @@ class CastBackward(Pair):
     def run_backward(
         self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
     ) -> tuple[Any, Sequence[Tensor | None]]:
+        operand, seed = self.first.plan.gradient, kept[0][2][0]
         made = None if needs[1] else self.second.activation.produced_gradient(dy, kept[1][0])
-        planes = None if made is None else self.first.encode_produced_gradient(made, kept[0])
+        planes = None if made is None else operand.encode_produced(made, seed)
         if planes is not None:
             del dy, made  # the gradient that came in goes before the products need memory
             dx, *found = self.first.differentiate(None, planes, kept[1][0], kept[0], (True, *needs))
@@ -122,7 +123,7 @@ class CastBackward(Pair):
         (gradient,) = self.second.backward(dy, kept[1], (True,))
         assert gradient is not None
         flat = as_matrix(gradient)
-        planes = self.first.encode_gradient(flat, kept[0])
+        planes = operand.encode(flat, seed)
         dx, *found = self.first.differentiate(flat, planes, gradient, kept[0], (True, *needs))
         return dx, found
 
@@ -163,18 +164,18 @@ def _takes_over(first: Stage, second: Stage) -> bool:
     """Whether the linear encodes what the producer makes, and keeps nothing else of it."""
     if not getattr(first, "hands_over", False) or type(second) is not LinearStage:
         return False
-    plan = second.plan
-    return plan.input_from is ENCODED and not (plan.weight_grad and plan.input_source.keeps_original)
+    operand = second.plan.input
+    return operand.source is ENCODED and not (operand.is_kept and operand.backward.keeps_original)
 
 
 def _hand_over(first: Any, second: Any) -> Stage | None:
     if not _takes_over(first, second):
         return None
-    plan = second.plan
-    if plan.input_source is not RECOMPUTED or not (plan.weight_grad and first.keeps):
+    plan, operand = second.plan, second.plan.input
+    if operand.backward is not RECOMPUTED or not (operand.is_kept and first.keeps):
         return CastForward(first, second)
-    lean = replace(plan, input_source=AS_GIVEN, input_usage=Usage(True, False))
-    return CastForwardAgain(first, second, replace(second, plan=lean))
+    lean = replace(operand, backward=AS_GIVEN, usage=Usage(True, False))
+    return CastForwardAgain(first, second, replace(second, plan=replace(plan, input=lean)))
 
 
 def _norm_back(first: Stage, second: Stage) -> Stage | None:
@@ -186,8 +187,7 @@ def _norm_back(first: Stage, second: Stage) -> Stage | None:
 def _hand_back(first: Stage, second: Stage) -> Stage | None:
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
-    plan = first.plan
-    return CastBackward(first, second) if plan.gradient_from is ENCODED else None
+    return CastBackward(first, second) if first.plan.gradient.source is ENCODED else None
 
 
 register_rule(cast_forward, "forward")

@@ -34,12 +34,12 @@ def run_with_boundary(
     for op in ops:  # refuses a bad input before anything happens
         stage, signal = op.link(signal, first)
     plan: LinearPlan = stage.plan  # type: ignore[attr-defined]
-    fp8_grad = fp8_grad and plan.source.quantizes_gradient
+    fp8_grad = fp8_grad and plan.weight.backward.quantizes_gradient
     seed = None
     if (fp8_output and plan.output.is_stochastic) or (fp8_grad and plan.grad_input.is_stochastic):
         buffer = getattr(module, seeds.BUFFER)
         seed = (seeds.upcoming(buffer, plan.seeds) if plan.seeds else seeds.take(buffer, 1)) + BOUNDARY
-    propagate = plan.input_context.propagate
+    propagate = plan.input.context.propagate
     if fp8_grad:
         x = QuantizedGradient.apply(x, plan.grad_input, seed, propagate)  # type: ignore[no-untyped-call]
     y = run(ops, x, (), first, module)

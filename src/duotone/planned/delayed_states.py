@@ -19,16 +19,17 @@ STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 def agreed_history(plan: LinearPlan) -> History:
     """The one history of a plan's delayed slots. RecipeError where two slots disagree."""
-    delayed = {kind: made for kind, made in plan.quantizers.items() if any(made.delayed)}
+    quantizers = {kind: operand.quantizer for kind, operand in plan.operands.items()}
+    delayed = {kind: made for kind, made in quantizers.items() if any(made.delayed)}
     check_requests(delayed)
     return next((made.history for made in delayed.values() if made.history is not None), History())
 
 
 def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
     """RecipeError where shards of one tensor would be encoded with delayed scales that their ranks do not agree on."""
-    sharded = ((plan.layout.input_shard, plan.input), (plan.layout.grad_shard, plan.grad_output))
+    sharded = ((plan.layout.input_shard, plan.input), (plan.layout.grad_shard, plan.gradient))
     alone = not group or not agreed_history(plan).reduce_amax
-    if alone and any(shard is not None and any(made.delayed) for shard, made in sharded):
+    if alone and any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
         raise RecipeError(
             f"{name}: delayed scaling under sequence parallelism needs one scale on all ranks; keep reduce_amax and "
             "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
@@ -38,11 +39,11 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
 def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
     history = agreed_history(plan)
-    largest, members = {kind: _largest(made) for kind, made in plan.quantizers.items()}, len(module.weights)
+    members = len(module.weights)
     forward = _state(module, FORWARD_STATE, history)
     backward = _state(module, BACKWARD_STATE, history)
-    forward.largest = [*largest["input"], *largest["weight"]] * members
-    backward.largest = [*largest["grad_output"]] * members
+    forward.largest = [*_largest(plan.input.quantizer), *_largest(plan.weight.quantizer)] * members
+    backward.largest = _largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
 
 
@@ -155,7 +156,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
 def weight_context(module: Any, plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """How to encode a weight with the scales that a state has already, recording nothing."""
     state = module._modules.get(FORWARD_STATE)
-    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight_context if state is not None else LOCAL
+    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context if state is not None else LOCAL
 
 
 def _largest(made: Quantizer) -> list[float]:

@@ -92,7 +92,7 @@ class PlannedGroup(Planned):
         plans = [
             plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
         ]
-        stage: Any = grouped_stage([LinearStage.of(one) for one in plans], self.weights[0].shape)
+        stage: Any = grouped_stage([LinearStage(one) for one in plans], self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]

@@ -237,14 +237,14 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         for weight in self.weights:
             if not isinstance(weight, QuantizedTensor):
                 return
-            if plan.weight_from is DEQUANTIZED and not self._warned:
+            if plan.weight.source is DEQUANTIZED and not self._warned:
                 self._warned = True
                 message = f"{self.module_name}: the weight is held quantized and computes here in high precision"
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
-            if plan.weight_from is HELD:
-                demand(weight, plan.weight_usage, self.module_name)
+            if plan.weight.source is HELD:
+                demand(weight, plan.weight.usage, self.module_name)
                 if mode is not AmaxMode.USE:
-                    follow(weight, plan.weight)
+                    follow(weight, plan.weight.quantizer)
 
     def quantize_weights(self) -> None:
         """Inside of `quantized_model_init`, keep planes of the weights only."""
@@ -255,7 +255,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
             remedy = "use one (attention: fuse_qkv_params=True)"
             raise UserError(f"{self.module_name}: parameters_split excludes quantized_model_init; {remedy}")
         recipe = region.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
-        quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight
+        quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight.quantizer
         self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
             return
@@ -299,12 +299,12 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         if plans[0].is_delayed:
             delayed_states.require_reduction(self.module_name, plans[0], group)
         if recorded is None:
-            return self.make_stage([LinearStage.of(plan) for plan in plans])
+            return self.make_stage([LinearStage(plan) for plan in plans])
         calibrated = self._bind(recorded, (*call[:2], (False, False), None), group, AmaxMode.RECORD)
         if calibrated[0].is_delayed:
             delayed_states.require_reduction(self.module_name, calibrated[0], group)
         pairs = zip(plans, calibrated, strict=True)
-        return self.make_stage([Calibrating(plan, plan.weight_from, recording=other) for plan, other in pairs])
+        return self.make_stage([Calibrating(plan, recording=other) for plan, other in pairs])
 
     def invalidate_weight_cache(self) -> None:
         """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
@@ -325,13 +325,13 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
     def _bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> list[LinearPlan]:
         plan, members = self.plan_of(recipe, *call), range(len(self.weights))
         if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
-            plan = replace(plan, seeds=sum(plan.stochastic))
+            plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
         if not plan.is_delayed:
             return [plan for _ in members]
         numbers = delayed_states.states_for(self, plan)
         for member, weight in enumerate(self.weights):
             if isinstance(weight, QuantizedTensor):
-                slots = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight_context.slots
+                slots = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight.context.slots
                 weight.context = QuantizeContext(weight.context.shard, slots, propagate=recipe.propagate_nonfinite)
         return [plan.with_slots(*numbers, group, mode, member) for member in members]
 

@@ -38,11 +38,12 @@ def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
 
 def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None, overwrites: bool) -> LinearStage:
     """The stage of the module's `member`-th linear; with `overwrites` the next gradient replaces `main_grad`."""
-    plan, weight_from = stage.plan, stage.weight_from
-    if first is not None and weight_from is ENCODED:
+    plan = stage.plan
+    if first is not None and plan.weight.source is ENCODED:
         cache = _cache(module, member)
-        plan, weight_from = plan.keeping(), cache.refreshed if first else cache.reused
-    return replace(stage, plan=plan, weight_from=weight_from, sink=_sink(module, member, overwrites))
+        weight = plan.weight.from_cache(cache.refreshed if first else cache.reused, plan.input_grad)
+        plan = replace(plan, weight=weight)
+    return replace(stage, plan=plan, sink=_sink(module, member, overwrites))
 
 
 def clear_caches(module: Any) -> None:
