@@ -11,7 +11,7 @@ import duotone
 from duotone import formats, recipes
 from duotone.optim import AdamW
 from duotone.state.delayed import DelayedSlot, DelayedState
-from duotone.state.rolling import PENDING
+from duotone.state.rolling import pending
 from duotone.tensor import Quantizer, Usage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
@@ -118,7 +118,7 @@ def test_a_delayed_weight_is_written_by_the_step_under_the_scale_of_its_slot(dty
         same(here, there)
     assert torch.equal(bits(states["cuda"].amax_history), bits(states["cpu"].amax_history))
     assert states["cuda"].amax_history[0].item() > 0
-    PENDING.backward.clear()
+    pending().backward.clear()
 
 
 def test_planes_that_share_memory_are_written_together() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from duotone.dispatch import stages
-from duotone.state.rolling import PENDING
+from duotone.state.rolling import pending
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,4 +30,4 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_stays_pending() -> Iterator[None]:
     yield
-    PENDING.backward.clear()
+    pending().backward.clear()

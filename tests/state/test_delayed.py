@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,10 +16,10 @@ from duotone import recipes
 from duotone.errors import UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
-from duotone.state import delayed
+from duotone.state import delayed, rolling
 from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.state.region import outermost_region
-from duotone.state.rolling import PENDING, roll
+from duotone.state.rolling import pending, roll
 from duotone.tensor import History, QuantizedTensor, Quantizer
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -59,9 +61,9 @@ def rolls(monkeypatch) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_pending():
-    PENDING.backward.clear()
+    pending().backward.clear()
     yield
-    assert outermost_region() is None and (PENDING.end is None or PENDING.end() is None)
+    assert outermost_region() is None and (pending().end is None or pending().end() is None)
 
 
 def x(requires_grad: bool = True, scale: float = 1.0) -> Tensor:
@@ -154,7 +156,7 @@ def test_without_gradients_nothing_is_recorded_and_nothing_rolls(rolls, mode) ->
             m.eval()(x(scale=100))
             checkpoint(m, x(scale=100), use_reentrant=True)
     m(x().detach().requires_grad_(False)).detach()
-    PENDING.backward.clear()
+    pending().backward.clear()
     assert rolls == []
     after = values(m)
     for name in before:
@@ -325,6 +327,51 @@ def test_a_second_backward_through_one_checkpoint_repeats_the_first(rolls) -> No
 
 
 # Who decides in backward
+
+
+def test_a_backward_that_ends_rolls_nothing_of_one_that_runs_in_another_thread(monkeypatch) -> None:
+    rolled: list[str] = []
+    plain = DelayedState.roll
+    monkeypatch.setattr(DelayedState, "roll", lambda self: (rolled.append(self.number), plain(self)))
+    inside, ended = threading.Event(), threading.Event()
+    slow, quick = model(layers=2), model()
+
+    def wait(gradient: Tensor) -> None:
+        inside.set()
+        assert ended.wait(60)
+
+    def train(m: nn.Sequential, waits: bool) -> None:
+        y = m[0](x())
+        if waits:
+            y.register_hook(wait)
+        m[1:](y).sum().backward()
+
+    train(slow, False)
+    train(quick, False)
+    rolled.clear()
+    other = threading.Thread(target=lambda: (train(slow, False), rolled.clear(), train(slow, True)))
+    other.start()
+    assert inside.wait(60)
+    train(quick, False)
+    first, of_quick = sorted(rolled), sorted(s.number for s in states(quick).values())
+    ended.set()
+    other.join()
+    assert first == of_quick
+    assert sorted(rolled) == sorted(of_quick + [s.number for s in states(slow).values()])
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_forward_and_backward_in_different_threads_roll_once(rolls, where) -> None:
+    m = model()
+    m(x()).sum().backward()
+    rolls.clear()
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            if where == "forward":
+                pool.submit(lambda: m(x()).sum()).result().backward()
+            else:
+                pool.submit(m(x()).sum().backward).result()
+    assert sorted(rolls) == ["b", "b", "f", "f"]
 
 
 def test_backward_follows_the_forward_whatever_region_is_active_then() -> None:
@@ -613,11 +660,11 @@ def test_modules_do_not_outlive_their_use() -> None:
     """core 5.3: states are held weakly, and a dead module takes its pending amax along."""
     m = model()
     m(x())
-    assert PENDING.backward
+    assert pending().backward
     del m
     other = model()
     other(x()).sum().backward()
-    assert not PENDING.backward
+    assert not pending().backward
 
 
 def test_what_a_failed_region_recorded_does_not_reach_later_scales() -> None:
@@ -707,6 +754,28 @@ def test_one_step_has_one_scale_and_later_steps_measure_nothing_before_they_cast
     scale, live = slot.place(torch.full((2, 2), 7.0))
     assert scale.item() == 32.0 and live is not None and len(measured) == 2
     assert state.scale[1] == 1
+
+
+def test_an_expert_without_rows_makes_the_host_look_ever_more_seldom(monkeypatch) -> None:
+    """A look waits for the device."""
+    m, looked, steps = duotone.ops.GroupedLinear(2, 16, 16, bias=False), [], []
+    settle = rolling.settle
+
+    def counting(states) -> None:
+        states = list(states)
+        waiting = [s for s in states if s.started]
+        settle(states)
+        looked.extend(len(steps) for s in waiting if not s.started)
+
+    monkeypatch.setattr(rolling, "settle", counting)
+    for number in range(1, 10):
+        steps.append(number)
+        with duotone.autocast(recipe=RECIPE):
+            y = m(x(), [8, 0])
+        y.sum().backward()
+    assert set(looked) == {1, 2, 4, 8}
+    with duotone.autocast(recipe=RECIPE):
+        assert m(x(scale=1e-6), [0, 8]).any()
 
 
 @pytest.mark.parametrize("first", [0.0, float("inf"), float("nan")])

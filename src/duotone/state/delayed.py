@@ -23,7 +23,7 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import frames, history
 from duotone.state.amax_mode import AMAX_MODES, AmaxMode, in_backward
-from duotone.state.rolling import PENDING, STATES
+from duotone.state.rolling import STATES, pending
 from duotone.tensor.context import Slot
 from duotone.tensor.history import History
 
@@ -78,6 +78,7 @@ class DelayedState(nn.Module):
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._new: set[int] | None = None
         self.started: set[int] = set()
+        self.steps_with_new = 0
         self.number = str(next(_NUMBERS))
         STATES[self.number] = self
 
@@ -117,7 +118,18 @@ class DelayedState(nn.Module):
             asks = self.history.first_scale_from_amax
             flags = history.is_new(self.amax_history, self.scale).tolist() if asks else []
             self._new = {slot for slot, is_new in enumerate(flags) if is_new}
+            self.steps_with_new = 0
         return self._new
+
+    def looks(self) -> bool:
+        """Whether to look, at the end of a step, which slots are new no more: in steps 1, 2, 4, 8 and so on.
+
+        Looking waits for the device, and an expert that gets no rows is new for ever.
+        """
+        if not self.started:
+            return False
+        self.steps_with_new += 1
+        return self.steps_with_new.bit_count() == 1
 
     @torch.no_grad()
     def start(self, slots: slice, amaxes: Tensor, keep: bool) -> Tensor:
@@ -289,7 +301,7 @@ class DelayedSlot(Slot):
             entry = found.used(mode is AmaxMode.RECOMPUTE), found.step.deferred
         if not self.backward:
             frames.remember(key, entry)
-        PENDING.add(self, record, running)
+        pending().add(self, record, running)
         return found, mode, record
 
 

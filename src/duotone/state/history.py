@@ -39,8 +39,15 @@ def _kernel(largest: tuple[float, ...], margin: int, device: torch.device) -> Ca
     from duotone.kernels.roll import roll as in_one_kernel
 
     with torch.inference_mode(False):
-        limit = torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
+        limit = _on_device(largest, device) * 2.0**-margin
     return functools.partial(in_one_kernel, largest=limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def _on_device(largest: tuple[float, ...], device: torch.device) -> Tensor:
+    """The largest magnitudes, fp32 (n,). Kept, because a copy from the host waits for the device."""
+    with torch.inference_mode(False):
+        return torch.tensor(largest, dtype=torch.float32, device=device)
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
@@ -65,9 +72,10 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """The scales (n,) that follow from amaxes, the old ones where these are not usable."""
-    fp8_max = torch.tensor(largest, dtype=torch.float32, device=amax.device)
+    largest_on = _on_device if type(amax) is Tensor else _on_device.__wrapped__  # a fake tensor must not be cached
+    fp8_max = largest_on(tuple(largest), amax.device)
     if parameters.scaling_factor_compute_algo is not None:
-        return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
+        return parameters.scaling_factor_compute_algo(amax, scale, fp8_max.clone(), parameters)
     fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 

@@ -1,5 +1,6 @@
 """Who rolls delayed scales and when: regions of autocast their forward states, a backward all others."""
 
+import threading
 import weakref
 from collections.abc import Collection
 from typing import Any
@@ -17,11 +18,18 @@ STATES: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 
 
 class Pending:
-    """States that recorded outside of regions and have not rolled, each with the groups to reduce over."""
+    """States that recorded outside of regions and have not rolled, each with the groups to reduce over: of one thread.
+
+    torch hands the object that a thread stashed to the threads of the backwards that it starts.
+    """
 
     def __init__(self) -> None:
         self.backward: dict[str, set[str]] = {}
         self.end: weakref.ref[EndOfBackward] | None = None
+        self.thread = threading.current_thread()
+        self.has_backwards = False
+        with LOCK:
+            THREADS.append(self)
 
     def add(self, slot: Any, recorded: bool, running: bool) -> None:
         """A `DelayedSlot` was opened, while a backward is `running` or not."""
@@ -42,24 +50,55 @@ class Pending:
     def schedule(self) -> None:
         """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds it scheduled."""
         if self.end is None:
-            end = EndOfBackward()
+            end = EndOfBackward(self)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
             self.end = weakref.ref(end)
+            self.has_backwards = True
 
     def end_of_backward(self) -> None:
         self.end = None
         finished, self.backward = self.backward, {}
+        for other in self._served():
+            records, other.backward = other.backward, {}
+            for number, groups in records.items():
+                finished.setdefault(number, set()).update(groups)
         roll(finished)
+
+    def _served(self) -> list["Pending"]:
+        """The threads that leave backwards to others, as those of DataParallel's replicas do; all for `OTHERS`."""
+        with LOCK:
+            served = [t for t in THREADS if self is OTHERS or not t.has_backwards or not t.thread.is_alive()]
+            THREADS[:] = [t for t in THREADS if t.thread.is_alive() or t is OTHERS]
+        return served
+
+
+LOCK, KEY = threading.Lock(), "duotone_pending"
+THREADS: list[Pending] = []
+
+
+def pending() -> Pending:
+    """What waits in the calling thread, and in a backward in the thread that started it."""
+    if torch._C._is_key_in_tls(KEY):  # type: ignore[attr-defined]
+        return torch._C._get_obj_in_tls(KEY)  # type: ignore[attr-defined]
+    if torch._C._current_graph_task_id() != -1:
+        return OTHERS
+    made = Pending()
+    torch._C._stash_obj_in_tls(KEY, made)  # type: ignore[attr-defined]
+    return made
 
 
 class EndOfBackward:
     """The callback of a running backward. The engine alone holds it, so that it dies with a backward that fails."""
 
+    def __init__(self, waiting: Pending) -> None:
+        self.waiting = waiting
+
     def __call__(self) -> None:
-        PENDING.end_of_backward()
+        self.waiting.end_of_backward()
 
 
-PENDING = Pending()
+OTHERS = Pending()
+"""Of backwards whose thread has run no forward."""
 
 
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
@@ -76,14 +115,15 @@ def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
             remaining.recorded.setdefault(number, set()).update(groups)
         return
     for number in finished:
-        finished[number] |= PENDING.backward.pop(number, set())  # an optimizer's write, say: one roll for both
+        finished[number] |= pending().backward.pop(number, set())  # an optimizer's write, say: one roll for both
     roll(finished)
 
 
 def roll_after(gradient: Tensor) -> None:
     """A hook for the output of a module whose forward alone is delayed: no op in its backward asks for the end."""
-    PENDING.forget_failed()
-    PENDING.schedule()
+    waiting = pending()
+    waiting.forget_failed()
+    waiting.schedule()
 
 
 def roll(states: dict[str, set[str]]) -> None:
@@ -115,8 +155,8 @@ def roll(states: dict[str, set[str]]) -> None:
 
 
 def settle(states: Collection[Any]) -> None:
-    """See which slots that started in this step have scales now: at one look at each device, in first steps only."""
-    waiting = [state for state in states if state.started]
+    """See which slots that started have scales now, by one look at each device."""
+    waiting = [state for state in states if state.looks()]
     for device in {state.scale.device for state in waiting}:
         here = [state for state in waiting if state.scale.device == device]
         flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in here]).tolist()
