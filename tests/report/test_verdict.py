@@ -42,4 +42,4 @@ def test_a_finished_run_has_no_trouble_even_when_steps_count_from_zero(result: R
     result["partial"] = True
     for run in result["runs"]:
         run["train_loss"] = [[step - 1, loss] for step, loss in run["train_loss"]]
-    assert verdict.troubles(result) == []
+    assert [verdict.trouble(result, run) for run in result["runs"]] == [None] * len(result["runs"])

@@ -25,9 +25,8 @@ def compact(names: Iterable[str]) -> list[str]:
         if len(members) == 1 or len(varying) != 1:
             result.extend(members if len(members) <= 3 else [f"{shape} ({len(members)} modules)"])
             continue
-        texts = [str(field[0]) for field in fields]
-        texts[varying[0]] = "{" + ranges(fields[varying[0]]) + "}"
-        result.append("".join(_interleave(NUMBER.split(members[0]), texts)))
+        texts = (f"{{{ranges(field)}}}" if len(set(field)) > 1 else str(field[0]) for field in fields)
+        result.append(NUMBER.sub(lambda _, texts=texts: next(texts), members[0]))
     return result
 
 
@@ -40,10 +39,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(f"{low}" if low == high else f"{low}{DASH}{high}" for low, high in runs)
-
-
-def _interleave(fixed: list[str], varying: list[str]) -> Iterable[str]:
-    for index, text in enumerate(fixed):
-        yield text
-        if index < len(varying):
-            yield varying[index]

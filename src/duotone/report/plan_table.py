@@ -1,16 +1,15 @@
 """The plan of a run, for reading: how many GEMMs run how, and modules with the same rows told once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from duotone.lab.schema import GemmEntry
 from duotone.report.module_names import compact
 
 # What a plan calls an operand that is not quantized.
 HIGH_PRECISION = frozenset({None, "identity", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"})
 KINDS = ("native", "emulated", "high precision")
-PlanRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -19,31 +18,29 @@ class PlanGroup:
 
     modules: list[str]
     count: int
-    rows: list[tuple[PlanRow, str]]
+    rows: list[tuple[GemmEntry, str]]
 
 
-def kind(row: PlanRow) -> str:
+def kind(row: GemmEntry) -> str:
     """`high precision` where neither operand is quantized, else `native` or `emulated`."""
     if row["a"] in HIGH_PRECISION and row["b"] in HIGH_PRECISION:
         return "high precision"
     return "native" if row["native"] else "emulated"
 
 
-def counts(plan: Sequence[PlanRow]) -> dict[str, int]:
+def counts(plan: Sequence[GemmEntry]) -> dict[str, int]:
     """The number of GEMMs of each kind, zeros included."""
-    found = Counter(kind(row) for row in plan)
-    return {name: found[name] for name in KINDS}
+    return {**dict.fromkeys(KINDS, 0), **Counter(map(kind, plan))}
 
 
-def groups(plan: Sequence[PlanRow]) -> list[PlanGroup]:
+def groups(plan: Sequence[GemmEntry]) -> list[PlanGroup]:
     """The plan by module, modules with equal rows together, in the order of their first module."""
-    by_module: dict[str, list[PlanRow]] = defaultdict(list)
+    by_module: dict[str, list[GemmEntry]] = defaultdict(list)
     for row in plan:
         by_module[row["module"]].append(row)
-    alike: dict[tuple, list[str]] = defaultdict(list)
+    alike: dict[tuple[tuple[str, ...], ...], list[str]] = defaultdict(list)
     for module, rows in by_module.items():
-        key = tuple(tuple(str(row[name]) for name in ("gemm", "a", "b", "kernel", "native", "reason")) for row in rows)
-        alike[key].append(module)
+        alike[tuple(tuple(str(cell) for name, cell in row.items() if name != "module") for row in rows)].append(module)
     return [
         PlanGroup(compact(modules), len(modules), [(row, kind(row)) for row in by_module[modules[0]]])
         for modules in alike.values()

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import groupby
 
+from duotone.lab.schema import Losses
 from duotone.report.numbers import broken, finite
 
 Points = list[tuple[float, float]]
@@ -14,11 +15,12 @@ def window_of(count: int) -> int:
     return max(1, count // 25 // 2 * 2 + 1)
 
 
-def pieces(curve: Sequence[Sequence[float | None]]) -> list[Points]:
+def pieces(curve: Losses) -> list[Points]:
     """The stretches of `curve` between values that are missing or not finite."""
-    points = [(step, value) for step, value in curve]
-    kept = groupby(points, key=lambda point: finite(point[0]) and finite(point[1]))
-    return [list(stretch) for drawable, stretch in kept if drawable]  # type: ignore[misc]
+    stretches = groupby(curve, key=lambda point: finite(point[1]))
+    return [
+        [(step, value) for step, value in stretch if value is not None] for drawable, stretch in stretches if drawable
+    ]
 
 
 def smooth(points: Points, window: int) -> Points:
@@ -26,10 +28,9 @@ def smooth(points: Points, window: int) -> Points:
 
     So a steep start is not flattened, and the last value is not a single step's.
     """
-    half = window // 2
     result = []
     for index, (step, _) in enumerate(points):
-        reach = min(half, index)
+        reach = min(window // 2, index)
         values = [value for _, value in points[index - reach : index + reach + 1]]
         result.append((step, sum(value / len(values) for value in values)))
     return result
@@ -41,9 +42,7 @@ def thin(points: Points, most: int = MOST_POINTS) -> Points:
     return points if stride <= 1 else [*points[:-1:stride], points[-1]]
 
 
-def gaps(
-    curve: Sequence[Sequence[float | None]], reference: Sequence[Sequence[float | None]]
-) -> list[tuple[float | None, float | None]]:
+def gaps(curve: Losses, reference: Losses) -> Losses:
     """How far `curve` is above `reference`, in percent of it, where the reference has a number."""
     base = {step: value for step, value in reference if finite(value) and value != 0}
     return [
@@ -53,7 +52,7 @@ def gaps(
     ]
 
 
-def first_broken(curve: Sequence[Sequence[float | None]]) -> float | None:
+def first_broken(curve: Losses) -> int | None:
     """The first step at which `curve` is NaN or infinite, or None."""
     return next((step for step, value in curve if broken(value)), None)
 

@@ -1,95 +1,74 @@
 """What the comparison found, in sentences that claim no more than the run shows."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from duotone.lab.schema import Document, RunEntry
 from duotone.report.numbers import broken, finite, listing, percent
 from duotone.report.plan_table import counts
 from duotone.report.series import first_broken
 
-Run = Mapping[str, Any]
-Result = Mapping[str, Any]
 
-
-def reference_of(result: Result) -> Run | None:
+def reference_of(result: Document) -> RunEntry | None:
     """The run that the others are compared with."""
     return next((run for run in result["runs"] if run["is_reference"]), None)
 
 
-def noise_gap(result: Result) -> float | None:
+def noise_gap(result: Document) -> float | None:
     """How far two runs end apart that differ in nothing that matters, in percent, without sign."""
-    noise = (result.get("settings") or {}).get("noise") or {}
-    rows = [run["gap_percent"] for run in result["runs"] if run["is_noise"]]
-    found = [value for value in (noise.get("gap_percent"), *rows) if finite(value)]
-    return abs(found[0]) if found else None
+    noise = result["settings"].get("noise") or {}
+    gaps = [noise.get("gap_percent"), *(run["gap_percent"] for run in result["runs"] if run["is_noise"])]
+    return next((abs(gap) for gap in gaps if finite(gap)), None)
 
 
-def reached(run: Run) -> float | None:
-    """The last step that has a training loss."""
-    return run["train_loss"][-1][0] if run["train_loss"] else None
-
-
-def trouble(result: Result, run: Run) -> str | None:
+def trouble(result: Document, run: RunEntry) -> str | None:
     """What went wrong with a run, as the rest of a sentence that starts with its name, or None."""
     if run["error"]:
         return f"failed: {run['error']}"
-    steps = [first_broken(run[name]) for name in ("train_loss", "heldout_loss")]
-    found = [step for step in steps if step is not None]
-    if found:
-        return f"diverged: its loss is not a finite number from step {min(found):g}"
+    steps = [step for curve in (run["train_loss"], run["heldout_loss"]) if (step := first_broken(curve)) is not None]
+    if steps:
+        return f"diverged: its loss is not a finite number from step {min(steps):g}"
     if broken(run["final_train_loss"]) or broken(run["final_heldout_loss"]):
         return "diverged: its final loss is not a finite number"
-    last, planned = reached(run), (result.get("settings") or {}).get("steps")
-    if last is None and run["final_heldout_loss"] is None:
-        return "did not start"
-    if result["partial"] and last is not None and planned and last < planned - 1:
+    if not run["train_loss"]:
+        return "did not start" if run["final_heldout_loss"] is None else None
+    last, planned = run["train_loss"][-1][0], result["settings"].get("steps")
+    if result["partial"] and planned and last < planned - 1:
         return f"stopped at step {last:g} of {planned}"
     return None
 
 
-def troubles(result: Result) -> list[tuple[str, str]]:
-    """Each run that did not go well, and what happened to it."""
-    found = ((run["name"], trouble(result, run)) for run in result["runs"])
-    return [(name, what) for name, what in found if what is not None]
-
-
-def verdict(result: Result) -> str:
+def verdict(result: Document) -> str:
     """The gaps of all recipes that ended, ranked, with the noise as the yardstick."""
     reference, noise = reference_of(result), noise_gap(result)
     if reference is None:
         return "There is no reference run, so there is no gap to tell."
+    name = reference["name"]
     if not finite(reference["final_heldout_loss"]):
-        return f"The reference {reference['name']} has no final held-out loss, so there is no gap to tell."
+        return f"The reference {name} has no final held-out loss, so there is no gap to tell."
     others = [run for run in result["runs"] if not run["is_reference"] and not run["is_noise"]]
-    whole = [run for run in others if finite(run["gap_percent"]) and trouble(result, run) is None]
-    ended = sorted(whole, key=lambda run: run["gap_percent"])
+    ended = [(gap, run["name"]) for run in others if finite(gap := run["gap_percent"]) and trouble(result, run) is None]
     if not ended:
-        return f"No recipe has ended with a held-out loss that could be compared with {reference['name']}."
-    within = [run for run in ended if noise is not None and abs(run["gap_percent"]) <= noise]
-    beyond = [run for run in ended if run not in within]
-    sentences = []
-    if within:
-        names = listing([run["name"] for run in within])
-        sentences.append(f"{names} cannot be told from {reference['name']} here: within the noise.")
-    for side, runs in (
-        ("below", [run for run in beyond if run["gap_percent"] < 0]),
-        ("above", [run for run in beyond if run["gap_percent"] >= 0]),
-    ):
-        if runs:
-            sentences.append(_ranking(runs, side, reference["name"]))
+        return f"No recipe has ended with a held-out loss that could be compared with {name}."
+    ended.sort(key=lambda pair: pair[0])
+    within = [recipe for gap, recipe in ended if noise is not None and abs(gap) <= noise]
+    beyond = [(gap, recipe) for gap, recipe in ended if recipe not in within]
+    sentences = [f"{listing(within)} cannot be told from {name} here: within the noise."] if within else []
+    sentences += _ranking([pair for pair in beyond if pair[0] < 0], "below", name)
+    sentences += _ranking([pair for pair in beyond if pair[0] >= 0], "above", name)
     return " ".join(sentences)
 
 
-def yardstick(result: Result) -> str:
+def yardstick(result: Document) -> str:
     """How much of a gap means nothing, and where that number comes from."""
     reference, noise = reference_of(result), noise_gap(result)
     if reference is None:
         return ""
     if noise is None:
         return "No noise run has ended, so nothing says how small a gap still means something."
-    told = ((result.get("settings") or {}).get("noise") or {}).get("perturbation")
-    how = f"perturbed by {_power(told)}" if finite(told) else "barely changed"
+    size = (result["settings"].get("noise") or {}).get("perturbation")
+    power = re.sub(r"e([+-])0", r"e\1", f"{size:g}") if finite(size) else ""  # `1e-6` rather than `1e-06`
+    how = f"perturbed by {power}" if power else "barely changed"
     return (
         f"Yardstick: {reference['name']} run a second time with its initial weights {how} ends "
         f"{percent(noise)} away. A gap of that size says nothing; with one repeat and one seed, "
@@ -97,25 +76,23 @@ def yardstick(result: Result) -> str:
     )
 
 
-def speed_caveat(result: Result) -> str | None:
+def speed_caveat(result: Document) -> str | None:
     """That emulated step times are not the hardware's, with the names of the recipes this is about."""
     emulated = [run["name"] for run in result["runs"] if counts(run["plan"])["emulated"]]
     if not emulated:
         return None
-    device = (result.get("machine") or {}).get("device") or "this device"
     who = f"{listing(emulated)} {'run' if len(emulated) > 1 else 'runs'}"
     return (
         f"{who} emulated GEMMs here: the numerics are those of the formats, but the step time is that of "
-        f"emulation on {device}. It says nothing about hardware that multiplies these formats natively."
+        f"emulation on {result['machine'].get('device') or 'this device'}. It says nothing about hardware that "
+        "multiplies these formats natively."
     )
 
 
-def _power(value: float) -> str:
-    """`1e-6` rather than `1e-06`."""
-    return re.sub(r"e([+-])0", r"e\1", f"{value:g}")
-
-
-def _ranking(runs: Sequence[Run], side: str, reference: str) -> str:
-    first, *rest = (f"{run['name']} {percent(abs(run['gap_percent']))}" for run in runs)
-    name, _, gap = first.rpartition(" ")
-    return f"{listing([f'{name} ends {gap} {side} the held-out loss of {reference}', *rest])}."
+def _ranking(runs: Sequence[tuple[float, str]], side: str, reference: str) -> list[str]:
+    """A sentence about the runs on one side of the reference; none for no runs."""
+    if not runs:
+        return []
+    (gap, name), *rest = runs
+    first = f"{name} ends {percent(abs(gap))} {side} the held-out loss of {reference}"
+    return [f"{listing([first, *(f'{name} {percent(abs(gap))}' for gap, name in rest)])}."]

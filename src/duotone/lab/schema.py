@@ -1,0 +1,93 @@
+"""The JSON document of a comparison or a training run, which the report page reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+Json = Mapping[str, object]
+Losses = Sequence[tuple[int, float | None]]
+"""Steps, counted from one, with their losses in nats. None stands for a loss that was not finite."""
+
+
+class GemmEntry(TypedDict):
+    """One GEMM of one module, as `duotone.plan` tells it."""
+
+    module: str
+    gemm: str | None
+    a: str | None
+    b: str | None
+    kernel: str | None
+    native: bool | None
+    reason: str | None
+
+
+class PlaneEntry(TypedDict):
+    """What one plane of one tensor lost, as `duotone.observe` tells it; results of earlier versions have no events."""
+
+    module: str
+    role: str
+    plane: str
+    format: str
+    samples: int | None
+    snr_db: float | None
+    underflow: float | None
+    saturation: float | None
+    amax: float | None
+    amaxes_skipped: NotRequired[int]
+    spikes_clamped: NotRequired[int]
+
+
+class RunEntry(TypedDict):
+    """One run. Numbers that do not exist are None."""
+
+    name: str
+    recipe: Json
+    is_reference: bool
+    is_noise: bool
+    train_loss: Losses
+    heldout_loss: Losses
+    final_train_loss: float | None
+    final_heldout_loss: float | None
+    gap_percent: float | None
+    step_ms: float | None
+    tokens_per_second: float | None
+    peak_memory_bytes: int | None
+    weight_bytes: int | None
+    saved_activation_bytes: int | None
+    plan: Sequence[GemmEntry]
+    statistics: Sequence[PlaneEntry]
+    error: str | None
+
+
+class Noise(TypedDict, total=False):
+    """Relative noise on the initial weights of the noise run, and how far that run ended from the reference."""
+
+    perturbation: float
+    gap_percent: float | None
+
+
+class Settings(TypedDict, total=False):
+    """What was trained, on what and for how long."""
+
+    command: str | None
+    preset: str
+    model: str
+    parameters: int
+    data: str
+    data_bytes: int
+    steps: int
+    tokens_per_step: int
+    context: int
+    seed: int
+    learning_rate: float
+    noise: Noise | None
+
+
+class Document(TypedDict):
+    """All runs; `partial` where they were stopped."""
+
+    duotone: str
+    created: str
+    partial: bool
+    machine: Json
+    settings: Settings
+    runs: list[RunEntry]
