@@ -39,11 +39,11 @@ def ulps(a: Tensor, b: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(64, 256), (33, 72), (5, 1000)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
-    from duotone.kernels.activations import produce
+    from duotone.kernels.activations import materialize
 
     act = ACTIVATIONS[name]
     x, dy = given(name, dtype, *shape)
-    value, gradient = produce(act.produced(x)), produce(act.produced_gradient(dy, x))
+    value, gradient = materialize(act.produced(x)), materialize(act.produced_gradient(dy, x))
     want, slope = act.value(x), act.gradient(dy, x)
     for made, right in ((value, want), (gradient, slope)):
         assert made.shape == right.shape and made.dtype is right.dtype
@@ -67,13 +67,13 @@ def test_kernels_compute_what_torch_does(name, shape, dtype) -> None:
 @pytest.mark.parametrize("shape", [(128, 256), (130, 384), (33, 72)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> None:
-    from duotone.kernels.activations import produce
+    from duotone.kernels.activations import materialize
 
     act = ACTIVATIONS[name]
     x, dy = given(name, torch.bfloat16, *shape)
     quantizer = Quantizer(formats.get(fmt), formats.get(fmt))
     for made in (act.produced(x), act.produced_gradient(dy, x)):
-        after = encode_once(quantizer.rowwise, quantizer.columnwise, produce(made), LOCAL)
+        after = encode_once(quantizer.rowwise, quantizer.columnwise, materialize(made), LOCAL)
         on_the_way = quantizer.encode_produced(made, BOTH, LOCAL)
         assert after is not None and on_the_way is not None
         for a, b in zip(after, on_the_way, strict=True):
@@ -84,7 +84,7 @@ def test_a_cast_on_the_way_has_the_bits_of_a_cast_after(name, shape, fmt) -> Non
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
     """All 2^16 inputs, infinities and NaN among them; gradients under ones, values at random and extremes."""
-    from duotone.kernels.activations import produce
+    from duotone.kernels.activations import materialize
 
     x = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype).view(256, 256)
     random = torch.randn_like(x) * torch.exp2(torch.randint(-8, 8, x.shape, device="cuda").to(dtype))
@@ -95,7 +95,7 @@ def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
         pairs.append((silu.produced_gradient(dy, x), silu.gradient(dy, x)))
         pairs.append((swiglu.produced_gradient(dy, both), swiglu.gradient(dy, both)))
     for made, want in pairs:
-        got, kind = produce(made), torch.int16
+        got, kind = materialize(made), torch.int16
         equal = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
         assert equal.all(), (got[~equal][:4], want[~equal][:4])
 
@@ -103,11 +103,14 @@ def test_silu_has_the_bits_of_torch_for_every_narrow_value(dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_gelu_is_finite_wherever_that_of_torch_is(dtype) -> None:
     """All 2^16 inputs: no intermediate overflows first, and NaN stays NaN."""
-    from duotone.kernels.activations import produce
+    from duotone.kernels.activations import materialize
 
     x = torch.arange(1 << 16, dtype=torch.int32, device="cuda").to(torch.int16).view(dtype).view(256, 256)
     dy, gelu = torch.ones_like(x), ACTIVATIONS["gelu"]
-    pairs = (produce(gelu.produced(x)), gelu.value(x)), (produce(gelu.produced_gradient(dy, x)), gelu.gradient(dy, x))
+    pairs = (
+        (materialize(gelu.produced(x)), gelu.value(x)),
+        (materialize(gelu.produced_gradient(dy, x)), gelu.gradient(dy, x)),
+    )
     for made, want in pairs:
         assert (made.isfinite() | ~want.isfinite()).all() and (made.isnan() == x.isnan())[want.isfinite()].all()
         finite = want.isfinite()

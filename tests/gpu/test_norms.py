@@ -225,13 +225,13 @@ def build(kind: str, normalization: str, **more: Any) -> nn.Module:
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_a_step_with_and_without_the_fusion_is_the_same(kind, recipe, monkeypatch) -> None:
     """Bit for bit."""
-    from duotone.kernels.activations import produce
+    from duotone.kernels.activations import materialize
 
     on_the_way = Quantizer.encode_produced
 
     def made_first(quantizer: Quantizer, made: Any, *how: Any) -> Any:
         taken = on_the_way(quantizer, made, *how)  # records the same amax
-        return None if taken is None else quantizer.encode(produce(made), *how)
+        return None if taken is None else quantizer.encode(materialize(made), *how)
 
     x = torch.randn(160, 256, device="cuda").bfloat16()
     for normalization in KINDS:

@@ -263,15 +263,15 @@ CASES += [
         for act, gated in (("gelu", False), ("silu", True))
         for case in on_the_way(fmt, act, gated)
     ],
-    *launched("gated silu", lambda: activations.produce(activations.value("silu", matrix(256, 4096), True))),
-    *launched("srelu, odd sizes", lambda: activations.produce(activations.value("srelu", matrix(33, 72), False))),
+    *launched("gated silu", lambda: activations.materialize(activations.value("silu", matrix(256, 4096), True))),
+    *launched("srelu, odd sizes", lambda: activations.materialize(activations.value("srelu", matrix(33, 72), False))),
     *launched(
         "gated silu, gradient",
-        lambda: activations.produce(activations.gradient("silu", matrix(256, 2048), matrix(256, 4096), True)),
+        lambda: activations.materialize(activations.gradient("silu", matrix(256, 2048), matrix(256, 4096), True)),
     ),
     *launched(
         "gelu, gradient, and its amax",
-        lambda: activations.produce(
+        lambda: activations.materialize(
             activations.gradient("gelu", matrix(256, 4096), matrix(256, 4096), False), torch.zeros(1, dtype=torch.int32)
         ),
     ),

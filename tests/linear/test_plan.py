@@ -11,8 +11,8 @@ import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.dispatch import worth
 from duotone.errors import RecipeError
-from duotone.linear import Setting, build_plan
-from duotone.linear.plane_source import ALIASED
+from duotone.linear import PlanRequest, build_plan
+from duotone.linear.plane_source import HIGH_PRECISION
 from duotone.recipes import QuantizerRole, Rule
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")
@@ -26,7 +26,7 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
         fmt = SR if role is not None and chosen.get(role.tensor_type) else NEAREST
         return Quantizer(fmt, fmt)
 
-    plan = build_plan(Setting(CustomRecipe(qfactory=factory), (), "up", "linear", "cpu", torch.bfloat16))
+    plan = build_plan(PlanRequest(CustomRecipe(qfactory=factory), (), "up", "linear", "cpu", torch.bfloat16))
     seen, seed = [], torch.tensor([10])
     for _ in range(3):
         drawn = seed if plan.seeds else None
@@ -45,9 +45,9 @@ def hopper(monkeypatch) -> None:
         monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
 
 
-def setting(recipe, shape: tuple[int, int] | None = (64, 96), **other) -> Setting:
+def setting(recipe, shape: tuple[int, int] | None = (64, 96), **other) -> PlanRequest:
     given = {"rules": (), "name": "up", "module_type": "linear", "device": "cuda", "dtype": torch.bfloat16}
-    return Setting(recipe, **{**given, "weight_shape": shape, **other})
+    return PlanRequest(recipe, **{**given, "weight_shape": shape, **other})
 
 
 def kernels(recipe, **other) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16(hopper) ->
     plan = build_plan(setting(SMALL, **boundary))
     operands = plan.operands.values()
     quantizers = [plan.output, plan.grad_input, *[operand.quantizer for operand in operands]]
-    assert quantizers == [Quantizer()] * 5 and all(operand.source is ALIASED for operand in operands)
+    assert quantizers == [Quantizer()] * 5 and all(operand.source is HIGH_PRECISION for operand in operands)
     assert {(gemm.rule.name, gemm.reason) for gemm in plan.gemms} == {
         ("torch", "K x N = 96 x 64 = 6144 is below 6145: left in bf16 by min_gemm_work")
     }

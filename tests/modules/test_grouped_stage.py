@@ -13,7 +13,7 @@ from duotone.dispatch.rule import JoinedOperand
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage, device_splits
-from duotone.linear.plan import LinearPlan, Setting, build_plan
+from duotone.linear.plan import LinearPlan, PlanRequest, build_plan
 from duotone.linear.segmented import SegmentedStage, grouped_stage
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
@@ -35,7 +35,7 @@ def hopper(monkeypatch) -> None:
 
 def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
     recipe = given.pop("recipe", None) or recipes.load(name)
-    setting = Setting(recipe, (), "g", "grouped_linear", given.pop("device", "cuda"), torch.bfloat16, **given)
+    setting = PlanRequest(recipe, (), "g", "grouped_linear", given.pop("device", "cuda"), torch.bfloat16, **given)
     return build_plan(setting)
 
 

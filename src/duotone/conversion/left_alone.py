@@ -13,7 +13,7 @@ from duotone.conversion.bypassed import BYPASSED, bypassed
 from duotone.conversion.output_heads import heads
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
-from duotone.linear.plan import Setting, ask_recipe
+from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, Site
@@ -83,7 +83,7 @@ def refuse_left_alone(
 
 def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> bool:
     """Whether the rules and the recipe want less than high precision of a linear of that name."""
-    return is_quantized(ask_recipe(Setting(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name])))
+    return is_quantized(ask_recipe(PlanRequest(recipe, rules, name, "linear", "cpu", torch.float32, site=sites[name])))
 
 
 def is_quantized(slots: Mapping[str, Quantizer]) -> bool:

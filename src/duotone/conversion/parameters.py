@@ -13,7 +13,7 @@ from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
-from duotone.linear.plan import LinearPlan, Setting, ask_recipe, build_plan
+from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe, build_plan
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.quantized_parameters import quantized_parameter, replace
@@ -111,7 +111,7 @@ def _refuse_parts(name: str, module: Planned) -> None:
         raise UserError(f"the weight of {name} is sharded already; {remedy}")
 
 
-def _check_evaluation(setting: Setting, weight: Quantizer) -> None:
+def _check_evaluation(setting: PlanRequest, weight: Quantizer) -> None:
     """RecipeError unless the evaluation recipe can run on a weight that is held so."""
     evaluation = setting.recipe.evaluation
     if evaluation is not None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, hooked
-from duotone.linear.plan import Setting, ask_recipe, build_plan
+from duotone.linear.plan import PlanRequest, ask_recipe, build_plan
 from duotone.pipeline.op import held
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned
@@ -53,12 +53,12 @@ class Target:
         module.prepare(recipe)
         hooked.settle(module)
 
-    def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> Setting:
+    def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
         device, dtype = self.weight.device.type, self.weight.dtype
         if self.planned is None:
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
             own = (self.name, self.module_type, device, dtype)
-            return Setting(recipe, rules, *own, site=self.site, linears=linears)
+            return PlanRequest(recipe, rules, *own, site=self.site, linears=linears)
         own = self.planned.setting(recipe, device, dtype)
         return replace(own, rules=rules, name=self.name, site=self.site)
 

@@ -52,7 +52,7 @@ class Activation:
         return self.gradient(dy, x) if made is None else _there(made, x)
 
     def produced(self, x: Tensor) -> Any:
-        """`value` as a matrix that kernels make on the way (`kernels.activations.Produced`), None where none does."""
+        """What lets a cast kernel compute `value` itself, a `kernels.activations.FusedProducer`; None if none can."""
         if not self.kernel or not has_kernels(x):
             return None
         from duotone.kernels import activations
@@ -73,7 +73,7 @@ def _there(made: Any, like: Tensor) -> Tensor:
     """The matrix, with the leading dimensions of `like`."""
     from duotone.kernels import activations
 
-    return activations.produce(made).view(*like.shape[:-1], made.shape[1])
+    return activations.materialize(made).view(*like.shape[:-1], made.shape[1])
 
 
 def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:

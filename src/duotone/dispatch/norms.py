@@ -34,7 +34,7 @@ class RowNorm:
         raise NotImplementedError
 
     def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
-        """y as a `kernels.activations.Produced` whose `saved` are there once it is encoded, or None.
+        """y as a `kernels.activations.FusedProducer` whose `saved` are there once it is encoded, or None.
 
         With `saved`, what an encoding before left there, nothing is measured again.
         """

@@ -216,7 +216,7 @@ def produce_kernel(
         record(live, largest)
 
 
-class Produced(NamedTuple):
+class FusedProducer(NamedTuple):
     """A matrix (M, K) that is not there yet: `what` of the activation `act` over x, and z; or the norm of x.
 
     For a norm, `act` says which of mean, gamma and beta there are.
@@ -248,24 +248,24 @@ TILE = (2, 1024, 4)
 """Rows, columns and warps."""
 
 
-def value(act: str, x: Tensor, gated: bool) -> Produced:
+def value(act: str, x: Tensor, gated: bool) -> FusedProducer:
     """f(x), or f(a) b, of contiguous (M, K) or (M, 2K)."""
     m, k = x.shape
-    return Produced((GATED if gated else VALUE).value, ACTIVATIONS[act], x, None, (m, k // 2 if gated else k))
+    return FusedProducer((GATED if gated else VALUE).value, ACTIVATIONS[act], x, None, (m, k // 2 if gated else k))
 
 
-def gradient(act: str, dy: Tensor, x: Tensor, gated: bool) -> Produced:
+def gradient(act: str, dy: Tensor, x: Tensor, gated: bool) -> FusedProducer:
     """The gradient of x under dy; both contiguous."""
     what = (GATED_SLOPE if gated else SLOPE).value
-    return Produced(what, ACTIVATIONS[act], dy, x, (x.shape[0], x.shape[1]))
+    return FusedProducer(what, ACTIVATIONS[act], dy, x, (x.shape[0], x.shape[1]))
 
 
-def normalised(norm: Any) -> Produced:
+def normalised(norm: Any) -> FusedProducer:
     """The norm."""
-    return Produced(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
+    return FusedProducer(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
 
 
-def produce(made: Produced, live: Tensor | None = None) -> Tensor:
+def materialize(made: FusedProducer, live: Tensor | None = None) -> Tensor:
     """The matrix, in the dtype of x. `live`, the bits of an fp32 amax as int32 (1,), is enlarged; a norm's is not."""
     if made.norm is not None:
         return made.norm.make()

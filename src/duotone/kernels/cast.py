@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, Produced, produce
+from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS, HIDES
@@ -71,15 +71,17 @@ class Cast:
         """
         return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live)
 
-    def produced(self, made: Produced, scales: Given = (None, None), live: Tensor | None = None) -> tuple[Made, Made]:
+    def produced(
+        self, made: FusedProducer, scales: Given = (None, None), live: Tensor | None = None
+    ) -> tuple[Made, Made]:
         """As a call, of a matrix that is made on the way; where its amax has to be known before, that is taken as it is
         made. The amax of a norm follows from its statistics."""
         if self.needs_lines or not self._fits(made):
-            return self(produce(made), scales, live)
+            return self(materialize(made), scales, live)
         amax = None
         if self.needs_amax and made.norm is None:
             amax = torch.zeros(1, dtype=torch.int32, device=made.x.device)
-            return self._of(produce(made, amax), amax.view(torch.float32), scales, live)
+            return self._of(materialize(made, amax), amax.view(torch.float32), scales, live)
         if self.needs_amax:
             amax = made.norm.measure_amax()
         elif made.norm is not None:
@@ -95,7 +97,7 @@ class Cast:
         count = 0 if amax is None else amax.numel()
         return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
-    def _fits(self, made: Produced) -> bool:
+    def _fits(self, made: FusedProducer) -> bool:
         """Whether no tile lies in both halves of a gated gradient."""
         return made.what != GATED_SLOPE.value or not made.shape[1] // 2 % GATED[self.tile][1]
 

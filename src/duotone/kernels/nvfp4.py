@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.activations import Produced, produce
+from duotone.kernels.activations import FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
 from duotone.kernels.launch import Launch, kernel
@@ -236,10 +236,10 @@ class Cast:
         self._launches: dict[tuple[bool, ...], Launch] = {}
 
     def produced(
-        self, made: Produced, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
+        self, made: FusedProducer, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
         """As a call, of a matrix that is made first: its amax has to be known before."""
-        return self(produce(made), scales, live, seed)
+        return self(materialize(made), scales, live, seed)
 
     def __call__(
         self, x: Tensor, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None

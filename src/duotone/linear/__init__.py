@@ -2,6 +2,6 @@
 
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.linear.plan import GemmPlan, LinearPlan, Setting, build_plan
+from duotone.linear.plan import GemmPlan, LinearPlan, PlanRequest, build_plan
 
-__all__ = ["GemmPlan", "Layout", "LinearPlan", "LinearStage", "Setting", "build_plan"]
+__all__ = ["GemmPlan", "Layout", "LinearPlan", "LinearStage", "PlanRequest", "build_plan"]

@@ -14,10 +14,10 @@ from duotone.linear.plane_source import original
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.saving import Later
+from duotone.tensor.saving import DeferredPlane
 
 
-class Source(Protocol):
+class BackwardOperand(Protocol):
     name: str
     quantizes_gradient: bool
     """Whether backward multiplies planes, so that the gradient of the output is quantized."""
@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        """The plane to save, or what makes it `Later`, from the original (M, K) and how forward encoded it."""
+        """The plane to save, or the `DeferredPlane` that makes it. `x` is the original (M, K)."""
         ...
 
     def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
@@ -47,7 +47,7 @@ class Source(Protocol):
         ...
 
 
-class ColumnwisePlane:
+class KeepColumnwise:
     """The columnwise plane that the recipe names."""
 
     name = "quantized"
@@ -66,7 +66,7 @@ class ColumnwisePlane:
         return plane
 
 
-class Remade(ColumnwisePlane):
+class ReencodeInBackward(KeepColumnwise):
     """The columnwise plane, which backward makes of the original with the bits that forward would have made."""
 
     name = "remade"
@@ -74,16 +74,16 @@ class Remade(ColumnwisePlane):
     keeps_original = encodes_again = True
 
     def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        return Later(partial(columnwise, quantizer, ctx.fixed()), (x,))
+        return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
 
 
-class Recomputed(ColumnwisePlane):
+class ReencodeFromProducer(KeepColumnwise):
     """The columnwise plane; that of an input which a producer hands over, backward makes of what the producer keeps."""
 
     name = "recomputed"
 
 
-class AsGiven(ColumnwisePlane):
+class UseSupplied(KeepColumnwise):
     """What is given in the place of the original."""
 
     name = "as given"
@@ -92,7 +92,7 @@ class AsGiven(ColumnwisePlane):
         return x
 
 
-class Original:
+class KeepOriginal:
     """The original tensor, in high precision."""
 
     name = "high_precision"
@@ -110,7 +110,7 @@ class Original:
         return Plane.of(plane.dequantize(dtype).t())
 
 
-class DequantizedRow:
+class DequantizeRowwise:
     """The very plane that fprop multiplied, decoded in backward."""
 
     name = "dequantized"
@@ -138,10 +138,10 @@ def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
 COLUMNWISE = Usage(False, True)
 
 
-SOURCES: dict[str | None, Source] = {
-    None: ColumnwisePlane(),
-    "high_precision": Original(),
-    "dequantized": DequantizedRow(),
+BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
+    None: KeepColumnwise(),
+    "high_precision": KeepOriginal(),
+    "dequantized": DequantizeRowwise(),
 }
 
-REMADE, RECOMPUTED, AS_GIVEN = Remade(), Recomputed(), AsGiven()
+REENCODE_IN_BACKWARD, REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeInBackward(), ReencodeFromProducer(), UseSupplied()

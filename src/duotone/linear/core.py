@@ -89,7 +89,7 @@ class LinearStage(Stage):
         dx = dw = db = None
         if kept_w is not None and row is not None:
             row = layout.gather_grad(row, 0)
-            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(kept_w.there(), like.dtype), like.dtype)
+            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(kept_w.materialize(), like.dtype), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
         if kept_x is not None and col is not None and needs[1]:
@@ -130,7 +130,7 @@ class WeightGradient:
         plan, layout = self.stage.plan, self.stage.plan.layout
         source, kept_x = plan.input.backward, self.kept[0]
         col = layout.gather_grad(self.dy, 1)
-        return col, source.restore(layout.gather_input(kept_x.there(), source.token_dim), dtype)
+        return col, source.restore(layout.gather_input(kept_x.materialize(), source.token_dim), dtype)
 
 
 def record(context: QuantizeContext, x: Tensor) -> None:

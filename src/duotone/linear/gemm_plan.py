@@ -26,46 +26,46 @@ class GemmPlan:
     reason: str
 
 
-def gemm_plan(setting: Any, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
+def gemm_plan(request: Any, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
     """RecipeError where a GEMM that is owed cannot run as the recipe says; of another, the row says so."""
-    refusal = _refusal(setting, gemm, a, b)
+    refusal = _refusal(request, gemm, a, b)
     if refusal and owed:
         raise RecipeError(refusal)
     a, b = a or IDENTITY, b or IDENTITY
-    fast = getattr(setting.recipe, f"{gemm}_fast_accum")
-    rule, reason = choose(GemmProblem(a, b, setting.device, setting.dtype, fast))
+    fast = getattr(request.recipe, f"{gemm}_fast_accum")
+    rule, reason = choose(GemmProblem(a, b, request.device, request.dtype, fast))
     if refusal:
         return GemmPlan(gemm, a, b, rule, f"not owed here, where it would be an error: {refusal}")
     if a == b == IDENTITY:
-        reason = _why_high(setting, gemm)
+        reason = _why_high(request, gemm)
     elif IDENTITY not in (a, b) and a.family != b.family:
         reason = f"{reason}; mixed formats, which no hardware multiplies"
     return GemmPlan(gemm, a, b, rule, reason)
 
 
-def _refusal(setting: Any, gemm: str, a: Format | None, b: Format | None) -> str:
+def _refusal(request: Any, gemm: str, a: Format | None, b: Format | None) -> str:
     """Why a GEMM cannot run as the recipe says, "" where it can."""
-    name = setting.name or "a linear"
+    name = request.name or "a linear"
     slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
     if a is None or b is None:
         return f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format"
     full = (a == IDENTITY, b == IDENTITY)
-    if setting.recipe.strict and any(full) and not all(full):
+    if request.recipe.strict and any(full) and not all(full):
         return (
             f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
             "give both operands a format, or set strict to false"
         )
-    if not any(full) and a.family != b.family and not setting.recipe.emulate_mixed:
+    if not any(full) and a.family != b.family and not request.recipe.emulate_mixed:
         return (
             f"{gemm} of {name} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), which no "
             "hardware does; give both the same kind of format, or set emulate_mixed to true"
         )
-    if not all(full) and setting.dtype not in HIGH_PRECISION_DTYPES:
-        return f"{name} is in {setting.dtype}; formats encode bf16, fp16 and fp32: cast the model first"
+    if not all(full) and request.dtype not in HIGH_PRECISION_DTYPES:
+        return f"{name} is in {request.dtype}; formats encode bf16, fp16 and fp32: cast the model first"
     return ""
 
 
-def _why_high(setting: Any, gemm: str) -> str:
+def _why_high(request: Any, gemm: str) -> str:
     """Why both operands of a GEMM are in high precision."""
-    rules = [first_rule(setting.rules, setting.role(kind), setting.site) for kind, _ in PLANES_OF_GEMM[gemm]]
+    rules = [first_rule(request.rules, request.role(kind), request.site) for kind, _ in PLANES_OF_GEMM[gemm]]
     return rules[-1].why if rules[-1] and all(rules) else "the recipe keeps both operands in high precision"

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from duotone.linear.backward_operand import SOURCES, Source
-from duotone.linear.plane_source import Operand
+from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand
+from duotone.linear.plane_source import PlaneSource
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed import DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -19,12 +19,12 @@ class OperandPlan:
     """How the input, the weight or the gradient of the output becomes planes."""
 
     quantizer: Quantizer
-    source: Operand
+    source: PlaneSource
     usage: Usage
     """The planes that are encoded together."""
 
     context: QuantizeContext = LOCAL
-    backward: Source = SOURCES[None]
+    backward: BackwardOperand = BACKWARD_OPERANDS[None]
     """What is kept for the GEMM of backward that reads the operand."""
 
     is_kept: bool = False
@@ -65,8 +65,8 @@ class OperandPlan:
         )
         return replace(self, context=replace(self.context, slots=slots))
 
-    def from_cache(self, source: Operand, columnwise: bool) -> "OperandPlan":
+    def from_cache(self, source: PlaneSource, columnwise: bool) -> "OperandPlan":
         """The plan of a weight whose planes a cache keeps; with `columnwise` backward reads one of them."""
         if not self.backward.encodes_again:
             return replace(self, source=source)
-        return replace(self, source=source, backward=SOURCES[None], usage=Usage(True, columnwise))
+        return replace(self, source=source, backward=BACKWARD_OPERANDS[None], usage=Usage(True, columnwise))

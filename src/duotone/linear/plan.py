@@ -15,12 +15,17 @@ from duotone.dispatch.casts import can_read_once
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.backward_operand import RECOMPUTED, REMADE, SOURCES, Source
+from duotone.linear.backward_operand import (
+    BACKWARD_OPERANDS,
+    REENCODE_FROM_PRODUCER,
+    REENCODE_IN_BACKWARD,
+    BackwardOperand,
+)
 from duotone.linear.gemm_plan import GemmPlan as GemmPlan
 from duotone.linear.gemm_plan import gemm_plan
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.operand_plan import OperandPlan
-from duotone.linear.plane_source import DEQUANTIZED, ENCODED, HELD, Operand, encoding
+from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, USE_HELD, PlaneSource, source_of_plain
 from duotone.recipes.recipe import MEASURED, Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
@@ -34,7 +39,7 @@ FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanRequest:
     """All that decides a plan: what the module is asked to do, and where.
 
     `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
@@ -62,7 +67,7 @@ class Setting:
     weight_dtype: torch.dtype | None = None
     linears: int = 1
 
-    def without_held(self) -> "Setting":
+    def without_held(self) -> "PlanRequest":
         """As if no operand were quantized yet."""
         return replace(self, weight_held=None, input_held=None)
 
@@ -148,19 +153,19 @@ FORWARD_SLOTS, BACKWARD_SLOTS = 4, 2
 """Delayed-scaling slots of a linear: two directions of input and weight, and of grad_output."""
 
 
-def ask_recipe(setting: Setting) -> dict[str, Quantizer]:
+def ask_recipe(request: PlanRequest) -> dict[str, Quantizer]:
     """What rules and recipe give each slot, each asked once; slots of other experts where a function may differ there.
 
     Raises RecipeError where experts of one group would have formats of their own.
     """
     made: dict[str, Quantizer] = {}
-    roles, members = setting.slots, range(setting.linears if setting.recipe.asks_by_slot else 1)
+    roles, members = request.slots, range(request.linears if request.recipe.asks_by_slot else 1)
     for member, slot in ((member, slot) for slots in SLOTS.values() for member in members for slot in slots):
-        found = _quantizer(setting, roles[slot], setting.role(slot))
+        found = _quantizer(request, roles[slot], request.role(slot))
         first = made.setdefault(slot, found)
         if _formats(found) != _formats(first):
             raise RecipeError(
-                f"{setting.name or 'a group'}: the recipe gives {slot} of expert {member} {_words(found)} and "
+                f"{request.name or 'a group'}: the recipe gives {slot} of expert {member} {_words(found)} and "
                 f"of expert 0 {_words(first)}; give all experts of a group the same formats"
             )
     return made
@@ -176,51 +181,51 @@ def _words(quantizer: Quantizer) -> str:
     return names if source == "original" else f"{names} ({source})"
 
 
-def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> LinearPlan:
-    """Resolve a setting, with the quantizers that the recipe gave before where it was asked already.
+def build_plan(request: PlanRequest, given: dict[str, Quantizer] | None = None) -> LinearPlan:
+    """Resolve a request, with the quantizers that the recipe gave before where it was asked already.
 
     Raises RecipeError where a GEMM that this call owes cannot run as the recipe says.
     """
-    made = dict(given or ask_recipe(setting))
-    source = SOURCES[setting.recipe.backward_override]
-    input_from, weight_from = _hold(setting, made)
+    made = dict(given or ask_recipe(request))
+    source = BACKWARD_OPERANDS[request.recipe.backward_override]
+    input_source, weight_source = _hold(request, made)
     if not source.quantizes_gradient:
         made["grad_output"] = Quantizer()
-    gemms = _gemms(setting, source, made)
-    small = _too_small(setting, gemms)
+    gemms = _gemms(request, source, made)
+    small = _too_small(request, gemms)
     if small:
         made = dict.fromkeys(made, Quantizer())
-        input_from, weight_from = _hold(setting, made)
-        gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(setting, source, made).items()}
-    kept_input = _input_source(setting, source, made["input"])
-    kept_weight = _weight_source(setting, source, made["weight"], weight_from)
-    layout, input_grad, weight_grad = setting.layout, setting.input_grad, setting.weight_grad
+        input_source, weight_source = _hold(request, made)
+        gemms = {gemm: replace(plan, reason=small) for gemm, plan in _gemms(request, source, made).items()}
+    kept_input = _input_backward(request, source, made["input"])
+    kept_weight = _weight_backward(request, source, made["weight"], weight_source)
+    layout, input_grad, weight_grad = request.layout, request.input_grad, request.weight_grad
     drawn = [made[kind].is_stochastic for kind in TENSOR_TYPES]
     streams = [sum(drawn[:i]) if draws else None for i, draws in enumerate(drawn)]
     return LinearPlan(
         input=OperandPlan(
             made["input"],
-            input_from,
+            input_source,
             Usage(True, kept_input.needs_columnwise and weight_grad),
-            _context(setting, layout.input_shard, made["input"]),
+            _context(request, layout.input_shard, made["input"]),
             kept_input,
             weight_grad,
             streams[0],
         ),
         weight=OperandPlan(
             made["weight"],
-            weight_from,
+            weight_source,
             Usage(True, kept_weight.needs_columnwise and input_grad),
-            _context(setting, None, made["weight"]),
+            _context(request, None, made["weight"]),
             kept_weight,
             input_grad,
             streams[1],
         ),
         gradient=OperandPlan(
             made["grad_output"],
-            encoding(made["grad_output"]),
+            source_of_plain(made["grad_output"]),
             Usage(input_grad, weight_grad),
-            _context(setting, layout.grad_shard, made["grad_output"]),
+            _context(request, layout.grad_shard, made["grad_output"]),
             stream=streams[2],
         ),
         output=made["output"],
@@ -233,108 +238,110 @@ def build_plan(setting: Setting, given: dict[str, Quantizer] | None = None) -> L
     )
 
 
-def _context(setting: Setting, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
+def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
     pair = quantizer.rowwise, quantizer.columnwise
-    kernel = setting.device == "cuda" and can_read_once(*pair, setting.dtype)
-    return QuantizeContext(shard, traces_kernel=kernel, propagate=setting.recipe.propagate_nonfinite)
+    kernel = request.device == "cuda" and can_read_once(*pair, request.dtype)
+    return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite)
 
 
-def _input_source(setting: Setting, source: Source, quantizer: Quantizer) -> Source:
+def _input_backward(request: PlanRequest, source: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:
     """With `save_original_input`, backward encodes the input again.
 
     A columnwise plane with a delayed scale of its own is made in forward, which alone records its amax.
     """
-    if not source.needs_columnwise or setting.input_held is not None:
+    if not source.needs_columnwise or request.input_held is not None:
         return source
     if not quantizer.is_repeatable:
-        _warn_of_kept_plane(setting)
+        _warn_of_kept_plane(request)
         return source
-    if setting.save_original_input and quantizer.delayed[1]:
+    if request.save_original_input and quantizer.delayed[1]:
         raise RecipeError(
-            f"save_original_input of {setting.name or 'a linear'}: forward alone records the delayed scale of the "
+            f"save_original_input of {request.name or 'a linear'}: forward alone records the delayed scale of the "
             "columnwise plane; give its input one delayed format in both directions, or leave the option off"
         )
-    if setting.save_original_input:
-        return REMADE
-    return RECOMPUTED if _recomputes(setting, quantizer) else source
+    if request.save_original_input:
+        return REENCODE_IN_BACKWARD
+    return REENCODE_FROM_PRODUCER if _recomputes(request, quantizer) else source
 
 
-def _weight_source(setting: Setting, source: Source, quantizer: Quantizer, weight_from: Operand) -> Source:
+def _weight_backward(
+    request: PlanRequest, source: BackwardOperand, quantizer: Quantizer, weight_source: PlaneSource
+) -> BackwardOperand:
     """With `recompute_columnwise`, backward encodes a plain weight again: not a copy in the input's dtype, which would
     be larger than a plane."""
-    lives = weight_from is ENCODED and setting.weight_dtype in (None, setting.dtype)
-    return REMADE if lives and source.needs_columnwise and _recomputes(setting, quantizer) else source
+    lives = weight_source is ENCODE_NOW and request.weight_dtype in (None, request.dtype)
+    return REENCODE_IN_BACKWARD if lives and source.needs_columnwise and _recomputes(request, quantizer) else source
 
 
-def _warn_of_kept_plane(setting: Setting) -> None:
+def _warn_of_kept_plane(request: PlanRequest) -> None:
     """Say what an input keeps whose quantizer may give other bits to backward than to forward."""
-    asked = "save_original_input" if setting.save_original_input else "recompute_columnwise"
-    if setting.weight_grad and (setting.save_original_input or setting.recipe.recompute_columnwise):
+    asked = "save_original_input" if request.save_original_input else "recompute_columnwise"
+    if request.weight_grad and (request.save_original_input or request.recipe.recompute_columnwise):
         warnings.warn(
-            f"{setting.name or 'a linear'}: the quantizer of its input has an encode of its own, which may give other "
+            f"{request.name or 'a linear'}: the quantizer of its input has an encode of its own, which may give other "
             f"bits the second time, so {asked} keeps the columnwise plane; set is_repeatable = True on its class if "
             "it gives the same",
             stacklevel=2,
         )
 
 
-def _recomputes(setting: Setting, quantizer: Quantizer) -> bool:
+def _recomputes(request: PlanRequest, quantizer: Quantizer) -> bool:
     """Not for experts, which encode an operand of all of them at once."""
-    asked = setting.recipe.recompute_columnwise and setting.module_type != "grouped_linear"
+    asked = request.recipe.recompute_columnwise and request.module_type != "grouped_linear"
     return asked and quantizer.is_repeatable and not quantizer.delayed[1]
 
 
-def _quantizer(setting: Setting, role: QuantizerRole | None, slot: QuantizerRole) -> Quantizer:
-    found = first_match(setting.rules, role, setting.site, slot=slot)
-    return found or setting.recipe.quantizer(role, setting.site, slot)
+def _quantizer(request: PlanRequest, role: QuantizerRole | None, slot: QuantizerRole) -> Quantizer:
+    found = first_match(request.rules, role, request.site, slot=slot)
+    return found or request.recipe.quantizer(role, request.site, slot)
 
 
-def _hold(setting: Setting, made: dict[str, Any]) -> tuple[Operand, Operand]:
+def _hold(request: PlanRequest, made: dict[str, Any]) -> tuple[PlaneSource, PlaneSource]:
     """Put the formats that quantized tensors hold already into `made`; say where the operands' planes come from."""
-    input_from, weight_from = encoding(made["input"]), encoding(made["weight"])
-    if setting.weight_held is not None:
-        weight_from = _held_weight(setting, made["weight"], setting.weight_held)
-    if setting.input_held is not None:
-        input_from = HELD
-        made["input"] = setting.input_held
-    return input_from, weight_from
+    input_source, weight_source = source_of_plain(made["input"]), source_of_plain(made["weight"])
+    if request.weight_held is not None:
+        weight_source = _held_weight(request, made["weight"], request.weight_held)
+    if request.input_held is not None:
+        input_source = USE_HELD
+        made["input"] = request.input_held
+    return input_source, weight_source
 
 
-def _held_weight(setting: Setting, wanted: Quantizer, held: Quantizer) -> Operand:
+def _held_weight(request: PlanRequest, wanted: Quantizer, held: Quantizer) -> PlaneSource:
     if wanted.rowwise == wanted.columnwise == IDENTITY and held != wanted:
-        return DEQUANTIZED
+        return DEQUANTIZE_HELD
     needs = [(wanted.rowwise, held.rowwise)]
-    if setting.input_grad and SOURCES[setting.recipe.backward_override].needs_columnwise:
+    if request.input_grad and BACKWARD_OPERANDS[request.recipe.backward_override].needs_columnwise:
         needs.append((wanted.columnwise, held.columnwise))
     for new, old in needs:
         if old is not None and (new is None or old.stored != new.stored):
             raise RecipeError(
-                f"the weight of {setting.name or 'a linear'} is held in {old.name} and recipe {setting.recipe.name} "
+                f"the weight of {request.name or 'a linear'} is held in {old.name} and recipe {request.recipe.name} "
                 f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe)"
             )
-    return HELD
+    return USE_HELD
 
 
-def _gemms(setting: Setting, source: Source, made: dict[str, Quantizer]) -> dict[str, GemmPlan]:
+def _gemms(request: PlanRequest, source: BackwardOperand, made: dict[str, Quantizer]) -> dict[str, GemmPlan]:
     operands = {
         "fprop": (made["input"].rowwise, made["weight"].rowwise),
         "dgrad": (made["grad_output"].rowwise, source.format(made["weight"])),
         "wgrad": (made["grad_output"].columnwise, source.format(made["input"])),
     }
-    owed = {"fprop": True, "dgrad": setting.input_grad, "wgrad": setting.weight_grad}
-    return {gemm: gemm_plan(setting, gemm, a, b, owed[gemm]) for gemm, (a, b) in operands.items()}
+    owed = {"fprop": True, "dgrad": request.input_grad, "wgrad": request.weight_grad}
+    return {gemm: gemm_plan(request, gemm, a, b, owed[gemm]) for gemm, (a, b) in operands.items()}
 
 
-def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:
+def _too_small(request: PlanRequest, gemms: dict[str, GemmPlan]) -> str:
     """Why `min_gemm_work` leaves the linear in high precision, or "".
 
     Never where a product is emulated, whose values someone asked for, nor where an operand is held quantized already.
     """
-    asked, shape = setting.recipe.min_gemm_work, setting.weight_shape
-    if not asked or shape is None or setting.dtype not in FAST_DTYPES:
+    asked, shape = request.recipe.min_gemm_work, request.weight_shape
+    if not asked or shape is None or request.dtype not in FAST_DTYPES:
         return ""
     quantized = [plan for plan in gemms.values() if (plan.a, plan.b) != (IDENTITY, IDENTITY)]
-    held = setting.weight_held or setting.input_held
+    held = request.weight_held or request.input_held
     if held or not quantized or not all(plan.rule.native for plan in quantized):
         return ""
     measured = max(least_work({plan.a.outer_block.name, plan.b.outer_block.name}) for plan in quantized)
@@ -342,5 +349,5 @@ def _too_small(setting: Setting, gemms: dict[str, GemmPlan]) -> str:
     n, k = shape
     if n * k >= int(least):
         return ""
-    where = FAST_DTYPES[setting.dtype]
+    where = FAST_DTYPES[request.dtype]
     return f"K x N = {k} x {n} = {n * k} is below {least}: left in {where} by min_gemm_work"

@@ -15,20 +15,20 @@ from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 
-class Operand(Protocol):
+class PlaneSource(Protocol):
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes of the matrix `x` that `usage` names."""
         ...
 
 
-class Encoded:
+class EncodeNow:
     """A plain tensor: the quantizer encodes it."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return quantizer.encode(x, usage, ctx)
 
 
-class Aliased:
+class HighPrecision:
     """A plain tensor that stays in high precision: what the quantizer would give, at the least cost to the host."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -36,7 +36,7 @@ class Aliased:
         return Planes(row, Plane.of(x.t()) if usage.columnwise else None)
 
 
-class Held:
+class UseHeld:
     """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -49,7 +49,7 @@ class Held:
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
-class Dequantized:
+class DequantizeHeld:
     """A quantized tensor in a plan that keeps it in high precision: the planes of its values."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
@@ -57,13 +57,13 @@ class Dequantized:
         return quantizer.encode(x.values(x.dtype), usage, ctx)
 
 
-ENCODED, ALIASED, HELD, DEQUANTIZED = Encoded(), Aliased(), Held(), Dequantized()
+ENCODE_NOW, HIGH_PRECISION, USE_HELD, DEQUANTIZE_HELD = EncodeNow(), HighPrecision(), UseHeld(), DequantizeHeld()
 IN_HIGH_PRECISION = Quantizer()
 
 
-def encoding(quantizer: Quantizer) -> Operand:
+def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     """How a plain tensor gets its planes."""
-    return ALIASED if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODED
+    return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
 
 
 def original(x: Tensor, planes: Planes) -> Plane:

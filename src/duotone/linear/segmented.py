@@ -14,13 +14,13 @@ from duotone.dispatch import segments as native
 from duotone.dispatch.products import put
 from duotone.dispatch.rule import JoinedOperand
 from duotone.dispatch.segment_products import SMALL
-from duotone.linear.backward_operand import SOURCES
+from duotone.linear.backward_operand import BACKWARD_OPERANDS
 from duotone.linear.cache import Refreshed, Reused
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.encoders import Cached, Encoder, Fresh, joined
 from duotone.linear.grouped import GroupedStage, host_splits
 from duotone.linear.layout import WHOLE
-from duotone.linear.plane_source import ENCODED
+from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.sink import GRADIENT
 from duotone.pipeline.stage import Kept
 
@@ -137,7 +137,7 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
         return GroupedStage(linears)
     at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
     on_device = at_once and all(gemm.rule.groups_segments(len(linears)) for gemm in gemms)
-    fresh, (n, k) = linears[0].plan.weight.source is ENCODED, shape
+    fresh, (n, k) = linears[0].plan.weight.source is ENCODE_NOW, shape
     grouped = on_device and fresh and n * k <= SMALL
     return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, grouped)
 
@@ -145,8 +145,8 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
 def _are_plain(linears: Sequence[LinearStage]) -> bool:
     """Whether the linears do no more than encode, multiply and keep columnwise planes."""
     plan = linears[0].plan
-    same = plan.weight.backward is plan.input.backward is SOURCES[None] and plan.layout == WHOLE
-    encoded = plan.input.source is plan.gradient.source is ENCODED
+    same = plan.weight.backward is plan.input.backward is BACKWARD_OPERANDS[None] and plan.layout == WHOLE
+    encoded = plan.input.source is plan.gradient.source is ENCODE_NOW
     sources = [one.plan.weight.source for one in linears]
-    weights = all(one is ENCODED for one in sources) or all(isinstance(one, Refreshed | Reused) for one in sources)
+    weights = all(one is ENCODE_NOW for one in sources) or all(isinstance(one, Refreshed | Reused) for one in sources)
     return same and encoded and weights and all(type(one) is LinearStage for one in linears)

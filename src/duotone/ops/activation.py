@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
-from duotone.pipeline.op import Op, Signal
+from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Kept, Stage
 
 
@@ -88,13 +88,13 @@ class ActivationOp(Op, nn.Module):
         super().__setstate__(state)
         self._build()
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         device, dtype, width, rows, tracked, _ = signal
         if self.gated and width is not None:
             if width % 2:
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")
             width //= 2
-        return self._by_keeps[tracked], Signal(device, dtype, width, rows, tracked)
+        return self._by_keeps[tracked], TensorInfo(device, dtype, width, rows, tracked)
 
     def extra_repr(self) -> str:
         return self.kind
@@ -119,10 +119,10 @@ class ScaledActivationOp(ActivationOp):
             )
         super().__init__(kind, params)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return super().link(signal._replace(requires_grad=torch.is_grad_enabled()), is_first_microbatch)
 
-    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (scales,) = extra
         if not isinstance(scales, Tensor) or not scales.is_floating_point() or scales.device.type != signal.device:
             raise UserError(f"{self.kind} takes a floating tensor of scales on {signal.device}; got {_words(scales)}")
@@ -130,7 +130,7 @@ class ScaledActivationOp(ActivationOp):
             raise UserError(f"{self.kind} takes a scale for each of {signal.rows} rows; got {_words(scales)}")
         return extra
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         return extra
 
 

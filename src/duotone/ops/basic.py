@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
-from duotone.linear.backward_operand import SOURCES
+from duotone.linear.backward_operand import BACKWARD_OPERANDS
 from duotone.linear.core import as_matrix
-from duotone.pipeline.op import Op, Signal, region_of_call
+from duotone.pipeline.op import Op, TensorInfo, region_of_call
 from duotone.pipeline.stage import Kept, Stage
 from duotone.planned.initialisation import materialise
 from duotone.recipes.recipe import Recipe
@@ -204,7 +204,7 @@ class BasicOp(Op, nn.Module):
 
     stage: Stage = IdentityStage()
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return self.stage, signal._replace(held=None)
 
 
@@ -226,13 +226,13 @@ class Bias(BasicOp):
         materialise(self)
         nn.init.zeros_(self.bias)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         if signal.width not in (None, self.bias.shape[0]):
             raise UserError(f"Bias takes (..., {self.bias.shape[0]}); got (..., {signal.width}): reshape the input")
         tracked = torch.is_grad_enabled() and self.bias.requires_grad
         return self.stage, signal._replace(requires_grad=signal.requires_grad or tracked, held=None)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         return (self.bias if self.bias.dtype is signal.dtype else self.bias.to(signal.dtype),)
 
 
@@ -255,7 +255,7 @@ class Dropout(BasicOp):
         self.p = p
         self._by_keeps = {keeps: DropoutStage(p, keeps) for keeps in (False, True)}
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         dropping = self._by_keeps[signal.requires_grad]
         return dropping if self.training and self.p else self.stage, signal._replace(held=None)
 
@@ -268,11 +268,11 @@ class Reshape(BasicOp):
         self.shape = tuple(shape)
         self.stage = ReshapeStage(self.shape)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         width, rows = self._sizes(signal)
         return self.stage, signal._replace(width=width, rows=rows, held=None)
 
-    def _sizes(self, signal: Signal) -> tuple[int | None, int | None]:
+    def _sizes(self, signal: TensorInfo) -> tuple[int | None, int | None]:
         """Width and rows of the output; None where the input's are not known. UserError where they do not fit."""
         if signal.width is None or signal.rows is None:
             return (self.shape[-1] if self.shape[-1] >= 0 else None), None
@@ -290,10 +290,10 @@ class AddExtraInput(BasicOp):
     extra_inputs = 1
     stage = AddStage()
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return self.stage, signal._replace(requires_grad=torch.is_grad_enabled(), held=None)
 
-    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (other,) = extra
         if not isinstance(other, Tensor) or other.dim() == 0:
             raise UserError(f"AddExtraInput adds a tensor of the same shape; got {type(other).__name__}")
@@ -303,7 +303,7 @@ class AddExtraInput(BasicOp):
             raise UserError(f"AddExtraInput adds tensors of one shape; got {got}")
         return extra
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         return extra
 
 
@@ -346,7 +346,7 @@ class Quantize(BasicOp):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_by_recipe": {}, "_region": None}
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         region = active_region() if torch.compiler.is_compiling() else region_of_call(self, mode_now())
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
@@ -354,13 +354,13 @@ class Quantize(BasicOp):
         key = (recipe.key, signal.requires_grad)
         if key not in self._by_recipe:
             forward, backward = (None if role is None else self._quantizer(recipe, role) for role in self.roles)
-            if not SOURCES[recipe.backward_override].quantizes_gradient:
+            if not BACKWARD_OPERANDS[recipe.backward_override].quantizes_gradient:
                 backward = None
             self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad, recipe.propagate_nonfinite)
         stage = self._by_recipe[key]
         return stage, signal if stage.forward_to is None else signal._replace(held=stage.forward_to)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         count = sum(stage.draws)
         buffer = self._buffers.get(seeds.BUFFER)
         return (seeds.take(buffer, count) if count and buffer is not None else None,)

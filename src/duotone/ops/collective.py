@@ -8,7 +8,7 @@ from torch import Tensor
 
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.ops.basic import BasicOp
-from duotone.pipeline.op import Signal
+from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Kept, Stage
 
 Collective = Callable[[Tensor, str], Tensor]
@@ -44,7 +44,7 @@ class _Collective(BasicOp):
         super().__init__()
         self.stage = CollectiveStage(process_group.group_name, *self.pair)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return self.stage, signal._replace(rows=None, held=None)
 
 

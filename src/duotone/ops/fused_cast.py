@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from duotone.linear.backward_operand import AS_GIVEN, COLUMNWISE, RECOMPUTED, columnwise
+from duotone.linear.backward_operand import COLUMNWISE, REENCODE_FROM_PRODUCER, USE_SUPPLIED, columnwise
 from duotone.linear.core import LinearStage, as_matrix
-from duotone.linear.plane_source import ENCODED
+from duotone.linear.plane_source import ENCODE_NOW
 from duotone.ops.activation import ActivationStage
 from duotone.ops.norm import NormStage
 from duotone.pipeline.rewrites import Stages, register_rule, replace_pairs
@@ -22,7 +22,7 @@ from duotone.pipeline.stage import Kept, Stage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.saving import Later
+from duotone.tensor.saving import DeferredPlane
 
 
 class Pair(Stage):
@@ -89,7 +89,7 @@ class CastForwardAgain(CastForward):
 
     def original(self, kept: Kept, seed: Tensor | None) -> Any:
         operand = self.second.plan.input
-        return Later(partial(_again, self.first, operand.quantizer, operand.seeded(seed).fixed()), kept)
+        return DeferredPlane(partial(_again, self.first, operand.quantizer, operand.seeded(seed).fixed()), kept)
 
 
 def _again(producer: Any, quantizer: Quantizer, ctx: QuantizeContext, *kept: Any) -> Plane:
@@ -165,16 +165,16 @@ def _takes_over(first: Stage, second: Stage) -> bool:
     if not getattr(first, "hands_over", False) or type(second) is not LinearStage:
         return False
     operand = second.plan.input
-    return operand.source is ENCODED and not (operand.is_kept and operand.backward.keeps_original)
+    return operand.source is ENCODE_NOW and not (operand.is_kept and operand.backward.keeps_original)
 
 
 def _hand_over(first: Any, second: Any) -> Stage | None:
     if not _takes_over(first, second):
         return None
     plan, operand = second.plan, second.plan.input
-    if operand.backward is not RECOMPUTED or not (operand.is_kept and first.keeps):
+    if operand.backward is not REENCODE_FROM_PRODUCER or not (operand.is_kept and first.keeps):
         return CastForward(first, second)
-    lean = replace(operand, backward=AS_GIVEN, usage=Usage(True, False))
+    lean = replace(operand, backward=USE_SUPPLIED, usage=Usage(True, False))
     return CastForwardAgain(first, second, replace(second, plan=replace(plan, input=lean)))
 
 
@@ -187,7 +187,7 @@ def _norm_back(first: Stage, second: Stage) -> Stage | None:
 def _hand_back(first: Stage, second: Stage) -> Stage | None:
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
-    return CastBackward(first, second) if first.plan.gradient.source is ENCODED else None
+    return CastBackward(first, second) if first.plan.gradient.source is ENCODE_NOW else None
 
 
 register_rule(cast_forward, "forward")

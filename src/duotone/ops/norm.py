@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from duotone.dispatch.norms import NORMS, widened
 from duotone.errors import UserError
-from duotone.pipeline.op import Op, Signal
+from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Kept, Stage
 from duotone.planned.initialisation import materialise
 
@@ -106,16 +106,16 @@ class NormOp(Op):
         if beta is not None:
             nn.init.zeros_(beta)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         gamma, beta = self.parameters()
         if gamma is not None and signal.width not in (None, gamma.shape[0]):
             raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {signal.width}): reshape the input")
         keeps = signal.requires_grad
         if not keeps and torch.is_grad_enabled():
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
-        return self.stages[keeps], Signal(*signal[:4], keeps)
+        return self.stages[keeps], TensorInfo(*signal[:4], keeps)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         gamma, beta = self.parameters()
         dtype = signal.dtype
         if gamma is None or gamma.dtype is dtype or self.zero_centered:
@@ -151,10 +151,10 @@ class Norm(Op, nn.Module):
         materialise(self)
         self._norm.reset()
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return self._norm.link(signal, is_first_microbatch)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         return self._norm.operands(stage, signal, extra)
 
     def extra_repr(self) -> str:

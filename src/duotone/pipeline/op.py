@@ -25,7 +25,7 @@ from duotone.tensor import QuantizedTensor, Quantizer
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
 
 
-class Signal(NamedTuple):
+class TensorInfo(NamedTuple):
     """What is known of a tensor between two ops before anything runs.
 
     `width` is its last dimension and `rows` the product of the others, None where that is not known; `held` is its
@@ -52,15 +52,15 @@ class Op(Channels, KnownRoles):
         """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
         raise NotImplementedError
 
-    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
         return extra
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
 
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
@@ -134,7 +134,7 @@ def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | No
     return y
 
 
-def _accepted(linked: Sequence[tuple[Op, Stage, Signal]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def _accepted(linked: Sequence[tuple[Op, Stage, TensorInfo]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """What each op that takes further inputs makes of its own."""
     at, accepted = 0, []
     for op, stage, signal in linked:
@@ -171,7 +171,7 @@ def is_distributed(x: Any) -> bool:
     return hasattr(x, "device_mesh")
 
 
-def signal_of(x: Any, name: str = "") -> Signal:
+def signal_of(x: Any, name: str = "") -> TensorInfo:
     """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension."""
     if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
         require_dense(name or "a module", x)
@@ -186,21 +186,21 @@ def signal_of(x: Any, name: str = "") -> Signal:
     width = x.shape[-1]
     rows = x.numel() // width if width else x.shape[:-1].numel()
     quantizer = held(x) if dtype is x.dtype else None  # casting a quantized tensor dequantizes it
-    return Signal(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer)
+    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer)
 
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What torch.autocast casts."""
 
 
-def fits(signal: Signal, dtype: torch.dtype) -> bool:
+def fits(signal: TensorInfo, dtype: torch.dtype) -> bool:
     """Whether parameters of `dtype` go with a signal: they are of its dtype, or torch.autocast casts them to it."""
     if signal.dtype is dtype:
         return True
     return is_autocast(signal.device) and signal.dtype is torch.get_autocast_dtype(signal.device)
 
 
-def require_fit(name: str, signal: Signal, weight: Tensor) -> None:
+def require_fit(name: str, signal: TensorInfo, weight: Tensor) -> None:
     """UserError unless an input like `signal` can be multiplied by `weight` (out, width)."""
     if weight.device.type != signal.device:
         raise UserError(f"{name} is on {weight.device.type} and its input on {signal.device}; move one of them")

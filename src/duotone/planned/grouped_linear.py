@@ -11,7 +11,7 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.segmented import grouped_stage
-from duotone.pipeline.op import Op, Signal, held, require_fit, run, signal_of
+from duotone.pipeline.op import Op, TensorInfo, held, require_fit, run, signal_of
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
 from duotone.planned import weight_options
@@ -54,7 +54,7 @@ class PlannedGroup(Planned):
                 raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
         return first
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         if signal.held is not None:
             raise UserError(
                 f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
@@ -97,7 +97,7 @@ class PlannedGroup(Planned):
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
-    def accept(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
         stays = _leaves_splits(stage, signal)
         if isinstance(splits, Rows):
@@ -107,7 +107,7 @@ class PlannedGroup(Planned):
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
         weights, biases = self.whole_weights(), (None,) * self.num_gemms if self.return_bias else self.biases
         dtype = signal.dtype
@@ -328,7 +328,7 @@ def _packed(like: Any, members: list[Tensor]) -> Tensor:
     return whole
 
 
-def _leaves_splits(stage: Any, signal: Signal) -> bool:
+def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
     """Whether row counts that lie on the device are left there."""
     return signal.device == "cuda" and not torch.compiler.is_compiling() and stage.takes_device_splits
 

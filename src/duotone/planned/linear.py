@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, Signal, require_bias, require_fit, run
+from duotone.pipeline.op import Op, TensorInfo, require_bias, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, weight_options
 from duotone.planned.initialisation import initialise, keep_initialiser
@@ -60,7 +60,7 @@ class PlannedLinear(Planned):
         weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
         return (self.weight if weight is None else weight,)
 
-    def link(self, signal: Signal, is_first_microbatch: bool | None) -> tuple[Stage, Signal]:
+    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         (weight,) = self.weights
         require_fit(self.module_name or "Linear", signal, weight)
         stage = self.stage_for(signal)
@@ -71,9 +71,9 @@ class PlannedLinear(Planned):
             bias = None if self.return_bias else self._bias
             tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
         rows = None if self.layout.sequence_parallel else signal.rows
-        return stage, Signal(signal.device, signal.dtype, weight.shape[0], rows, tracked)
+        return stage, TensorInfo(signal.device, signal.dtype, weight.shape[0], rows, tracked)
 
-    def operands(self, stage: Any, signal: Signal, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (weight,), bias = self.weights, None if self.return_bias else self._bias
         if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(signal.dtype)

@@ -14,9 +14,9 @@ from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import Calibrating, LinearStage, record
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.plan import GemmPlan, LinearPlan, Setting, ask_recipe, build_plan
-from duotone.linear.plane_source import DEQUANTIZED, HELD
-from duotone.pipeline.op import Op, Signal, held, region_of_call, signal_of
+from duotone.linear.plan import GemmPlan, LinearPlan, PlanRequest, ask_recipe, build_plan
+from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
+from duotone.pipeline.op import Op, TensorInfo, held, region_of_call, signal_of
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.pipeline.stage import Stage
 from duotone.planned import delayed_states, weight_options
@@ -145,10 +145,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         dtype: torch.dtype,
         grads: tuple[bool, bool] = (True, True),
         input_held: Quantizer | None = None,
-    ) -> Setting:
+    ) -> PlanRequest:
         """What decides this module's plan under a recipe."""
         weight = self.weights[0]
-        return Setting(
+        return PlanRequest(
             recipe,
             self.rules,
             self.module_name,
@@ -192,7 +192,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         stage: Any = self.stage_for(signal_of(x))
         return stage.plan
 
-    def stage_for(self, signal: Signal) -> Stage:
+    def stage_for(self, signal: TensorInfo) -> Stage:
         """The stage of a call; built once per recipe, dtype, device and pattern of gradients."""
         compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
         mode = AmaxMode.USE if compiling else mode_now()
@@ -237,11 +237,11 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         for weight in self.weights:
             if not isinstance(weight, QuantizedTensor):
                 return
-            if plan.weight.source is DEQUANTIZED and not self._warned:
+            if plan.weight.source is DEQUANTIZE_HELD and not self._warned:
                 self._warned = True
                 message = f"{self.module_name}: the weight is held quantized and computes here in high precision"
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
-            if plan.weight.source is HELD:
+            if plan.weight.source is USE_HELD:
                 demand(weight, plan.weight.usage, self.module_name)
                 if mode is not AmaxMode.USE:
                     follow(weight, plan.weight.quantizer)

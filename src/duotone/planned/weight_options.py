@@ -13,7 +13,7 @@ from duotone.errors import UsageError, UserError
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import LAYOUTS, WHOLE, Layout
-from duotone.linear.plane_source import ENCODED
+from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.sink import GRADIENT, Deferred, Sink, ToMainGrad, main_grad
 from duotone.pipeline.op import KEEPS
 from duotone.pipeline.stage import Stage
@@ -39,7 +39,7 @@ def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
 def linear_variant(module: Any, stage: LinearStage, member: int, first: bool | None, overwrites: bool) -> LinearStage:
     """The stage of the module's `member`-th linear; with `overwrites` the next gradient replaces `main_grad`."""
     plan = stage.plan
-    if first is not None and plan.weight.source is ENCODED:
+    if first is not None and plan.weight.source is ENCODE_NOW:
         cache = _cache(module, member)
         weight = plan.weight.from_cache(cache.refreshed if first else cache.reused, plan.input_grad)
         plan = replace(plan, weight=weight)

@@ -75,8 +75,8 @@ class Plane:
             parts["scale"].fill_(1)
         return Plane(fmt, parts, shape)
 
-    def there(self) -> "Plane":
-        """This plane: what is kept for backward may be a `Later` instead, which makes one."""
+    def materialize(self) -> "Plane":
+        """Returns self. Saved operands are a `Plane` or a `DeferredPlane`; both answer `materialize()`."""
         return self
 
     def transposed(self) -> "Plane | None":
@@ -162,7 +162,7 @@ def encode_once(
 ) -> Planes | None:
     """The planes of a CUDA matrix in these formats from one read of it, or None where stages have to encode it.
 
-    With `made`, the matrix is the one that kernels make of `x` on the way (`kernels.activations.Produced`).
+    With `made`, the matrix is the one that kernels make of `x` on the way (`kernels.activations.FusedProducer`).
     """
     if ctx.shard is not None:
         return None

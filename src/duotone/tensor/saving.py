@@ -12,19 +12,19 @@ from duotone.tensor.quantized import QuantizedTensor
 
 Shell = Any
 """What a kept thing is besides its buffers: a plane is (format, shape, part names), a tensor TENSOR, a plane that is
-made later (LATER, make, number of tensors)."""
+made later (DEFERRED, make, number of tensors)."""
 
-TENSOR, LATER = "tensor", "later"
+TENSOR, DEFERRED = "tensor", "deferred"
 
 
 @dataclass(eq=False, slots=True)
-class Later:
+class DeferredPlane:
     """A plane that backward makes, of tensors that are kept anyway: `make(*tensors)`."""
 
     make: Callable[..., Plane]
     tensors: tuple[Tensor | None, ...]
 
-    def there(self) -> Plane:
+    def materialize(self) -> Plane:
         return self.make(*self.tensors)
 
 
@@ -39,8 +39,8 @@ def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
         elif isinstance(one, Tensor):
             shells.append(TENSOR)
             tensors.append(one)
-        elif isinstance(one, Later):
-            shells.append((LATER, one.make, len(one.tensors)))
+        elif isinstance(one, DeferredPlane):
+            shells.append((DEFERRED, one.make, len(one.tensors)))
             tensors.extend(one.tensors)
         else:
             shells.append(one)
@@ -57,9 +57,9 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Any]:
         elif shell is TENSOR:
             kept.append(tensors[at])
             at += 1
-        elif shell[0] is LATER:
+        elif shell[0] is DEFERRED:
             _, make, count = shell
-            kept.append(Later(make, tuple(tensors[at : at + count])))
+            kept.append(DeferredPlane(make, tuple(tensors[at : at + count])))
             at += count
         else:
             fmt, shape, names = shell
