@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCKS = [
     (page.relative_to(ROOT).as_posix(), number, code)
     for page in PAGES
