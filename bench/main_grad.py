@@ -17,6 +17,7 @@ from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch import gemms, segments
 from duotone.dispatch.rule import GemmProblem
+from duotone.dispatch.target import target
 from duotone.kernels.grouped import GroupedProduct
 from duotone.tensor import Plane
 
@@ -43,7 +44,7 @@ def linear(shape: tuple[int, int, int], kind: str) -> Times:
         Plane.encode(formats.get(name), torch.randn(rows, tokens, device="cuda").bfloat16())
         for name, rows in zip(KINDS[kind], (n, k), strict=True)
     )
-    rule, _ = gemms.choose(GemmProblem(a.format, b.format, "cuda", torch.bfloat16))
+    rule, _ = gemms.choose(GemmProblem(a.format, b.format, target("cuda"), torch.bfloat16))
     main = torch.zeros(n, k, device="cuda")
     return {
         "product": _rounded(lambda: rule.run(a, b, torch.float32)),

@@ -59,27 +59,19 @@ def test_what_does_not_exist_is_refused(refused, monkeypatch, arguments, message
     assert message in refused("plan", *arguments)
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """As if a device of compute capability 9.0 were here: plans are made without it."""
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for reader in ("scaled", "cublas", "worth", "cuda", "blackwell"):
-        monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
-
-
 ADVICE = "modules with a K x N too small for {} to pay on this device: 8; min_gemm_work"
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-block"])
-def test_a_line_below_the_table_says_where_bf16_would_be_faster(duotone, hopper, recipe):
-    code, out, err = duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", recipe)
+def test_a_line_below_the_table_says_where_bf16_would_be_faster(duotone, recipe):
+    code, out, err = duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)
     *table, advice = out.splitlines()
     assert (code, err) == (0, "") and advice.startswith(ADVICE.format(recipe))
     assert sum("native" in line for line in table) == 2 * 4 * 3 and "min_gemm_work" not in "".join(table)
 
 
-def test_the_advice_concerns_modules_below_the_entry_alone(duotone, hopper, monkeypatch):
-    arguments = ("plan", "--preset", "tiny", "--device", "cuda", "--recipe", "fp8-current")
+def test_the_advice_concerns_modules_below_the_entry_alone(duotone, monkeypatch):
+    arguments = ("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", "fp8-current")
     sizes = set()
     for least in (1, 10**4, 10**9):
         monkeypatch.setattr("duotone.dispatch.worth.LEAST_WORK", {((9, 0), "tensor"): least})
@@ -89,10 +81,10 @@ def test_the_advice_concerns_modules_below_the_entry_alone(duotone, hopper, monk
 
 
 @pytest.mark.parametrize("work", ['"measured"', "5"])
-def test_a_recipe_that_sets_min_gemm_work_gets_reasons_instead_of_advice(duotone, hopper, tmp_path, work):
+def test_a_recipe_that_sets_min_gemm_work_gets_reasons_instead_of_advice(duotone, tmp_path, work):
     path = tmp_path / "mine.toml"
     path.write_text(f'recipe = "fp8-current"\nmin_gemm_work = {work}\n')
-    rows = rows_of(duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", path)[1])
+    rows = rows_of(duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", path)[1])
     assert not any(module == "modules" for module, _ in rows)
     left = [gemm for gemm, rest in rows.items() if "left in bf16 by min_gemm_work" in rest]
     assert len(left) == (2 * 4 * 3 if work == '"measured"' else 0)
@@ -100,8 +92,22 @@ def test_a_recipe_that_sets_min_gemm_work_gets_reasons_instead_of_advice(duotone
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
-def test_what_runs_emulated_or_in_bf16_gets_no_advice(duotone, hopper, recipe):
-    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--device", "cuda", "--recipe", recipe)[1]
+def test_what_runs_emulated_or_in_bf16_gets_no_advice(duotone, recipe):
+    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)[1]
+
+
+@pytest.mark.parametrize(("arch", "runs"), [("sm80", "emulated"), ("sm90", "emulated"), ("sm100", "native")])
+def test_an_architecture_that_is_not_here_can_be_planned_for(duotone, monkeypatch, arch, runs):
+    """On a laptop: neither a GPU nor a torch that was built for one."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", None)
+    code, out, err = duotone("plan", "--preset", "tiny", "--arch", arch, "--recipe", "mxfp8")
+    assert (code, err) == (0, "") and f"on {arch}" in out
+    assert sum(runs in line for line in out.splitlines()) == 2 * 4 * 3
+
+
+def test_an_unknown_architecture_is_refused(refused):
+    assert "unknown architecture 'hopper'; write sm" in refused("plan", "--arch", "hopper")
 
 
 def test_a_cpu_gets_no_advice(duotone):

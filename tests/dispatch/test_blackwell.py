@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from duotone import formats
-from duotone.dispatch import blackwell, cublas, gemms, scaled
+from duotone.dispatch import blackwell, gemms
+from duotone.dispatch.target import target
 
 
-def problem(a: str, b: str, device: str = "cuda") -> gemms.GemmProblem:
-    return gemms.GemmProblem(formats.get(a), formats.get(b), device, torch.bfloat16)
+def problem(a: str, b: str, device: str) -> gemms.GemmProblem:
+    return gemms.GemmProblem(formats.get(a), formats.get(b), target(device), torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (1, 1), (130, 9), (300, 16)], ids=str)
@@ -29,31 +30,24 @@ def test_scales_are_swizzled_as_cublas_documents(shape) -> None:
 
 
 @pytest.mark.parametrize("name", ["mxfp8_e4m3", "nvfp4"])
-def test_only_compute_capability_10_is_given_them(name, monkeypatch) -> None:
-    for capability, native in (((0, 0), False), ((9, 0), False), ((10, 0), True), ((12, 0), True)):
-        for module in (blackwell, cublas, scaled):
-            monkeypatch.setattr(module, "capability", lambda capability=capability: capability)
-        rule, reason = gemms.choose(problem(name, name))
+def test_only_compute_capability_10_is_given_them(name) -> None:
+    for device, native in (("cuda", False), ("sm90", False), ("sm100", True), ("sm120", True)):
+        rule, reason = gemms.choose(problem(name, name, device))
         assert rule.native is native
         assert ("unproven" in reason) is native
     assert not gemms.choose(problem(name, name, "cpu"))[0].native
 
 
-def test_what_they_do_not_take_is_said(monkeypatch) -> None:
-    monkeypatch.setattr(blackwell, "capability", lambda: (10, 0))
-    assert "E5M2" in blackwell.MXFP8.reject(problem("mxfp8_e5m2", "mxfp8_e5m2"))
-    assert "over 32" in blackwell.MXFP8.reject(problem("mxfp8_e4m3", "nvfp4"))
-    assert "FP8 codes" in blackwell.MXFP8.reject(problem("mxfp6_e2m3", "mxfp8_e4m3"))
-    assert "transforms" in blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4"))
-    assert blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4_rht_sr")) == ""
+def test_what_they_do_not_take_is_said() -> None:
+    assert "E5M2" in blackwell.MXFP8.reject(problem("mxfp8_e5m2", "mxfp8_e5m2", "sm100"))
+    assert "over 32" in blackwell.MXFP8.reject(problem("mxfp8_e4m3", "nvfp4", "sm100"))
+    assert "FP8 codes" in blackwell.MXFP8.reject(problem("mxfp6_e2m3", "mxfp8_e4m3", "sm100"))
+    assert "transforms" in blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4", "sm100"))
+    assert blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4_rht_sr", "sm100")) == ""
 
 
-@pytest.mark.parametrize(
-    ("capability", "native"), [((8, 9), False), ((9, 0), True), ((10, 0), False), ((12, 0), False)]
-)
-def test_products_of_blocks_of_128_are_for_hopper(capability, native, monkeypatch) -> None:
-    for module in (blackwell, cublas, scaled):
-        monkeypatch.setattr(module, "capability", lambda: capability)
-    rule, _ = gemms.choose(problem("fp8_e4m3_1x128", "fp8_e4m3_128x128"))
+@pytest.mark.parametrize(("device", "native"), [("sm89", False), ("sm90", True), ("sm100", False), ("sm120", False)])
+def test_products_of_blocks_of_128_are_for_hopper(device, native) -> None:
+    rule, _ = gemms.choose(problem("fp8_e4m3_1x128", "fp8_e4m3_128x128", device))
     assert rule.native is native
-    assert gemms.choose(problem("fp8_e4m3_row", "fp8_e4m3_row"))[0].native
+    assert gemms.choose(problem("fp8_e4m3_row", "fp8_e4m3_row", device))[0].native

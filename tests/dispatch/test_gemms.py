@@ -8,6 +8,7 @@ import torch
 from duotone import formats
 from duotone.dispatch.gemms import RULES, GemmProblem, choose
 from duotone.dispatch.products import mm_fp32
+from duotone.dispatch.target import target
 from duotone.tensor import Plane
 
 M, N, K = 48, 80, 160
@@ -70,7 +71,7 @@ def reference(a: Plane, b: Plane) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("a", "b", "kernel"), PAIRS)
 def test_the_chosen_rule_computes_the_product_of_the_decoded_operands(a, b, kernel, out_dtype) -> None:
     left, right = planes(a, b)
-    rule, reason = choose(GemmProblem(left.format, right.format, "cpu", out_dtype))
+    rule, reason = choose(GemmProblem(left.format, right.format, target("cpu"), out_dtype))
     if out_dtype == torch.bfloat16:
         assert rule.name == kernel
     assert rule.native == (kernel == "torch")
@@ -92,7 +93,7 @@ def test_the_chosen_rule_computes_the_product_of_the_decoded_operands(a, b, kern
 def test_a_product_is_written_over_or_added_to_what_is_there(a, b, kernel, dtype) -> None:
     """As a plan for bf16 has it: no rounding to bf16 on the way to a wider `main_grad`, whose memory may be strided."""
     left, right = planes(a, b)
-    rule, _ = choose(GemmProblem(left.format, right.format, "cpu", torch.bfloat16))
+    rule, _ = choose(GemmProblem(left.format, right.format, target("cpu"), torch.bfloat16))
     exact, magnitude = reference(left, right)
     out = torch.full((M, 2 * N), torch.nan, dtype=dtype)[:, ::2]
     rule.run_into(left, right, out, False)
@@ -109,7 +110,7 @@ def test_a_product_is_written_over_or_added_to_what_is_there(a, b, kernel, dtype
 def test_every_pair_of_formats_has_a_rule() -> None:
     for a, b in itertools.product(formats.names(), repeat=2):
         for dtype in (torch.bfloat16, torch.float32):
-            rule, _ = choose(GemmProblem(formats.get(a), formats.get(b), "cpu", dtype))
+            rule, _ = choose(GemmProblem(formats.get(a), formats.get(b), target("cpu"), dtype))
             assert rule in RULES
 
 
@@ -117,7 +118,7 @@ def test_every_pair_of_formats_has_a_rule() -> None:
 @pytest.mark.parametrize("cols", [1, 15, 33])
 def test_ragged_and_odd_contractions_multiply(a: str, b: str, cols: int) -> None:
     left, right = planes(a, b, cols)
-    rule, _ = choose(GemmProblem(left.format, right.format, "cpu", torch.float32))
+    rule, _ = choose(GemmProblem(left.format, right.format, target("cpu"), torch.float32))
     exact, magnitude = reference(left, right)
     assert ((rule.run(left, right, torch.float32).double() - exact).abs() <= 64 * 2.0**-24 * magnitude + 1e-30).all()
 
@@ -143,5 +144,5 @@ def test_nvfp4_alpha_is_applied_once_in_fp32() -> None:
     a, b = planes("nvfp4", "nvfp4")
     fa, fb = a.factors(), b.factors()
     alpha = (fa.outer * fb.outer) * torch.tensor(1.0 / (2688.0 * 2688.0))
-    rule, _ = choose(GemmProblem(a.format, b.format, "cpu", torch.float32))
+    rule, _ = choose(GemmProblem(a.format, b.format, target("cpu"), torch.float32))
     assert torch.equal(rule.run(a, b, torch.float32), mm_fp32(fa.inner, fb.inner) * alpha)

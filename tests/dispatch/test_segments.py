@@ -29,7 +29,7 @@ def on_cpu(monkeypatch) -> None:
         return y if out is None else out.copy_(y)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(segment_products, "dtype_of_product", lambda dtype, per_row: dtype)
+    monkeypatch.setattr(segment_products, "dtype_of_product", lambda dtype, *_: dtype)
 
 
 def segments() -> Segments:

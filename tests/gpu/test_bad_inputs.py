@@ -11,7 +11,7 @@ from torch import Tensor
 
 import duotone
 from duotone import formats, recipes
-from duotone.dispatch import blackwell, casts, cublas, cuda, scaled, worth
+from duotone.dispatch import target as targets
 from duotone.errors import UserError
 from duotone.tensor import Plane, Quantizer
 from duotone.tensor.context import QuantizeContext
@@ -170,13 +170,21 @@ def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(d
         assert ((made.double() - exact).abs() <= exact.abs() * 2**-8 + size * 2**-7 + 1e-30).all(), recipe.name
 
 
+@pytest.fixture
+def ampere(monkeypatch):
+    """As on compute capability 8.0, where no kernel compiles."""
+    cached = targets.cuda_target, targets.runs_kernels
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    for one in cached:
+        one.cache_clear()
+    yield
+    for one in cached:
+        one.cache_clear()
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_device_that_does_not_convert_to_fp8_multiplies_what_torch_decodes(name, monkeypatch) -> None:
-    """As on compute capability 8.0, where no kernel compiles: no native product, and the CPU's planes."""
-    for module in (cublas, cuda, scaled, blackwell, worth):
-        monkeypatch.setattr(module, "capability", lambda: (8, 0))
-    for cache in ("_CASTS", "_DECODERS"):
-        monkeypatch.setattr(casts, cache, {})
+def test_a_device_that_does_not_convert_to_fp8_multiplies_what_torch_decodes(name, monkeypatch, ampere) -> None:
+    """No native product, and the CPU's planes."""
     module = linear(name)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     assert not any(row.native for row in duotone.plan(module, device="cuda", dtype=torch.bfloat16))

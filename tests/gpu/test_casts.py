@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch import casts, gemms
+from duotone.dispatch.target import target
 from duotone.state import history
 from duotone.state.delayed import DelayedSlot, DelayedState
 from duotone.tensor import Quantizer
@@ -167,7 +168,7 @@ def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dt
     first, second = (formats.get(f"fp8_e4m3_{block}{suffix}") for block in pair)
     a = Plane.encode(first, torch.rand(m, k, device="cuda").to(dtype))
     b = Plane.encode(second, torch.rand(n, k, device="cuda").to(dtype))
-    rule, _ = gemms.choose(gemms.GemmProblem(first, second, "cuda", dtype))
+    rule, _ = gemms.choose(gemms.GemmProblem(first, second, target("cuda"), dtype))
     assert rule.native and "block" in rule.name
     add = torch.randn(n, device="cuda", dtype=dtype) if bias else None
     y = rule.run(a, b, dtype, add)
@@ -189,7 +190,7 @@ def test_a_sum_of_positive_values_shrinks_only_where_fast_accumulation_is_allowe
     want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
     lost = {}
     for fast in (False, True):
-        rule, _ = gemms.choose(gemms.GemmProblem(fmt, fmt, "cuda", torch.float32, fast))
+        rule, _ = gemms.choose(gemms.GemmProblem(fmt, fmt, target("cuda"), torch.float32, fast))
         lost[fast] = (1 - rule.run(a, b, torch.float32).double() / want).mean().item()
     assert abs(lost[False]) < 2.0**-9 < 2.0**-6 < lost[True]
 

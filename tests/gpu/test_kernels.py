@@ -8,6 +8,7 @@ from torch import Tensor
 from duotone import formats
 from duotone.dispatch import gemms
 from duotone.dispatch.stages import stages_for
+from duotone.dispatch.target import target
 from duotone.tensor.plane import Plane
 
 pytestmark = pytest.mark.skipif(
@@ -35,8 +36,8 @@ def test_stages_on_cuda_have_the_bits_of_the_cpu(name, dtype, awkward) -> None:
         here, made = fmt.encode(x, seed=5), fmt.encode(there, seed=5, stages=stages)
         for part, value in here.items():
             assert torch.equal(bits(made[part]), bits(value)), (part, tuple(x.shape), x.stride())
-        for target in (torch.float32, torch.bfloat16):
-            assert torch.equal(bits(fmt.decode(made, target, stages)), bits(fmt.decode(here, target)))
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(bits(fmt.decode(made, dtype, stages)), bits(fmt.decode(here, dtype)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -56,7 +57,7 @@ def test_the_fp8_product_is_that_of_the_decoded_operands(first, second, shape, d
     m, n, k = shape
     a = Plane.encode(formats.get(first), torch.rand(m, k, device="cuda").to(dtype))
     b = Plane.encode(formats.get(second), torch.rand(n, k, device="cuda").to(dtype))
-    rule, _ = gemms.choose(gemms.GemmProblem(a.format, b.format, "cuda", dtype))
+    rule, _ = gemms.choose(gemms.GemmProblem(a.format, b.format, target("cuda"), dtype))
     assert rule.native
     add = torch.randn(n, device="cuda", dtype=dtype) if bias else None
     y = rule.run(a, b, dtype, add)
@@ -71,5 +72,7 @@ def test_the_fp8_product_is_that_of_the_decoded_operands(first, second, shape, d
 
 def test_what_cublas_refuses_is_emulated_and_says_why() -> None:
     for first, second in (("fp8_e5m2_tensor", "fp8_e5m2_tensor"), ("mxfp8_e4m3", "mxfp8_e4m3")):
-        rule, reason = gemms.choose(gemms.GemmProblem(formats.get(first), formats.get(second), "cuda", torch.bfloat16))
+        rule, reason = gemms.choose(
+            gemms.GemmProblem(formats.get(first), formats.get(second), target("cuda"), torch.bfloat16)
+        )
         assert not rule.native and "no native rule" in reason

@@ -14,6 +14,7 @@ from duotone import formats, recipes
 from duotone.dispatch import gemms
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.scaled import ScaledProduct
+from duotone.dispatch.target import target
 from duotone.linear import segmented
 from duotone.recipes import Recipe
 from duotone.tensor.plane import Plane
@@ -65,7 +66,7 @@ def test_a_product_is_added_or_written_over_with_one_rounding(pair, shape, dtype
     order = 0.0 if pair in PAIRS[:CUBLAS] else 1e-4  # others sum in an order that depends on the result's dtype
     half_ulp = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     for fast in (False, True):
-        rule, _ = gemms.choose(GemmProblem(a.format, b.format, "cuda", torch.bfloat16, fast))
+        rule, _ = gemms.choose(GemmProblem(a.format, b.format, target("cuda"), torch.bfloat16, fast))
         y = rule.run(a, b, torch.float32)
         over = torch.full((m, n), torch.nan, device="cuda", dtype=dtype)
         rule.run_into(a, b, over, False)
@@ -86,7 +87,7 @@ def test_a_product_is_added_or_written_over_with_one_rounding(pair, shape, dtype
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_other_places_get_the_same(pair, place, called) -> None:
     a, b = planes(pair, 64, 32, 0 if place == "empty" else 256)
-    rule, _ = gemms.choose(GemmProblem(a.format, b.format, "cuda", torch.bfloat16))
+    rule, _ = gemms.choose(GemmProblem(a.format, b.format, target("cuda"), torch.bfloat16))
     flat = torch.ones(64 * 64 + 1, device="cuda")
     out = {"strided": flat[: 64 * 64].view(64, 64)[:, :32], "unaligned": flat[1:2049].view(64, 32)}.get(place)
     out = flat[:2048].view(64, 32) if out is None else out

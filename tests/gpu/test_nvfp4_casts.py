@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch import casts, factors, gemms
+from duotone.dispatch.target import target
 from duotone.formats import Factors
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
@@ -159,7 +160,7 @@ def test_a_product_is_that_of_the_decoded_operands(pair, bias) -> None:
     first, second = (formats.get(name) for name in pair)
     x, w = torch.randn(130, 272, device="cuda"), torch.randn(66, 272, device="cuda")
     a, b = Plane.encode(first, x, context(1, "cuda")), Plane.encode(second, w, context(2, "cuda"))
-    rule, _ = gemms.choose(gemms.GemmProblem(first, second, "cuda", torch.bfloat16))
+    rule, _ = gemms.choose(gemms.GemmProblem(first, second, target("cuda"), torch.bfloat16))
     add = torch.randn(66, device="cuda") if bias else None
     y = rule.run(a, b, torch.bfloat16, add)
     want = a.values(torch.float32).double() @ b.values(torch.float32).double().t()

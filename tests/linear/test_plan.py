@@ -38,15 +38,8 @@ def test_every_stochastic_tensor_of_every_step_has_a_seed_of_its_own(stochastic)
     assert seen == list(range(10, 10 + len(seen)))
 
 
-@pytest.fixture
-def hopper(monkeypatch) -> None:
-    """Plans for "cuda" as on a device of compute capability 9.0."""
-    for reader in ("scaled", "cublas", "worth", "cuda", "blackwell"):
-        monkeypatch.setattr(f"duotone.dispatch.{reader}.capability", lambda: (9, 0))
-
-
 def setting(recipe, shape: tuple[int, int] | None = (64, 96), **other) -> PlanRequest:
-    given = {"rules": (), "name": "up", "module_type": "linear", "device": "cuda", "dtype": torch.bfloat16}
+    given = {"rules": (), "name": "up", "module_type": "linear", "device": "sm90", "dtype": torch.bfloat16}
     return PlanRequest(recipe, **{**given, "weight_shape": shape, **other})
 
 
@@ -59,7 +52,7 @@ FLAGS = list(itertools.product([True, False], repeat=3))
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-rowwise", "fp8-delayed"])
-def test_only_fprop_accumulates_fast_unless_the_recipe_says_so(hopper, name) -> None:
+def test_only_fprop_accumulates_fast_unless_the_recipe_says_so(name) -> None:
     recipe = recipes.load(name)
     assert kernels(recipe) == [FAST, SLOW, SLOW]
     for flags in FLAGS:
@@ -67,14 +60,14 @@ def test_only_fprop_accumulates_fast_unless_the_recipe_says_so(hopper, name) -> 
         assert kernels(replace(recipe, **fields)) == [FAST if flag else SLOW for flag in flags]
 
 
-def test_accumulation_changes_no_rule_that_has_no_other(hopper) -> None:
+def test_accumulation_changes_no_rule_that_has_no_other() -> None:
     for name in ("fp8-block", "mxfp8", "bf16"):
         slow = replace(recipes.load(name), fprop_fast_accum=False)
         assert kernels(slow) == kernels(recipes.load(name))
     assert kernels(recipes.load("fp8-current"), device="cpu") == ["decode, fp32 product and epilogue"] * 3
 
 
-def test_square_wgrad_input_gives_wgrad_the_pair_of_blocks_of_fprop(hopper) -> None:
+def test_square_wgrad_input_gives_wgrad_the_pair_of_blocks_of_fprop() -> None:
     plans = [build_plan(setting(recipes.Float8BlockScaling(square_wgrad_input=square))) for square in (False, True)]
     blocks = [[(gemm.a.outer_block.name, gemm.b.outer_block.name) for gemm in plan.gemms] for plan in plans]
     assert blocks[0] == [("1x128", "128x128"), ("1x128", "128x128"), ("1x128", "1x128")]
@@ -85,7 +78,7 @@ def test_square_wgrad_input_gives_wgrad_the_pair_of_blocks_of_fprop(hopper) -> N
 SMALL = replace(recipes.load("fp8-current"), min_gemm_work=64 * 96 + 1)
 
 
-def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16(hopper) -> None:
+def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16() -> None:
     consumer = QuantizerRole("linear", "input", "down")
     boundary = {"output_role": consumer, "grad_input_role": QuantizerRole("linear", "grad_output", "norm")}
     plan = build_plan(setting(SMALL, **boundary))
@@ -112,25 +105,23 @@ def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16(hopper) ->
     ],
     ids=str,
 )
-def test_min_gemm_work_does_nothing_where_it_would_not_help(hopper, other) -> None:
+def test_min_gemm_work_does_nothing_where_it_would_not_help(other) -> None:
     assert build_plan(setting(SMALL, **other)) == build_plan(setting(replace(SMALL, min_gemm_work=0), **other))
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-block"])
-def test_emulated_products_are_never_left_out(monkeypatch, hopper, name) -> None:
+@pytest.mark.parametrize(("name", "device"), [("mxfp8", "sm90"), ("nvfp4", "sm90"), ("fp8-block", "sm100")])
+def test_emulated_products_are_never_left_out(name, device) -> None:
     """One emulated GEMM is enough: a Blackwell has no block product."""
-    monkeypatch.setattr("duotone.dispatch.scaled.capability", lambda: (10, 0))
-    monkeypatch.setattr("duotone.dispatch.cublas.capability", lambda: (10, 0))
     recipe = recipes.load(name)
     small = replace(recipe, min_gemm_work=10**9)
-    assert build_plan(setting(small)) == build_plan(setting(recipe))
+    assert build_plan(setting(small, device=device)) == build_plan(setting(recipe, device=device))
     mixed = recipes.RuleRecipe(
         rules=(Rule(fprop="fp8_e4m3_tensor", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),), min_gemm_work=10**9
     )
     assert [gemm.rule.native for gemm in build_plan(setting(mixed)).gemms] == [True, True, False]
 
 
-def test_a_gemm_in_high_precision_beside_native_ones_does_not_keep_them(hopper) -> None:
+def test_a_gemm_in_high_precision_beside_native_ones_does_not_keep_them() -> None:
     for recipe in (
         replace(SMALL, backward_override="high_precision"),
         recipes.RuleRecipe(
@@ -145,7 +136,7 @@ def test_a_gemm_in_high_precision_beside_native_ones_does_not_keep_them(hopper) 
         assert all("min_gemm_work" in gemm.reason for gemm in plan.gemms)
 
 
-def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_asked_for(hopper) -> None:
+def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_asked_for() -> None:
     assert build_plan(setting(replace(SMALL, strict=True))).fprop.rule.name == "torch"
     one_sided = recipes.RuleRecipe(
         rules=(Rule(tensor_type="input", format="fp8_e4m3_row"), Rule(format="identity")),
@@ -156,7 +147,7 @@ def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_a
         build_plan(setting(one_sided))
 
 
-def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch, hopper) -> None:
+def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> None:
     entries = {((9, 0), "tensor"): 1000, ((9, 0), "row"): 2000, ((9, 0), "1x128"): 3000}
     monkeypatch.setattr(worth, "LEAST_WORK", entries)
     for name, least in (("fp8-current", 1000), ("fp8-delayed", 1000), ("fp8-rowwise", 2000), ("fp8-block", 3000)):
@@ -169,9 +160,8 @@ def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch, hopp
     pair = (Rule(tensor_type="weight", format="fp8_e4m3_row"), Rule(format="fp8_e4m3_tensor"))
     both = recipes.RuleRecipe(rules=pair, min_gemm_work="measured", emulate_mixed=True)
     assert "below 2000" in build_plan(setting(both, (150, 10))).fprop.reason
-    monkeypatch.setattr("duotone.dispatch.worth.capability", lambda: (12, 0))
     unknown = replace(recipes.load("fp8-current"), min_gemm_work="measured")
-    assert build_plan(setting(unknown, (1, 1))).fprop.rule.name == FAST
+    assert build_plan(setting(unknown, (1, 1), device="sm120")).fprop.rule.name == FAST
 
 
 def test_every_scaling_that_hopper_multiplies_has_an_entry() -> None:
@@ -181,7 +171,7 @@ def test_every_scaling_that_hopper_multiplies_has_an_entry() -> None:
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])
-def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, hopper, name) -> None:
+def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, name) -> None:
     """Built as for CUDA and run here."""
     x, dy = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
     plain = nn.Linear(96, 64, dtype=torch.bfloat16)
@@ -190,7 +180,7 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, ho
     module = duotone.Linear(96, 64, params_dtype=torch.bfloat16, recipe=recipe)
     module.load_state_dict(plain.state_dict(), strict=False)
     own = type(module).setting
-    monkeypatch.setattr(type(module), "setting", lambda self, *args: replace(own(self, *args), device="cuda"))
+    monkeypatch.setattr(type(module), "setting", lambda self, *args: replace(own(self, *args), device="sm90"))
     module.forget_plans()
     plan = module.plan_for(x)
     assert "left in bf16" in plan.wgrad.reason and not plan.is_delayed
@@ -209,18 +199,18 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, ho
         lambda recipe: duotone.GroupedLinear(3, 96, 64, recipe=recipe, single_grouped_weight=True),
     ],
 )
-def test_a_module_tells_its_plan_the_shape_of_one_weight(hopper, make) -> None:
+def test_a_module_tells_its_plan_the_shape_of_one_weight(make) -> None:
     """A grouped linear that of one expert, whatever the number of rows."""
     module = make(SMALL)
-    assert module.setting(SMALL, "cuda", torch.bfloat16).weight_shape == (64, 96)
-    assert "= 6144 is below 6145" in module.plan_of(SMALL, "cuda", torch.bfloat16).fprop.reason
+    assert module.setting(SMALL, "sm90", torch.bfloat16).weight_shape == (64, 96)
+    assert "= 6144 is below 6145" in module.plan_of(SMALL, "sm90", torch.bfloat16).fprop.reason
     enough = replace(SMALL, min_gemm_work=6144)
-    assert module.plan_of(enough, "cuda", torch.bfloat16).fprop.rule.name == FAST
+    assert module.plan_of(enough, "sm90", torch.bfloat16).fprop.rule.name == FAST
 
 
-def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatch, hopper) -> None:
+def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatch) -> None:
     own = duotone.Linear.setting
-    monkeypatch.setattr(duotone.Linear, "setting", lambda self, *args: replace(own(self, *args), device="cuda"))
+    monkeypatch.setattr(duotone.Linear, "setting", lambda self, *args: replace(own(self, *args), device="sm90"))
     for work, kind in ((6145, nn.Parameter), (6144, duotone.QuantizedTensor)):
         with duotone.quantized_model_init(recipe=replace(SMALL, min_gemm_work=work)):
             module = duotone.Linear(96, 64, params_dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 
 import duotone
 from duotone import recipes
-from duotone.dispatch import casts, cublas, cuda, scaled, segment_products, segments
+from duotone.dispatch import segment_products, segments
 from duotone.dispatch.rule import JoinedOperand
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
@@ -25,17 +25,9 @@ from duotone.kernels.segment_cast import Segments
 SHAPE = (64, 32)
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch) -> None:
-    """Plans for a GPU that is not there."""
-    monkeypatch.setattr(casts, "_CASTS", {})
-    for module in (cublas, cuda, scaled):
-        monkeypatch.setattr(module, "capability", lambda: (9, 0))
-
-
 def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
     recipe = given.pop("recipe", None) or recipes.load(name)
-    setting = PlanRequest(recipe, (), "g", "grouped_linear", given.pop("device", "cuda"), torch.bfloat16, **given)
+    setting = PlanRequest(recipe, (), "g", "grouped_linear", given.pop("device", "sm90"), torch.bfloat16, **given)
     return build_plan(setting)
 
 
@@ -103,8 +95,8 @@ def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch)
         assert type(made) is SegmentedStage and made.takes_device_splits is stays
         made = grouped_stage([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
         assert made.takes_device_splits
-    monkeypatch.setattr(scaled, "capability", lambda: (10, 0))
-    assert type(stage()) is SegmentedStage and not stage().takes_device_splits
+    made = stage(device="sm100")
+    assert type(made) is SegmentedStage and not made.takes_device_splits
 
 
 def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
@@ -234,7 +226,7 @@ def test_the_plan_names_what_multiplies(monkeypatch) -> None:
         ((4096, 4112), {}, cublas),
     ):
         m = GroupedLinear(3, *sizes, recipe=recipe, device="meta", **{"bias": False, **given})
-        rows = duotone.plan(m, device="cuda", dtype=torch.bfloat16)
+        rows = duotone.plan(m, device="sm90", dtype=torch.bfloat16)
         assert [row.kernel for row in rows] == want
 
 

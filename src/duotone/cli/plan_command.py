@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 @options.model
 @click.option("--recipe", metavar="NAME|FILE", default="mxfp8", help="Recipe or recipe file; mxfp8 unless given.")
 @options.device
+@click.option("--arch", metavar="smNN", help="Plan for this GPU instead, which need not be here: sm90, sm100, ...")
 @options.strict
-def plan(recipe: str, strict: bool, **given: str | None) -> None:
+def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> None:
     """Print one row per module and GEMM: the formats of both operands, the kernel, and why.
 
     `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. A line below
@@ -31,7 +32,8 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
 
     config = config_from(given)
     chosen = make_strict(recipes.load(recipe), strict)
-    made = planned(config, chosen)
+    device = arch or config.device
+    made = planned(config, chosen, device)
     rows = [row.to_dict() for row in made]
     print_table(
         ("module", "gemm", "a", "b", "kernel", "runs", "reason"),
@@ -39,9 +41,9 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
             [*(str(row[key]) for key in ("module", "gemm", "a", "b", "kernel")), _runs(row), str(row["reason"])]
             for row in rows
         ],
-        title=f"{chosen.name} on {config.device}, preset {config.preset.name}, model {config.model}",
+        title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
-    small = 0 if chosen.min_gemm_work else _small(config, chosen, made)
+    small = 0 if chosen.min_gemm_work else _small(config, chosen, device, made)
     if small:
         click.echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
@@ -49,14 +51,14 @@ def plan(recipe: str, strict: bool, **given: str | None) -> None:
         )
 
 
-def _small(config: "TrainConfig", recipe: "Recipe", rows: "list[PlanRow]") -> int:
+def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "list[PlanRow]") -> int:
     """How many modules the entries of this device for `min_gemm_work` would leave in bf16."""
     import dataclasses
 
     from duotone.lab.comparison import planned
     from duotone.recipes.recipe import MEASURED
 
-    left = planned(config, dataclasses.replace(recipe, min_gemm_work=MEASURED))
+    left = planned(config, dataclasses.replace(recipe, min_gemm_work=MEASURED), device)
     return len({row.module for row, other in zip(rows, left, strict=True) if row != other})
 
 

@@ -41,7 +41,8 @@ def plan(
 ) -> list[PlanRow]:
     """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
 
-    `recipe` stands for an enclosing autocast; device and dtype are the weights' where None.
+    `recipe` stands for an enclosing autocast; device and dtype are the weights' where None. `device` may also name an
+    architecture that need not be here, as "sm90".
     """
     require_model("plan", model)
     if recipe is not None:
@@ -81,7 +82,7 @@ def _require_converted(model: nn.Module) -> None:
 def _rows(
     name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None
 ) -> Iterator[PlanRow]:
-    made = module.plan_of(recipe, device or module.weight.device.type, dtype or module.weight.dtype)
+    made = module.plan_of(recipe, device or str(module.weight.device), dtype or module.weight.dtype)
     for gemm in made.gemms:
         yield PlanRow(
             name, gemm.gemm, gemm.a.name, gemm.b.name, module.kernel_of(made, gemm), gemm.rule.native, gemm.reason

@@ -71,7 +71,7 @@ Plans = Sequence[tuple[str, Planned, LinearPlan, dict[str, Quantizer]]]
 
 def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, Quantizer]]:
     """The plan as if no weight were held, and what the recipe gave the slots."""
-    setting = module.setting(recipe, module.weight.device.type, module.weight.dtype).without_held()
+    setting = module.setting(recipe, str(module.weight.device), module.weight.dtype).without_held()
     given = ask_recipe(setting)
     plan = build_plan(setting, given)
     delayed_states.agreed_history(plan)

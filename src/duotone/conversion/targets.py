@@ -54,7 +54,7 @@ class Target:
         hooked.settle(module)
 
     def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
-        device, dtype = self.weight.device.type, self.weight.dtype
+        device, dtype = str(self.weight.device), self.weight.dtype
         if self.planned is None:
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
             own = (self.name, self.module_type, device, dtype)

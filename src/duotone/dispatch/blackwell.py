@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.capability import capability
 from duotone.dispatch.factors import finish, scaled
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
+from duotone.formats.elements import FP8_DTYPES
 
 NEEDED = (10, 0)
 UNPROVEN = "unproven: no one has run this product on such a device yet"
@@ -46,17 +46,17 @@ class NativeBlocks(GemmRule):
     note = UNPROVEN
 
     def reject(self, problem: GemmProblem) -> str:
-        if problem.device != "cuda" or capability() < NEEDED:
+        if problem.target.arch < NEEDED:
             return "it needs compute capability 10.0 or above"
         for fmt in (problem.a, problem.b):
             if fmt.scale_codec != self.codec or fmt.outer_block.cols != self.width:
                 return f"it takes {self.codec} scales over {self.width} elements"
-            if self.codes is None and fmt.code_dtype is None:
+            if self.codes is None and fmt.code_dtype not in FP8_DTYPES:
                 return "it takes FP8 codes"
         if problem.a.transform != problem.b.transform:
             return "the operands' transforms differ"
         e5m2 = torch.float8_e5m2
-        return "it takes E5M2 with E4M3 only" if problem.a.code_dtype is problem.b.code_dtype is e5m2 else ""
+        return "it takes E5M2 with E4M3 only" if problem.elements == (e5m2, e5m2) else ""
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         rows, cols = a.shape[0], b.shape[0]

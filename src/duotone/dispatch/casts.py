@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from duotone.dispatch.cuda import DTYPES, contiguous_rows, runs_kernels
+from duotone.dispatch.cuda import DTYPES, contiguous_rows
+from duotone.dispatch.target import Target, runs_kernels
 from duotone.formats import Format, Parts, hadamard
+from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import SegmentCast
@@ -29,7 +31,7 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
     `propagate` as of `Format.encode`.
     """
     made = _cast(row, col, x.dtype, propagate)
-    return None if made is None or not _is_real(x) else made
+    return None if made is None or not _is_real(x) or not runs_kernels(x.get_device()) else made
 
 
 def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
@@ -38,7 +40,7 @@ def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: b
     known = _SEGMENT_CASTS.get(key)
     if known is None:
         known = _SEGMENT_CASTS[key] = (row, col, _find_segment_cast(row, col, x.dtype, propagate))
-    return known[2] if _is_real(x) else None
+    return known[2] if _is_real(x) and runs_kernels(x.get_device()) else None
 
 
 def _find_segment_cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
@@ -60,10 +62,10 @@ def _cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate:
     return found[2]
 
 
-def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype) -> bool:
-    """Whether a kernel makes codes and scales of both planes of a matrix in `dtype` on the current CUDA device, or of
-    either of them, and nothing else."""
-    if _TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
+def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
+    """Whether a kernel makes codes and scales of both planes of a matrix in `dtype` there, or of either of them, and
+    nothing else."""
+    if not where.runs_kernels or _TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
         return False
     return all(_cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
 
@@ -77,7 +79,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     if found is None:
         found = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
     spec, codes = found[1], parts["codes"]
-    if spec is None or not _is_real(codes):
+    if spec is None or not _is_real(codes) or not runs_kernels(codes.get_device()):
         return None
     if fmt.scale_codec == _TWO_LEVEL:
         from duotone.kernels import decode_nvfp4
@@ -99,7 +101,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
 
 def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
     """What a kernel that decodes the format has to know of it, or None where there is none."""
-    if not runs_kernels() or dtype not in DTYPES:
+    if dtype not in DTYPES:
         return None
     if fmt.scale_codec == _TWO_LEVEL:
         return fmt.scale_limits(dtype)[0] if _is_two_level(fmt) else None
@@ -108,11 +110,11 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
 
 def has_kernels(x: Tensor) -> bool:
     """Whether kernels take this tensor as it is: on a CUDA device that converts to FP8, in a dtype that is encoded."""
-    return x.is_cuda and _is_real(x) and x.dtype in DTYPES and runs_kernels()
+    return x.is_cuda and _is_real(x) and x.dtype in DTYPES and runs_kernels(x.get_device())
 
 
 def _is_real(x: Tensor) -> bool:
-    """Whether kernels can be launched on the addresses of a tensor."""
+    """Whether kernels can be launched on the addresses of a CUDA tensor."""
     return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_compiling()
 
 
@@ -121,7 +123,7 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _find(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
-    if not runs_kernels() or dtype not in DTYPES:
+    if dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
     if any(fmt is not None and fmt.scale_codec == _TWO_LEVEL for fmt in (row, col)):
@@ -168,7 +170,7 @@ def _is_two_level(fmt: Format) -> bool:
 
 def _is_simple(fmt: Format) -> bool:
     """Whether a tile holds all that decides its codes, but for amaxes taken before."""
-    if fmt.code_dtype is None or fmt.is_stochastic or fmt.transform or not fmt.scale_codec:
+    if fmt.code_dtype not in FP8_DTYPES or fmt.is_stochastic or fmt.transform or not fmt.scale_codec:
         return False
     block = fmt.outer_block
     if (block.rows, block.cols) in ((0, 0), (1, 0)):

@@ -3,12 +3,10 @@
 Elements without a torch float8 dtype, and blocks that are no view of a matrix, take the plain stages.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
-from duotone.dispatch.capability import capability
+from duotone.dispatch.target import runs_kernels
 from duotone.formats.elements import Element
 from duotone.formats.stages import Stages
 
@@ -108,22 +106,14 @@ for _name, _kernel, _fake in (
     _LIBRARY.impl(_name, _fake, "Meta")
 
 
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton can be imported here; finding it does not import it."""
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None
-
-
-def runs_kernels() -> bool:
-    """Whether kernels run on the current CUDA device: Triton is there, and the device converts to FP8."""
-    return has_triton() and capability() >= (8, 9)
-
-
 def contiguous_rows(codes: Tensor) -> Tensor:
     """Codes (M, K), uint8, whose rows are contiguous: themselves, or a copy."""
-    if torch.compiler.is_compiling() or codes.is_contiguous() or not runs_kernels() or codes.numel() == 0:
+    if (
+        torch.compiler.is_compiling()
+        or codes.is_contiguous()
+        or not runs_kernels(codes.get_device())
+        or codes.numel() == 0
+    ):
         return codes.contiguous()
     return torch.ops.duotone.contiguous_rows(codes)
 

@@ -174,9 +174,9 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
         if not rule.reject(problem):
             if rule.native:
                 return rule, rule.note
-            where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.device}"
+            where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.target.device}"
             return rule, f"{where}; {rule.note}" if rule.note else where
-    raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.device}")
+    raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.target.device}")
 
 
 def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

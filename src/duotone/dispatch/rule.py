@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.products import put
+from duotone.dispatch.target import Target
 from duotone.formats import Factors, Format, Parts
 
 if TYPE_CHECKING:
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """What a rule may look at: the two formats, where they live, the dtype of the result, and whether products whose
-    hardware has fast, inexact accumulation may use it."""
+    """What a rule may look at: the formats of the operands, the target, and the dtype of the result.
+
+    `fast` allows the fast, inexact accumulation of hardware that has one.
+    """
 
     a: Format
     b: Format
-    device: str
+    target: Target
     dtype: torch.dtype
     fast: bool = False
+
+    @property
+    def elements(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """torch's dtypes of the codes, None where torch has none."""
+        return self.a.code_dtype, self.b.code_dtype
 
     @property
     def extents(self) -> set[str]:
@@ -126,11 +134,11 @@ class GemmRule:
         """
         put(self.run(a, b, out.dtype), out, adds)
 
-    def refuse_segments(self, a: Format, b: Format, shape: tuple[int, ...]) -> str:
+    def refuse_segments(self, problem: GemmProblem, shape: tuple[int, ...]) -> str:
         """Why the rule cannot multiply `JoinedOperand`s with weights (N, K) for each segment, or ""."""
         return "it multiplies each segment by itself"
 
-    def groups_segments(self, count: int) -> bool:
+    def groups_segments(self, problem: GemmProblem, count: int) -> bool:
         """Whether one launch multiplies so many segments, so that their rows may be known to the device alone."""
         return False
 

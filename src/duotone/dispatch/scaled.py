@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch import segment_products as products
-from duotone.dispatch.capability import BLOCKS_SINCE, HOPPER, capability
-from duotone.dispatch.cublas import STEP, calls_hopper, cublas_writes, dtype_of_product
+from duotone.dispatch.cublas import STEP, cublas_writes, dtype_of_product
 from duotone.dispatch.cuda import contiguous_rows
 from duotone.dispatch.rule import (
     GemmProblem,
@@ -24,7 +23,9 @@ from duotone.dispatch.rule import (
     SegmentedWeights,
 )
 from duotone.dispatch.segments import MOST
+from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import Format
+from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 QUAD = 4
 """What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
+FP8_SINCE = (8, 9)
 FP32_CODECS = ("fp32", "power of two")
 SINCE = ".".join(map(str, BLOCKS_SINCE))
 
@@ -72,12 +74,11 @@ def _scaling(fmt: Format) -> str:
 
 def _refusal(problem: GemmProblem) -> str:
     """What every FP8 product of cuBLAS needs, whatever its scales."""
-    if problem.device != "cuda":
+    if problem.target.device != "cuda":
         return "it runs on CUDA"
-    if capability() < (8, 9):
-        return f"it needs compute capability 8.9, and this device has {'.'.join(map(str, capability()))}"
-    dtypes = (problem.a.code_dtype, problem.b.code_dtype)
-    if None in dtypes or dtypes == (torch.float8_e5m2, torch.float8_e5m2):
+    if problem.target.arch < FP8_SINCE:
+        return f"it needs compute capability 8.9, and this device has {'.'.join(map(str, problem.target.arch))}"
+    if not FP8_DTYPES.issuperset(problem.elements) or problem.elements == (torch.float8_e5m2, torch.float8_e5m2):
         return "it takes E4M3 with E4M3 or E5M2"
     return ""
 
@@ -100,8 +101,8 @@ class ScaledProduct(GemmRule):
             return "it takes one fp32 scale per tensor or per row"
         if refusal := _refusal(problem):
             return refusal
-        made = dtype_of_product(problem.dtype, "row" in scalings)
-        if made is torch.bfloat16 and problem.dtype is not made:
+        dtype = dtype_of_product(problem.dtype, "row" in scalings, problem.target.scales_rows_to_fp32)
+        if dtype is torch.bfloat16 and problem.dtype is not dtype:
             return f"with scales per row it gives bf16 on this device, not {problem.dtype}"
         return ""
 
@@ -119,7 +120,9 @@ class ScaledProduct(GemmRule):
             scale_a=scale_a,
             scale_b=scale_b.t(),
             bias=bias if fused else None,
-            out_dtype=dtype_of_product(out_dtype if direct else torch.float32, kind == "row"),
+            out_dtype=dtype_of_product(
+                out_dtype if direct else torch.float32, kind == "row", scales_rows_to_fp32(left.get_device())
+            ),
             use_fast_accum=self.fast,
         )
         return _cut(y, cols, out_dtype, None if fused else bias)
@@ -135,14 +138,14 @@ class ScaledProduct(GemmRule):
                 return
         super().run_into(a, b, out, adds)
 
-    def refuse_segments(self, a: Format, b: Format, shape: tuple[int, ...]) -> str:
+    def refuse_segments(self, problem: GemmProblem, shape: tuple[int, ...]) -> str:
         if any(n % STEP or n == 0 for n in shape):
             return f"it takes weights whose sizes are multiples of {STEP}"
-        same = a.outer_block.rows == b.outer_block.rows
+        same = problem.a.outer_block.rows == problem.b.outer_block.rows
         return "" if same else "it takes operands with a scale per tensor both, or per row both"
 
-    def groups_segments(self, count: int) -> bool:
-        return capability() == HOPPER and count <= MOST  # checked on Hopper alone
+    def groups_segments(self, problem: GemmProblem, count: int) -> bool:
+        return problem.target.arch == HOPPER and count <= MOST  # checked on Hopper alone
 
     def run_segments(
         self,
@@ -197,7 +200,8 @@ class BlockScaledProduct(GemmRule):
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
         if refusal := _refusal(problem):
             return refusal
-        return "" if calls_hopper() else f"cuBLAS has it for compute capability 9.0 alone, since CUDA {SINCE}"
+        hopper = problem.target.arch[0] == HOPPER[0] and problem.target.has_new_cublas
+        return "" if hopper else f"cuBLAS has it for compute capability 9.0 alone, since CUDA {SINCE}"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         cols = b.shape[0]

@@ -13,6 +13,7 @@ from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.products import put
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place
 from duotone.dispatch.segments import table, width
+from duotone.dispatch.target import scales_rows_to_fp32
 
 if TYPE_CHECKING:
     from duotone.kernels.grouped import GroupedProduct
@@ -42,9 +43,13 @@ def product(
     if not left.shape[1]:
         return torch.zeros((left.shape[0], right.shape[1]), dtype=dtype, device=left.device)
     per_row = of_left.numel() > 1 or of_right.numel() > 1
-    if dtype_of_product(dtype, per_row) is not dtype or not (bias is None or dtype is bias.dtype is torch.bfloat16):
+    to_fp32 = scales_rows_to_fp32(left.get_device())
+    if dtype_of_product(dtype, per_row, to_fp32) is not dtype or not (
+        bias is None or dtype is bias.dtype is torch.bfloat16
+    ):
+        wide = dtype_of_product(torch.float32, per_row, to_fp32)
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-            left, right, of_left, of_right, out_dtype=dtype_of_product(torch.float32, per_row), use_fast_accum=fast
+            left, right, of_left, of_right, out_dtype=wide, use_fast_accum=fast
         )
         y = y if bias is None else y + bias.to(torch.float32)
         return y.to(dtype) if out is None else out.copy_(y)

@@ -9,7 +9,8 @@ from torch import Tensor
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED
 from duotone.dispatch.compiler import compiler_reason
-from duotone.dispatch.cuda import CUDA, runs_kernels
+from duotone.dispatch.cuda import CUDA
+from duotone.dispatch.target import runs_kernels
 from duotone.formats import hadamard
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
@@ -22,7 +23,7 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if torch.compiler.is_compiling():
         return TRACED if x.device.type == "cpu" else PLAIN
-    if x.device.type == "cuda" and runs_kernels():
+    if x.is_cuda and runs_kernels(x.get_device()):
         return CUDA
     return PLAIN if x.device.type != "cpu" else _stages(x.numel())
 

@@ -1,6 +1,6 @@
 """Which weights are worth a native product: the least K x N from which a linear is faster than in bf16."""
 
-from duotone.dispatch.capability import capability
+from duotone.dispatch.target import Target
 
 # bench/results/2026-11-21-h200-small-linear.jsonl, 8192 tokens: all lose at 2048 x 4096 and win at 4096 x 4096.
 LEAST_WORK: dict[tuple[tuple[int, int], str], int] = {
@@ -14,6 +14,6 @@ For forward and backward with nothing cached, host time included.
 """
 
 
-def least_work(scalings: set[str]) -> int:
-    """The entry of operands with these scales on the current device, the larger one of two; 0 without any."""
-    return max(LEAST_WORK.get((capability(), scaling), 0) for scaling in scalings)
+def least_work(scalings: set[str], target: Target) -> int:
+    """The entry of operands with these scales, the larger one of two; 0 without any."""
+    return max(LEAST_WORK.get((target.arch, scaling), 0) for scaling in scalings)

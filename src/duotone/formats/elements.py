@@ -44,7 +44,12 @@ class Element:
     @property
     def has_nan(self) -> bool:
         """Whether one of the codes is NaN, so that a NaN survives the cast by itself."""
-        return self.dtype is not None
+        return self.dtype is not None and self.is_float
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the codes are small floats; those of an integer element are integers of torch."""
+        return self.dtype is None or self.dtype.is_floating_point
 
     @property
     def codes_per_byte(self) -> int:
@@ -136,6 +141,8 @@ E2M3 = Element("e2m3", 2, 3, 1, 7.5, 0x1F)
 E3M2 = Element("e3m2", 3, 2, 3, 28.0, 0x1F)
 E2M1 = Element("e2m1", 2, 1, 1, 6.0, 0x7)
 ELEMENTS = {element.name: element for element in (E4M3, E5M2, E2M3, E3M2, E2M1)}
+FP8_DTYPES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
+"""The codes that kernels and tensor cores know as FP8."""
 
 
 def round_stochastic(v: Tensor, bits: Tensor) -> Tensor:

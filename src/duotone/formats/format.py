@@ -191,7 +191,8 @@ class ScaledFormat:
     @property
     def family(self) -> str:
         width = self.block.cols or "whole"
-        return f"{self.rule.family} scales over {width}{' rotated' if self.hadamard else ''}"
+        integers = "" if self.element.is_float else "integers under "
+        return f"{integers}{self.rule.family} scales over {width}{' rotated' if self.hadamard else ''}"
 
     @property
     def transform(self) -> str:

@@ -20,10 +20,13 @@ REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
 
 
-def planned(config: TrainConfig, recipe: Recipe) -> list[PlanRow]:
-    """What would run for the model of `config`, whose weights are not made; raises like `convert`."""
+def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> list[PlanRow]:
+    """What would run for the model of `config`, whose weights are not made; raises like `convert`.
+
+    `device` stands for that of the configuration, and may be an architecture, as "sm90".
+    """
     model = models.outline(config.model, config.preset).to(torch.bfloat16)
-    return duotone.plan(duotone.convert(model, recipe), recipe, device=config.device)
+    return duotone.plan(duotone.convert(model, recipe), recipe, device=device or config.device)
 
 
 def compare(

@@ -7,6 +7,7 @@ import torch
 
 from duotone.dispatch.gemms import choose
 from duotone.dispatch.rule import GemmProblem, GemmRule
+from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
 from duotone.recipes.roles import PLANES_OF_GEMM
@@ -17,13 +18,21 @@ HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One GEMM: operand formats, the rule that runs it, and what the rule has to say."""
+    """One GEMM: what is multiplied where, the rule that runs it, and what the rule has to say."""
 
     gemm: str
-    a: Format
-    b: Format
+    problem: GemmProblem
     rule: GemmRule
     reason: str
+
+    @property
+    def a(self) -> Format:
+        """The format of the first operand."""
+        return self.problem.a
+
+    @property
+    def b(self) -> Format:
+        return self.problem.b
 
 
 def gemm_plan(request: Any, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
@@ -33,14 +42,15 @@ def gemm_plan(request: Any, gemm: str, a: Format | None, b: Format | None, owed:
         raise RecipeError(refusal)
     a, b = a or IDENTITY, b or IDENTITY
     fast = getattr(request.recipe, f"{gemm}_fast_accum")
-    rule, reason = choose(GemmProblem(a, b, request.device, request.dtype, fast))
+    problem = GemmProblem(a, b, target(request.device), request.dtype, fast)
+    rule, reason = choose(problem)
     if refusal:
-        return GemmPlan(gemm, a, b, rule, f"not owed here, where it would be an error: {refusal}")
+        return GemmPlan(gemm, problem, rule, f"not owed here, where it would be an error: {refusal}")
     if a == b == IDENTITY:
         reason = _why_high(request, gemm)
     elif IDENTITY not in (a, b) and a.family != b.family:
         reason = f"{reason}; mixed formats, which no hardware multiplies"
-    return GemmPlan(gemm, a, b, rule, reason)
+    return GemmPlan(gemm, problem, rule, reason)
 
 
 def _refusal(request: Any, gemm: str, a: Format | None, b: Format | None) -> str:

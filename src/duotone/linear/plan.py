@@ -12,6 +12,7 @@ import torch
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
+from duotone.dispatch.target import target
 from duotone.dispatch.worth import least_work
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -46,6 +47,7 @@ class PlanRequest:
     `grad_input_role` name the consumers at the module's boundaries, None where they are not known. `weight_shape` is
     (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply; `weight_dtype` that of
     the parameter, None where it is `dtype`. `linears` of them, a group's experts, share the plan.
+    `device` is one of torch ("cpu", "cuda:1") or an architecture that need not be here ("sm90").
     """
 
     recipe: Recipe
@@ -240,7 +242,7 @@ def build_plan(request: PlanRequest, given: dict[str, Quantizer] | None = None) 
 
 def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
     pair = quantizer.rowwise, quantizer.columnwise
-    kernel = request.device == "cuda" and can_read_once(*pair, request.dtype)
+    kernel = can_read_once(*pair, request.dtype, target(request.device))
     return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite)
 
 
@@ -344,7 +346,8 @@ def _too_small(request: PlanRequest, gemms: dict[str, GemmPlan]) -> str:
     held = request.weight_held or request.input_held
     if held or not quantized or not all(plan.rule.native for plan in quantized):
         return ""
-    measured = max(least_work({plan.a.outer_block.name, plan.b.outer_block.name}) for plan in quantized)
+    where = target(request.device)
+    measured = max(least_work({plan.a.outer_block.name, plan.b.outer_block.name}, where) for plan in quantized)
     least = measured if asked == MEASURED else asked
     n, k = shape
     if n * k >= int(least):

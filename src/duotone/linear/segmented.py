@@ -128,7 +128,7 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     linears = tuple(linears)
     plan = linears[0].plan
     gemms = [plan.fprop, *([plan.dgrad] if plan.input_grad else []), *([plan.wgrad] if plan.weight_grad else [])]
-    if not _are_plain(linears) or any(gemm.rule.refuse_segments(gemm.a, gemm.b, shape) for gemm in gemms):
+    if not _are_plain(linears) or any(gemm.rule.refuse_segments(gemm.problem, shape) for gemm in gemms):
         return GroupedStage(linears)
     x = Encoder.of([one.plan.input for one in linears])
     w = Encoder.of([one.plan.weight for one in linears])
@@ -136,7 +136,7 @@ def grouped_stage(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> Gro
     if x is None or w is None or dy is None:
         return GroupedStage(linears)
     at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
-    on_device = at_once and all(gemm.rule.groups_segments(len(linears)) for gemm in gemms)
+    on_device = at_once and all(gemm.rule.groups_segments(gemm.problem, len(linears)) for gemm in gemms)
     fresh, (n, k) = linears[0].plan.weight.source is ENCODE_NOW, shape
     grouped = on_device and fresh and n * k <= SMALL
     return SegmentedStage(linears, (n, k), x, Fresh(w) if fresh else Cached(linears), dy, on_device, grouped)

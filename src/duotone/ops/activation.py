@@ -89,12 +89,12 @@ class ActivationOp(Op, nn.Module):
         self._build()
 
     def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        device, dtype, width, rows, tracked, _ = signal
+        device, dtype, width, rows, tracked, _, index = signal
         if self.gated and width is not None:
             if width % 2:
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")
             width //= 2
-        return self._by_keeps[tracked], TensorInfo(device, dtype, width, rows, tracked)
+        return self._by_keeps[tracked], TensorInfo(device, dtype, width, rows, tracked, index=index)
 
     def extra_repr(self) -> str:
         return self.kind

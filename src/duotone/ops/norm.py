@@ -113,7 +113,7 @@ class NormOp(Op):
         keeps = signal.requires_grad
         if not keeps and torch.is_grad_enabled():
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
-        return self.stages[keeps], TensorInfo(*signal[:4], keeps)
+        return self.stages[keeps], TensorInfo(*signal[:4], keeps, index=signal.index)
 
     def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         gamma, beta = self.parameters()

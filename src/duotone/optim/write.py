@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import can_read_once, has_kernels
+from duotone.dispatch.target import target
 from duotone.optim.rates import Rates
 from duotone.optim.update import State, update
 from duotone.tensor import Plane, QuantizedTensor, Quantizer
@@ -65,7 +66,11 @@ def _is_one_cast(parameter: QuantizedTensor) -> bool:
     quantizer = parameter.quantizer
     is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
     is_plain = is_plain and row in (None, quantizer.rowwise) and col in (None, quantizer.columnwise)
-    return is_plain and (row is None or col is None or row == col) and can_read_once(row, col, torch.float32)
+    return (
+        is_plain
+        and (row is None or col is None or row == col)
+        and can_read_once(row, col, torch.float32, target(parameter.device))
+    )
 
 
 def _buffers(plane: Plane | None) -> tuple[Tensor | None, Tensor | None]:

@@ -38,6 +38,13 @@ class TensorInfo(NamedTuple):
     rows: int | None
     requires_grad: bool
     held: Quantizer | None = None
+    index: int = -1
+    """Of a CUDA device, -1 elsewhere."""
+
+    @property
+    def place(self) -> str:
+        """The device with its number, as plans name it."""
+        return self.device if self.index < 0 else f"{self.device}:{self.index}"
 
 
 class Op(Channels, KnownRoles):
@@ -186,7 +193,8 @@ def signal_of(x: Any, name: str = "") -> TensorInfo:
     width = x.shape[-1]
     rows = x.numel() // width if width else x.shape[:-1].numel()
     quantizer = held(x) if dtype is x.dtype else None  # casting a quantized tensor dequantizes it
-    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer)
+    index = x.get_device() if device == "cuda" else -1
+    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index)
 
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)

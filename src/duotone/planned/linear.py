@@ -71,7 +71,7 @@ class PlannedLinear(Planned):
             bias = None if self.return_bias else self._bias
             tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
         rows = None if self.layout.sequence_parallel else signal.rows
-        return stage, TensorInfo(signal.device, signal.dtype, weight.shape[0], rows, tracked)
+        return stage, TensorInfo(signal.device, signal.dtype, weight.shape[0], rows, tracked, index=signal.index)
 
     def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (weight,), bias = self.weights, None if self.return_bias else self._bias

@@ -135,7 +135,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         self.forget_plans()
 
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
-        slots = self.setting(self.recipe, self.weight.device.type, self.weight.dtype).slots
+        slots = self.setting(self.recipe, str(self.weight.device), self.weight.dtype).slots
         return {slot: slots[slot] for slot in SLOTS[mode]}
 
     def setting(
@@ -203,19 +203,19 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
         weights = self.weights
         grads = (tracked and signal.requires_grad, tracked and any([w.requires_grad for w in weights]))
         if compiling:
-            where = (signal.device, str(signal.dtype), group)
+            where = (signal.place, str(signal.dtype), group)
             name = traced_stages.plan_name(self._number, recipe.key, *grads, tracked, *where)
             return getattr(traced_stages.PLANS, name)
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
-        key = (recipe.key, grads, mode, signal.dtype, signal.device, group, signal.held, self.weight_held, recorded)
+        key = (recipe.key, grads, mode, *signal[:2], signal.index, group, signal.held, self.weight_held, recorded)
         last = self._last
         if last is not None and last[0] == key:
             return last[1]
         stage = self._stages.get(key)
         if stage is None:
-            stage = self.resolve(recipe, (signal.device, signal.dtype, grads, signal.held), group, mode, recorded)
+            stage = self.resolve(recipe, (signal.place, signal.dtype, grads, signal.held), group, mode, recorded)
             self._drop_dead_plans()
             self._stages[key] = stage
         self._take_up(stage, mode)
@@ -255,7 +255,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
             remedy = "use one (attention: fuse_qkv_params=True)"
             raise UserError(f"{self.module_name}: parameters_split excludes quantized_model_init; {remedy}")
         recipe = region.recipe or (DEFAULT_RECIPE if self.recipe == HIGH_PRECISION else self.recipe)
-        quantizer = self.plan_of(recipe, self.weight.device.type, self.weight.dtype).weight.quantizer
+        quantizer = self.plan_of(recipe, str(self.weight.device), self.weight.dtype).weight.quantizer
         self.recipe = recipe if self.recipe == HIGH_PRECISION else self.recipe
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
             return
@@ -337,7 +337,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
-        self._bind(recipe, (self.weight.device.type, self.weight.dtype, (True, True), None))
+        self._bind(recipe, (str(self.weight.device), self.weight.dtype, (True, True), None))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds are made for good."""

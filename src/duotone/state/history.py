@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce
-from duotone.dispatch.cuda import runs_kernels
+from duotone.dispatch.target import runs_kernels
 from duotone.formats.scales import FLT_MAX
 from duotone.formats.stages import divide
 from duotone.tensor.history import History
@@ -23,7 +23,7 @@ SKIPPED, CLAMPED = range(2)
 def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
     """Roll the history (L, n) and the scales (n,) in place, count `events` int32 (2, n); gives the scales before."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
-    if simple and scale.is_cuda and runs_kernels() and scale.numel() and history.shape[0] <= LONGEST:
+    if simple and scale.is_cuda and runs_kernels(scale.get_device()) and scale.numel() and history.shape[0] <= LONGEST:
         in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
         recent, skip = parameters.amax_compute_algo != "max", parameters.skip_nonfinite_amax
         return in_one_kernel(history, scale, events, recent=recent, skip=skip, spike=parameters.spike_factor)

@@ -52,7 +52,7 @@ def plan_name(
     """Build the stage of a traced call outside of the trace; the name under which `PLANS` holds it is a constant."""
     call = (device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad), None)
     parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
-    name = "_".join(map(str, parts)).replace(".", "_")  # an attribute's name holds no dot
+    name = "_".join(map(str, parts)).replace(".", "_").replace(":", "_")  # an attribute's name holds neither
     if not hasattr(PLANS, name):
         stage = _MODULES[module].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
         _drop_dead(_NAMES.setdefault(module, {}))

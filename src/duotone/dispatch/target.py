@@ -1,0 +1,104 @@
+"""Where casts and products run: the kind of device, its architecture, and the cuBLAS that torch calls."""
+
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+
+import torch
+
+from duotone.errors import UserError
+
+HOPPER = (9, 0)
+KERNELS_SINCE = (8, 9)
+"""The first compute capability that converts to FP8, which every kernel here may do."""
+BLOCKS_SINCE = (12, 9)
+"""The first CUDA whose cuBLAS multiplies FP8 with scales per row, to fp32 too, and per block on Hopper."""
+
+Version = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device ("cpu", "cuda", ...). Of an NVIDIA GPU also the compute capability, else (0, 0).
+
+    `cuda` is the version of CUDA that torch was built with, None where it was built without: then a device is only
+    planned for, and its cuBLAS counts as a new one.
+    """
+
+    device: str
+    arch: Version = (0, 0)
+    cuda: Version | None = None
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels run: Triton is there, and the device converts to FP8."""
+        return self.arch >= KERNELS_SINCE and has_triton()
+
+    @property
+    def has_new_cublas(self) -> bool:
+        return self.cuda is None or self.cuda >= BLOCKS_SINCE
+
+    @property
+    def scales_rows_to_fp32(self) -> bool:
+        """Whether FP8 products with scales per row also give fp32. They give bf16 everywhere."""
+        return self.arch[0] == HOPPER[0] and self.has_new_cublas
+
+
+def target(device: str | torch.device) -> Target:
+    """The target of a device, or of an architecture that need not be here, as "sm90". UserError for other names."""
+    kind, _, index = str(device).partition(":")
+    if match := re.fullmatch(r"sm_?(\d{1,2})(\d)a?", kind):
+        return Target("cuda", (int(match[1]), int(match[2])), _built_with())
+    if kind != "cuda":
+        return Target(_known(kind))
+    if not index and torch.cuda.is_available():
+        index = str(torch.cuda.current_device())
+    return cuda_target(int(index or 0))
+
+
+@functools.cache
+def cuda_target(index: int) -> Target:
+    """The target of a CUDA device. Devices of other makes, which torch also calls CUDA, have no arch."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return Target("cuda")
+    return Target("cuda", torch.cuda.get_device_capability(index), _built_with())
+
+
+@functools.cache
+def runs_kernels(index: int) -> bool:
+    """`Target.runs_kernels` of the device of a tensor, `Tensor.get_device()`."""
+    return index >= 0 and cuda_target(index).runs_kernels
+
+
+def scales_rows_to_fp32(index: int) -> bool:
+    """`Target.scales_rows_to_fp32` of the device of a tensor, `Tensor.get_device()`."""
+    return index >= 0 and cuda_target(index).scales_rows_to_fp32
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+scales_rows_to_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported here; finding it does not import it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _known(kind: str) -> str:
+    """The name of a kind of device of torch."""
+    try:
+        return torch.device(kind).type
+    except RuntimeError:
+        message = f"unknown architecture {kind!r}; write sm and a compute capability, as sm90, or a device of torch"
+        raise UserError(message) from None
+
+
+@functools.cache
+def _built_with() -> Version | None:
+    built = torch.version.cuda
+    if built is None:
+        return None
+    major, minor = (int(n) for n in built.split(".")[:2])
+    return major, minor
