@@ -33,7 +33,7 @@ RECIPES = {
     "fp8-current, E4M3": recipes.Float8CurrentScaling(fp8_format="E4M3"),
     "fp8-rowwise": recipes.Float8RowwiseScaling(),
     "fp8-block": recipes.Float8BlockScaling(),
-    "fp8-block, square_wgrad_input": recipes.Float8BlockScaling(square_wgrad_input=True),
+    "fp8-block, wgrad_input_128x128": recipes.Float8BlockScaling(wgrad_input_128x128=True),
     "mxfp8": recipes.MXFP8BlockScaling(),
 }
 RESULTS_OF = ("y", "dx", "dw")

@@ -117,7 +117,7 @@ def of_modules(model: Decoder, recipe: Recipe) -> Decoder:
     """The blocks from LayerNormLinear, Linear and LayerNormMLP over the same parameters; attention stays torch's."""
     for block in model.layers:
         _rebuild(block, recipe)
-    duotone.name_modules(model)
+    duotone.assign_names(model)
     return model
 
 

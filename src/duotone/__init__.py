@@ -13,8 +13,8 @@ from duotone.compat import (
     QuantizerHandle,
     RecipeState,
 )
-from duotone.conversion import PlanRow, convert, convert_parameters, name_modules, plan, revert
-from duotone.errors import RecipeError, UsageError, UserError
+from duotone.conversion import PlanRow, assign_names, convert, convert_parameters, plan, revert
+from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
 from duotone.planned.delayed_states import load_recipe_state, recipe_state
 from duotone.recipes import (
@@ -32,21 +32,71 @@ from duotone.recipes import (
     RuleRecipe,
     Schedule,
 )
+from duotone.renamed import old_names
 from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
 __version__ = "0.1.0"
 __all__ = [
-    "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "DotProductAttention", "Float8BlockQuantizer",
-    "Float8BlockScaling", "Float8CurrentScaling", "Float8CurrentScalingQuantizer", "Float8Quantizer",
-    "Float8RowwiseScaling", "GroupedLinear", "HighPrecision", "HybridQuantizer", "IdentityQuantizer", "LayerNorm",
-    "LayerNormLinear", "LayerNormMLP", "Linear", "MXFP8BlockScaling", "MXFP8Quantizer", "MoE", "MultiheadAttention",
-    "NVFP4BlockScaling", "NVFP4Quantizer", "PlanRow", "QuantizeContext", "QuantizedTensor", "Quantizer",
-    "QuantizerHandle", "QuantizerRole", "RMSNorm", "Recipe", "RecipeError", "RecipeState",
-    "RotaryPositionEmbedding", "RuleRecipe", "Schedule", "TransformerLayer", "UsageError", "UserError", "autocast",
-    "convert", "convert_parameters", "formats", "load_recipe_state", "load_rng_state", "name_modules", "observe",
-    "ops", "optim", "plan", "quantized_model_init", "recipe_state", "recipes", "revert", "rng_state",
+    "CustomRecipe",
+    "DelayedScaling",
+    "DelayedScalingRequest",
+    "DotProductAttention",
+    "Float8BlockQuantizer",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8RowwiseScaling",
+    "GroupedLinear",
+    "HighPrecision",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "MXFP8BlockScaling",
+    "MXFP8Quantizer",
+    "MissingPlaneError",
+    "MoE",
+    "MultiheadAttention",
+    "NVFP4BlockScaling",
+    "NVFP4Quantizer",
+    "PlanRow",
+    "QuantizeContext",
+    "QuantizedTensor",
+    "Quantizer",
+    "QuantizerHandle",
+    "QuantizerRole",
+    "RMSNorm",
+    "Recipe",
+    "RecipeError",
+    "RecipeState",
+    "RotaryPositionEmbedding",
+    "RuleRecipe",
+    "Schedule",
+    "TransformerLayer",
+    "UserError",
+    "assign_names",
+    "autocast",
+    "convert",
+    "convert_parameters",
+    "formats",
+    "load_recipe_state",
+    "load_rng_state",
+    "observe",
+    "ops",
+    "optim",
+    "plan",
+    "quantized_model_init",
+    "recipe_state",
+    "recipes",
+    "revert",
+    "rng_state",
 ]  # fmt: skip
+
+__getattr__ = old_names({"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals())
 
 
 def __dir__() -> list[str]:

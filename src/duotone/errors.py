@@ -5,7 +5,7 @@ class UserError(ValueError):
     """Something the caller gave is not allowed; nothing was changed. The command line prints it and exits with 2."""
 
 
-class UsageError(RuntimeError):
+class MissingPlaneError(RuntimeError):
     """A plane that an operation needs is absent from a quantized tensor and cannot be derived without loss."""
 
 

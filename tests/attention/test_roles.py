@@ -93,7 +93,7 @@ def test_an_unnamed_module_gets_a_name_of_its_own_and_naming_gives_the_full_one(
     first, second = DotProductAttention(4, 8), DotProductAttention(4, 8)
     assert first.module_name != second.module_name and not first.site.named
     layers = torch.nn.ModuleList(TransformerLayer(32, 64, 4) for _ in range(2))
-    duotone.name_modules(layers)
+    duotone.assign_names(layers)
     core = layers[1].self_attention.core_attention
     assert core.module_name == "1.self_attention.core_attention" and (core.site.layer, core.site.layers) == (1, 2)
     assert slots(core, "forward")[0] == dpa("qkv", "1.self_attention.core_attention")
@@ -264,7 +264,7 @@ def test_boundaries_follow_names_that_come_later() -> None:
     layers = torch.nn.ModuleList([MultiheadAttention(32, 4, recipe=ASKING["factory"])])
     module = layers[0]
     module(torch.randn(4, 2, 32))
-    duotone.name_modules(layers)
+    duotone.assign_names(layers)
     module(torch.randn(4, 2, 32))
     assert module.qkv.output_quantizer_role == dpa("qkv", "0.core_attention")
     assert module.core_attention.output_quantizer_role == linear("input", "0.proj")
@@ -272,7 +272,7 @@ def test_boundaries_follow_names_that_come_later() -> None:
 
 def test_rules_by_name_reach_attention_once_modules_are_named() -> None:
     rules = (Rule(module="1.*", module_type="dpa", format="mxfp8_e4m3"),)
-    layers = duotone.name_modules(torch.nn.ModuleList(MultiheadAttention(32, 4) for _ in range(2)))
+    layers = duotone.assign_names(torch.nn.ModuleList(MultiheadAttention(32, 4) for _ in range(2)))
     reasons = [m.core_attention.plan_rows(RuleRecipe(rules=rules))[0].reason for m in layers]
     assert ["request" in reason for reason in reasons] == [False, True]
 

@@ -59,7 +59,7 @@ def test_what_does_not_exist_is_refused(refused, monkeypatch, arguments, message
     assert message in refused("plan", *arguments)
 
 
-ADVICE = "modules with a K x N too small for {} to pay on this device: 8; min_gemm_work"
+ADVICE = "modules with a K x N too small for {} to pay on this device: 8; min_weight_elements"
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-block"])
@@ -67,7 +67,7 @@ def test_a_line_below_the_table_says_where_bf16_would_be_faster(duotone, recipe)
     code, out, err = duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)
     *table, advice = out.splitlines()
     assert (code, err) == (0, "") and advice.startswith(ADVICE.format(recipe))
-    assert sum("native" in line for line in table) == 2 * 4 * 3 and "min_gemm_work" not in "".join(table)
+    assert sum("native" in line for line in table) == 2 * 4 * 3 and "min_weight_elements" not in "".join(table)
 
 
 def test_the_advice_concerns_modules_below_the_entry_alone(duotone, monkeypatch):
@@ -76,24 +76,24 @@ def test_the_advice_concerns_modules_below_the_entry_alone(duotone, monkeypatch)
     for least in (1, 10**4, 10**9):
         monkeypatch.setattr("duotone.dispatch.worth.LEAST_WORK", {((9, 0), "tensor"): least})
         last = duotone(*arguments)[1].splitlines()[-1]
-        sizes.add(int(last.split(": ")[1].split(";")[0]) if "min_gemm_work" in last else 0)
+        sizes.add(int(last.split(": ")[1].split(";")[0]) if "min_weight_elements" in last else 0)
     assert {0, 8} < sizes and len(sizes) == 3
 
 
 @pytest.mark.parametrize("work", ['"measured"', "5"])
 def test_a_recipe_that_sets_min_gemm_work_gets_reasons_instead_of_advice(duotone, tmp_path, work):
     path = tmp_path / "mine.toml"
-    path.write_text(f'recipe = "fp8-current"\nmin_gemm_work = {work}\n')
+    path.write_text(f'recipe = "fp8-current"\nmin_weight_elements = {work}\n')
     rows = rows_of(duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", path)[1])
     assert not any(module == "modules" for module, _ in rows)
-    left = [gemm for gemm, rest in rows.items() if "left in bf16 by min_gemm_work" in rest]
+    left = [gemm for gemm, rest in rows.items() if "left in bf16 by min_weight_elements" in rest]
     assert len(left) == (2 * 4 * 3 if work == '"measured"' else 0)
     assert all("high precision" in rows[gemm] for gemm in left)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "bf16"])
 def test_what_runs_emulated_or_in_bf16_gets_no_advice(duotone, recipe):
-    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)[1]
+    assert "min_weight_elements" not in duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)[1]
 
 
 @pytest.mark.parametrize(("arch", "runs"), [("sm80", "emulated"), ("sm90", "emulated"), ("sm100", "native")])
@@ -111,4 +111,4 @@ def test_an_unknown_architecture_is_refused(refused):
 
 
 def test_a_cpu_gets_no_advice(duotone):
-    assert "min_gemm_work" not in duotone("plan", "--preset", "tiny", "--recipe", "fp8-current")[1]
+    assert "min_weight_elements" not in duotone("plan", "--preset", "tiny", "--recipe", "fp8-current")[1]

@@ -15,7 +15,7 @@ TAKERS = {
     "revert": duotone.revert,
     "plan": duotone.plan,
     "convert_parameters": lambda model: duotone.convert_parameters(model, MXFP8),
-    "name_modules": duotone.name_modules,
+    "assign_names": duotone.assign_names,
 }
 
 

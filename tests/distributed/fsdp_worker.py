@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import duotone
 from duotone import recipes
 from duotone.dispatch import stages
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.recipes import Recipe, Rule, RuleRecipe
 
 HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
@@ -144,7 +144,7 @@ def shards_that_cut_blocks_are_refused_before_anything_is_sent(folder: Path) -> 
     duotone.convert_parameters(m, recipes.load("mxfp8"))
     try:
         fully_shard(m, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    except UsageError as error:
+    except MissingPlaneError as error:
         assert "multiples of 32" in str(error), error
     else:
         raise AssertionError("a shard of 48 rows cuts the columnwise blocks of 32")
@@ -158,7 +158,7 @@ def uneven_shards_are_refused_when_the_model_is_sharded(folder: Path) -> None:
     duotone.convert_parameters(m, recipes.load("fp8-current"))
     try:
         fully_shard(m, mesh=init_device_mesh("cpu", (world,)))
-    except UsageError as error:  # a rank whose shard is padded meets a piece first, which shares its scale
+    except MissingPlaneError as error:  # a rank whose shard is padded meets a piece first, which shares its scale
         assert "17 rows over 2 ranks" in str(error) or dist.get_rank(), error
     else:
         raise AssertionError("ranks would gather pieces of different sizes")

@@ -120,7 +120,7 @@ def multiplies(folder: Path) -> None:
 def is_tapped(folder: Path) -> None:
     store = observe.Tap()
     m = model()
-    with duotone.autocast(recipe=observe.tap(RECIPE, store)):
+    with duotone.autocast(recipe=observe.with_statistics(RECIPE, store)):
         tapped = grads(m)
     for got, want in zip(tapped, grads(m), strict=True):
         same(got, want)

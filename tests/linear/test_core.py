@@ -243,7 +243,7 @@ def test_a_frozen_weight_saves_no_input_and_quantizes_no_columns_of_it() -> None
     store = observe.Tap()
     module = duotone.convert(nn.Linear(128, 96, bias=False, dtype=torch.bfloat16), recipes.load("mxfp8"))
     module.weight.requires_grad_(False)
-    with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8"), store)):
+    with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8"), store)):
         module(torch.randn(64, 128).bfloat16().requires_grad_()).sum().backward()
     seen = {(row["role"], row["plane"]) for row in store.rows()}
     assert seen == {

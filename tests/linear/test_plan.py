@@ -67,15 +67,15 @@ def test_accumulation_changes_no_rule_that_has_no_other() -> None:
     assert kernels(recipes.load("fp8-current"), device="cpu") == ["decode, fp32 product and epilogue"] * 3
 
 
-def test_square_wgrad_input_gives_wgrad_the_pair_of_blocks_of_fprop() -> None:
-    plans = [build_plan(setting(recipes.Float8BlockScaling(square_wgrad_input=square))) for square in (False, True)]
+def test_wgrad_input_128x128_gives_wgrad_the_pair_of_blocks_of_fprop() -> None:
+    plans = [build_plan(setting(recipes.Float8BlockScaling(wgrad_input_128x128=square))) for square in (False, True)]
     blocks = [[(gemm.a.outer_block.name, gemm.b.outer_block.name) for gemm in plan.gemms] for plan in plans]
     assert blocks[0] == [("1x128", "128x128"), ("1x128", "128x128"), ("1x128", "1x128")]
     assert blocks[1] == [("1x128", "128x128")] * 3
     assert {gemm.rule.name for plan in plans for gemm in plan.gemms} == {"cuBLAS FP8 block product"}
 
 
-SMALL = replace(recipes.load("fp8-current"), min_gemm_work=64 * 96 + 1)
+SMALL = replace(recipes.load("fp8-current"), min_weight_elements=64 * 96 + 1)
 
 
 def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16() -> None:
@@ -86,11 +86,11 @@ def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16() -> None:
     quantizers = [plan.output, plan.grad_input, *[operand.quantizer for operand in operands]]
     assert quantizers == [Quantizer()] * 5 and all(operand.source is HIGH_PRECISION for operand in operands)
     assert {(gemm.rule.name, gemm.reason) for gemm in plan.gemms} == {
-        ("torch", "K x N = 96 x 64 = 6144 is below 6145: left in bf16 by min_gemm_work")
+        ("torch", "K x N = 96 x 64 = 6144 is below 6145: left in bf16 by min_weight_elements")
     }
-    assert build_plan(setting(SMALL, dtype=torch.float16)).fprop.reason.endswith("left in fp16 by min_gemm_work")
-    enough = replace(SMALL, min_gemm_work=64 * 96)
-    off = replace(SMALL, min_gemm_work=0)
+    assert build_plan(setting(SMALL, dtype=torch.float16)).fprop.reason.endswith("left in fp16 by min_weight_elements")
+    enough = replace(SMALL, min_weight_elements=64 * 96)
+    off = replace(SMALL, min_weight_elements=0)
     assert build_plan(setting(enough, **boundary)) == build_plan(setting(off, **boundary)) != plan
 
 
@@ -106,17 +106,17 @@ def test_a_weight_below_min_gemm_work_leaves_the_whole_linear_in_bf16() -> None:
     ids=str,
 )
 def test_min_gemm_work_does_nothing_where_it_would_not_help(other) -> None:
-    assert build_plan(setting(SMALL, **other)) == build_plan(setting(replace(SMALL, min_gemm_work=0), **other))
+    assert build_plan(setting(SMALL, **other)) == build_plan(setting(replace(SMALL, min_weight_elements=0), **other))
 
 
 @pytest.mark.parametrize(("name", "device"), [("mxfp8", "sm90"), ("nvfp4", "sm90"), ("fp8-block", "sm100")])
 def test_emulated_products_are_never_left_out(name, device) -> None:
     """One emulated GEMM is enough: a Blackwell has no block product."""
     recipe = recipes.load(name)
-    small = replace(recipe, min_gemm_work=10**9)
+    small = replace(recipe, min_weight_elements=10**9)
     assert build_plan(setting(small, device=device)) == build_plan(setting(recipe, device=device))
     mixed = recipes.RuleRecipe(
-        rules=(Rule(fprop="fp8_e4m3_tensor", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),), min_gemm_work=10**9
+        rules=(Rule(fprop="fp8_e4m3_tensor", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),), min_weight_elements=10**9
     )
     assert [gemm.rule.native for gemm in build_plan(setting(mixed)).gemms] == [True, True, False]
 
@@ -126,14 +126,14 @@ def test_a_gemm_in_high_precision_beside_native_ones_does_not_keep_them() -> Non
         replace(SMALL, backward_override="high_precision"),
         recipes.RuleRecipe(
             rules=(Rule(fprop="fp8_e4m3_row", dgrad="fp8_e4m3_row", wgrad="identity"),),
-            min_gemm_work=10**9,
+            min_weight_elements=10**9,
             strict=True,
         ),
     ):
-        assert build_plan(setting(replace(recipe, min_gemm_work=0))).fprop.rule.name == FAST
+        assert build_plan(setting(replace(recipe, min_weight_elements=0))).fprop.rule.name == FAST
         plan = build_plan(setting(recipe))
         assert {gemm.rule.name for gemm in plan.gemms} == {"torch"}
-        assert all("min_gemm_work" in gemm.reason for gemm in plan.gemms)
+        assert all("min_weight_elements" in gemm.reason for gemm in plan.gemms)
 
 
 def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_asked_for() -> None:
@@ -141,7 +141,7 @@ def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_a
     one_sided = recipes.RuleRecipe(
         rules=(Rule(tensor_type="input", format="fp8_e4m3_row"), Rule(format="identity")),
         strict=True,
-        min_gemm_work=10**9,
+        min_weight_elements=10**9,
     )
     with pytest.raises(RecipeError, match="strict: fprop of up pairs fp8_e4m3_row with identity"):
         build_plan(setting(one_sided))
@@ -151,16 +151,16 @@ def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> N
     entries = {((9, 0), "tensor"): 1000, ((9, 0), "row"): 2000, ((9, 0), "1x128"): 3000}
     monkeypatch.setattr(worth, "LEAST_WORK", entries)
     for name, least in (("fp8-current", 1000), ("fp8-delayed", 1000), ("fp8-rowwise", 2000), ("fp8-block", 3000)):
-        recipe = replace(recipes.load(name), min_gemm_work="measured")
+        recipe = replace(recipes.load(name), min_weight_elements="measured")
         below, at = (build_plan(setting(recipe, (least // 10 - less, 10))) for less in (1, 0))
         assert below.fprop.reason == (
-            f"K x N = 10 x {least // 10 - 1} = {least - 10} is below {least}: left in bf16 by min_gemm_work"
+            f"K x N = 10 x {least // 10 - 1} = {least - 10} is below {least}: left in bf16 by min_weight_elements"
         )
         assert at == build_plan(setting(recipes.load(name), (least // 10, 10)))
     pair = (Rule(tensor_type="weight", format="fp8_e4m3_row"), Rule(format="fp8_e4m3_tensor"))
-    both = recipes.RuleRecipe(rules=pair, min_gemm_work="measured", emulate_mixed=True)
+    both = recipes.RuleRecipe(rules=pair, min_weight_elements="measured", emulate_mixed=True)
     assert "below 2000" in build_plan(setting(both, (150, 10))).fprop.reason
-    unknown = replace(recipes.load("fp8-current"), min_gemm_work="measured")
+    unknown = replace(recipes.load("fp8-current"), min_weight_elements="measured")
     assert build_plan(setting(unknown, (1, 1), device="sm120")).fprop.rule.name == FAST
 
 
@@ -176,7 +176,7 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, na
     x, dy = torch.randn(8, 96).bfloat16(), torch.randn(8, 64).bfloat16()
     plain = nn.Linear(96, 64, dtype=torch.bfloat16)
     want = torch.autograd.grad(plain(x), list(plain.parameters()), dy)
-    recipe = replace(recipes.load(name), min_gemm_work="measured")
+    recipe = replace(recipes.load(name), min_weight_elements="measured")
     module = duotone.Linear(96, 64, params_dtype=torch.bfloat16, recipe=recipe)
     module.load_state_dict(plain.state_dict(), strict=False)
     own = type(module).setting
@@ -204,7 +204,7 @@ def test_a_module_tells_its_plan_the_shape_of_one_weight(make) -> None:
     module = make(SMALL)
     assert module.setting(SMALL, "sm90", torch.bfloat16).weight_shape == (64, 96)
     assert "= 6144 is below 6145" in module.plan_of(SMALL, "sm90", torch.bfloat16).fprop.reason
-    enough = replace(SMALL, min_gemm_work=6144)
+    enough = replace(SMALL, min_weight_elements=6144)
     assert module.plan_of(enough, "sm90", torch.bfloat16).fprop.rule.name == FAST
 
 
@@ -212,6 +212,6 @@ def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatc
     own = duotone.Linear.setting
     monkeypatch.setattr(duotone.Linear, "setting", lambda self, *args: replace(own(self, *args), device="sm90"))
     for work, kind in ((6145, nn.Parameter), (6144, duotone.QuantizedTensor)):
-        with duotone.quantized_model_init(recipe=replace(SMALL, min_gemm_work=work)):
+        with duotone.quantized_model_init(recipe=replace(SMALL, min_weight_elements=work)):
             module = duotone.Linear(96, 64, params_dtype=torch.bfloat16)
         assert type(module.weight) is kind

@@ -206,7 +206,7 @@ def test_roles_are_those_of_the_table() -> None:
     ]
     assert roles(LayerNormMLP(64, 48, name="M")) == expected
     named = nn.ModuleDict({"M": LayerNormMLP(64, 48)})
-    duotone.name_modules(named)
+    duotone.assign_names(named)
     assert roles(named["M"]) == expected
     bare = dict(roles(LayerNormMLP(64, 48)))
     named = bare["fc1.input"][2].removesuffix(".fc1")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import duotone
-from duotone import UsageError, UserError, recipes
+from duotone import MissingPlaneError, UserError, recipes
 from duotone.modules import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from duotone.tensor.quantizer import Quantizer
 
@@ -345,7 +345,7 @@ def test_a_missing_or_wrong_main_grad_is_an_error_in_forward_that_changes_nothin
         for weight in matrices(m):
             if wrong is not None:
                 weight.main_grad = wrong
-        with pytest.raises(UsageError, match=r"needs weight.main_grad of shape .*; got (none|list|\(3, 3\))"):
+        with pytest.raises(MissingPlaneError, match=r"needs weight.main_grad of shape .*; got (none|list|\(3, 3\))"):
             call(m, x)
     assert all(torch.equal(v, before[k]) for k, v in duotone.rng_state(m).items())
 
@@ -365,7 +365,7 @@ def test_evaluation_and_frozen_weights_need_no_main_grad(kind) -> None:
 def test_a_main_grad_that_holds_no_gradient_is_an_error_in_forward(wrong) -> None:
     m, x = make("Linear", fuse_wgrad_accumulation=True), rows()
     m.weight.main_grad = wrong
-    with pytest.raises(UsageError, match=r"in floating point on cpu; got \(96, 64\) in .* on (meta|cpu)$"):
+    with pytest.raises(MissingPlaneError, match=r"in floating point on cpu; got \(96, 64\) in .* on (meta|cpu)$"):
         call(m, x)
 
 
@@ -435,7 +435,7 @@ def test_delayed_weight_gradients_equal_those_that_are_not(kind, name, fuse) -> 
     for expected in after:
         m.backward_dw()
         assert equal([w.main_grad if fuse else w.grad for w in matrices(m)], expected)
-    with pytest.raises(UsageError, match="no weight gradient waits"):
+    with pytest.raises(MissingPlaneError, match="no weight gradient waits"):
         m.backward_dw()
     assert equal([w.main_grad if fuse else w.grad for w in matrices(m)], after[-1])
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import recipes
-from duotone.errors import RecipeError, UsageError, UserError
+from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, HighPrecision, QuantizerRole
 from duotone.tensor import History, QuantizedTensor, Quantizer
@@ -173,7 +173,7 @@ def test_a_weight_made_without_gradients_trains_without_loss_or_says_why_not(nam
     before = bits(m.weight)
     evaluate(m, x, torch.inference_mode)
     if not lossless:
-        with pytest.raises(UsageError, match=r"the weight of body: .*no columnwise plane.*materialize_usage"):
+        with pytest.raises(MissingPlaneError, match=r"the weight of body: .*no columnwise plane.*materialize_usage"):
             m(x.clone().requires_grad_())
         assert equal(bits(m.weight), before)
         m.weight.materialize_usage(columnwise=True, allow_requantize=True)
@@ -528,9 +528,9 @@ def test_convert_and_name_modules_give_full_names_and_rules_need_them() -> None:
     assert all(re.fullmatch(r"Layer_\d+", m.module_name) for m in (root[0][0], root[1]))
     for condition in ({"module": "0.*"}, {"module_regex": "0.*"}, {"layer": 0}):
         recipe = recipes.RuleRecipe(rules=(recipes.Rule(format="mxfp8_e4m3", **condition),))
-        with pytest.raises(RecipeError, match=r"duotone\.name_modules\(root\)"), duotone.autocast(recipe=recipe):
+        with pytest.raises(RecipeError, match=r"duotone\.assign_names\(root\)"), duotone.autocast(recipe=recipe):
             root(x)
-    duotone.name_modules(root)
+    duotone.assign_names(root)
     assert [m.module_name for m in (root[0][0], root[1])] == ["0.0", "1"]
     assert [m.site.layer for m in (root[0][0], root[1])] == [0, 1] and root[0][0].site.layers == 2
     with duotone.autocast(recipe=recipe):
@@ -539,7 +539,7 @@ def test_convert_and_name_modules_give_full_names_and_rules_need_them() -> None:
     plain = nn.Sequential(nn.Sequential(nn.Linear(K, N), nn.ReLU()), nn.Linear(N, N))
     duotone.convert(plain, MX, ())
     assert [m.module_name for m in (plain[0][0], plain[1])] == ["0.0", "1"]
-    alone = duotone.name_modules(duotone.Linear(K, N))
+    alone = duotone.assign_names(duotone.Linear(K, N))
     assert alone.module_name == "Linear"
 
 

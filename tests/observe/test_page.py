@@ -23,7 +23,7 @@ def test_the_tap_of_the_page_prints_a_row_for_each_plane(capsys) -> None:
 
 def test_the_table_of_the_page_names_every_key() -> None:
     store = observe.Tap()
-    quantizer = observe.tap(recipes.load("mxfp8"), store)(recipes.QuantizerRole("linear", "input", "a"))
+    quantizer = observe.with_statistics(recipes.load("mxfp8"), store)(recipes.QuantizerRole("linear", "input", "a"))
     quantizer.encode(torch.ones(4, 32))
     named = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
     assert set(store.rows()[0]) <= named

@@ -33,7 +33,7 @@ def step(m: nn.Module, recipe: recipes.Recipe, x: torch.Tensor, dy: torch.Tensor
 
 def assert_same_bits(m: nn.Module, recipe: recipes.Recipe, store: observe.Tap) -> None:
     x, dy = torch.randn(40, 96).to(BF16), torch.randn(40, 64).to(BF16)
-    plain, tapped = step(m, recipe, x, dy), step(m, observe.tap(recipe, store), x, dy)
+    plain, tapped = step(m, recipe, x, dy), step(m, observe.with_statistics(recipe, store), x, dy)
     assert all(torch.equal(a, b) for a, b in zip(plain, tapped, strict=True))
 
 
@@ -47,7 +47,7 @@ def test_a_tapped_recipe_computes_the_same_bits(name: str) -> None:
 def test_rows_name_module_role_plane_and_format() -> None:
     store = observe.Tap()
     m = duotone.convert(nn.ModuleDict({"proj": nn.Linear(96, 64)}), recipes.load("mxfp8-fwd-nvfp4-bwd"))
-    with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8-fwd-nvfp4-bwd"), store)):
+    with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8-fwd-nvfp4-bwd"), store)):
         for _ in range(3):
             m["proj"](torch.randn(40, 96).requires_grad_()).square().sum().backward()
     rows = {(row["module"], row["role"], row["plane"]): row for row in store.rows()}
@@ -84,15 +84,15 @@ def test_a_factory_sees_the_same_roles_under_a_tap() -> None:
     step(m, recipe, torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
     plain = list(asked)
     asked.clear()
-    step(m, observe.tap(recipe, observe.Tap()), torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
+    step(m, observe.with_statistics(recipe, observe.Tap()), torch.randn(8, 96).to(BF16), torch.randn(8, 64).to(BF16))
     assert plain == asked and None in asked
 
 
 def test_every_field_of_a_recipe_holds_under_its_tap() -> None:
     common = {"emulate_mixed": True, "fp8_dpa": True, "fprop_fast_accum": False, "wgrad_fast_accum": True}
-    recipe = replace(recipes.load("mxfp8"), **common, min_gemm_work="measured", evaluation=recipes.load("nvfp4"))
+    recipe = replace(recipes.load("mxfp8"), **common, min_weight_elements="measured", evaluation=recipes.load("nvfp4"))
     store = observe.Tap()
-    tapped = observe.tap(recipe, store)
+    tapped = observe.with_statistics(recipe, store)
     own = {field.name for field in fields(Recipe)} - {"evaluation"}
     assert {name: getattr(tapped, name) for name in own} == {name: getattr(recipe, name) for name in own}
     assert tapped.alignment == recipe.alignment
@@ -137,7 +137,7 @@ def test_delayed_formats_are_judged_by_the_scale_that_they_used() -> None:
     first, second = torch.full((16, 64), 2.0).to(BF16), torch.full((16, 64), 2.0).to(BF16)
     second[0, :4] = 8.0  # over the range that the first step foretold
     for x in (first, second):
-        with duotone.autocast(recipe=observe.tap(recipe, store)):
+        with duotone.autocast(recipe=observe.with_statistics(recipe, store)):
             m(x.requires_grad_()).sum().backward()
     row = next(r for r in store.rows() if (r["role"], r["plane"]) == ("input", "rowwise"))
     assert (row["amax"], row["dynamic_range_bits"], row["samples"]) == (8.0, 2.0, 2)
@@ -202,7 +202,7 @@ def test_empty_batches_and_batches_without_a_number_have_rows(name: str, rows: i
     store, recipe = observe.Tap(), recipes.load(name)
     m = duotone.convert(nn.Linear(64, 32, dtype=BF16), recipe, rules=())
     x = torch.full((rows, 64), math.nan, dtype=BF16, requires_grad=True)
-    with duotone.autocast(recipe=observe.tap(recipe, store)):
+    with duotone.autocast(recipe=observe.with_statistics(recipe, store)):
         m(x).sum().backward()
     inputs = [r for r in store.rows() if r["role"] == "input"]
     assert {r["plane"] for r in inputs} == {"rowwise", "columnwise"}
@@ -212,7 +212,7 @@ def test_empty_batches_and_batches_without_a_number_have_rows(name: str, rows: i
 def test_an_exact_plane_has_no_ratio() -> None:
     store = observe.Tap()
     m = duotone.convert(nn.Linear(32, 32), recipes.load("bf16"))
-    with duotone.autocast(recipe=observe.tap(recipes.load("bf16"), store)):
+    with duotone.autocast(recipe=observe.with_statistics(recipes.load("bf16"), store)):
         m(torch.randn(4, 32))
     assert all(row["snr_db"] is None and row["underflow"] == row["saturation"] == 0 for row in store.rows())
     assert all(row["dynamic_range_bits"] > 0 for row in store.rows())
@@ -239,7 +239,7 @@ def test_a_tapped_step_does_not_synchronise(name: str) -> None:
     store, recipe = observe.Tap(), recipes.load(name)
     m = duotone.convert(nn.Linear(64, 32, dtype=BF16), recipe, rules=())
     x, dy = torch.randn(32, 64).to(BF16).requires_grad_(), torch.randn(32, 32).to(BF16)
-    with NoSynchronisation(), duotone.autocast(recipe=observe.tap(recipe, store)):
+    with NoSynchronisation(), duotone.autocast(recipe=observe.with_statistics(recipe, store)):
         for _ in range(2):
             m(x).backward(dy)
     assert len(store.rows()) >= 4 and all(row["samples"] == 2 for row in store.rows())
@@ -254,7 +254,7 @@ def test_on_cuda_a_tapped_step_does_not_synchronise(name: str) -> None:
     x, dy = torch.randn(32, 64).to(BF16).cuda().requires_grad_(), torch.randn(32, 32).to(BF16).cuda()
 
     def run() -> None:
-        with duotone.autocast(recipe=observe.tap(recipe, store)):
+        with duotone.autocast(recipe=observe.with_statistics(recipe, store)):
             m(x).backward(dy)
 
     run()
@@ -275,9 +275,9 @@ def test_statistics_need_no_data_on_the_host(name: str) -> None:
 
 def test_a_tapped_recipe_is_a_value_and_its_pickle_leaves_the_store_behind() -> None:
     recipe, store = recipes.load("mxfp8"), observe.Tap()
-    one, two = observe.tap(recipe, store), observe.tap(recipe, store)
+    one, two = observe.with_statistics(recipe, store), observe.with_statistics(recipe, store)
     assert one == two and hash(one) == hash(two) and one.key == two.key
-    assert one != observe.tap(recipe, observe.Tap()) and one != recipe
+    assert one != observe.with_statistics(recipe, observe.Tap()) and one != recipe
     role = duotone.QuantizerRole("linear", "input", "a")
     assert one(role) == two(role) and hash(one(role)) == hash(two(role))
     assert pickle.loads(pickle.dumps(one)) == recipe and pickle.loads(pickle.dumps(one(role))) == recipe(role)
@@ -286,18 +286,18 @@ def test_a_tapped_recipe_is_a_value_and_its_pickle_leaves_the_store_behind() -> 
 
 def test_parameters_made_under_a_tap_carry_no_store() -> None:
     store = observe.Tap()
-    with duotone.quantized_model_init(recipe=observe.tap(recipes.load("mxfp8"), store)):
+    with duotone.quantized_model_init(recipe=observe.with_statistics(recipes.load("mxfp8"), store)):
         m = duotone.Linear(64, 64, params_dtype=BF16)
     assert type(m.weight.quantizer) is Quantizer and store.rows() == []
-    with duotone.autocast(recipe=observe.tap(recipes.load("mxfp8"), store)):
+    with duotone.autocast(recipe=observe.with_statistics(recipes.load("mxfp8"), store)):
         m(torch.randn(32, 64).to(BF16))
     assert {row["role"] for row in store.rows()} == {"input"}  # what the weight was before is gone
 
 
 @pytest.mark.parametrize(("recipe", "store"), [("mxfp8", observe.Tap()), (recipes.load("mxfp8"), [])])
 def test_what_is_no_recipe_or_no_store_is_refused(recipe, store) -> None:
-    with pytest.raises(duotone.UserError, match=r"tap takes a recipe and a Tap; got (str|list)"):
-        observe.tap(recipe, store)
+    with pytest.raises(duotone.UserError, match=r"with_statistics takes a recipe and a Tap; got (str|list)"):
+        observe.with_statistics(recipe, store)
 
 
 def test_a_tap_counts_amaxes_that_did_not_enter_a_history_as_they_were() -> None:
@@ -310,7 +310,7 @@ def test_a_tap_counts_amaxes_that_did_not_enter_a_history_as_they_were() -> None
             dy[0, 0] = float("inf")
         if number == 2:
             x[0, 0] = 1e8
-        with duotone.autocast(recipe=recipe if number == 1 else observe.tap(recipe, store)):
+        with duotone.autocast(recipe=recipe if number == 1 else observe.with_statistics(recipe, store)):
             y = m["proj"](x.requires_grad_())
         y.backward(dy)
     found = {(r["role"], r["plane"]): (r["amaxes_skipped"], r["spikes_clamped"]) for r in store.rows()}

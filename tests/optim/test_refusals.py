@@ -7,7 +7,7 @@ import torch
 from optim_cases import RATES, all_same, everything, held, pair
 from torch import nn
 
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.optim import AdamW
 from duotone.tensor import QuantizeContext
 
@@ -73,8 +73,8 @@ def stochastic() -> nn.Parameter:
     ("make", "error", "words"),
     [
         (sparse, UserError, "sparse"),
-        (shell, UsageError, "no plane"),
-        (piece, UsageError, "piece"),
+        (shell, MissingPlaneError, "no plane"),
+        (piece, MissingPlaneError, "piece"),
         (stochastic, UserError, "seed"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
-        pytest.raises(UsageError, match="CUDA graph"),
+        pytest.raises(MissingPlaneError, match="CUDA graph"),
     ):
         optimizer.step()
     assert torch.equal(p, torch.ones(4))

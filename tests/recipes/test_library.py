@@ -79,9 +79,9 @@ def test_a_file_may_change_fields_of_a_built_in_recipe(tmp_path: Path) -> None:
     assert recipes.load(str(path)) == recipes.NVFP4BlockScaling(disable_rht=True, backward_override="dequantized")
 
 
-def test_square_wgrad_input_changes_the_columnwise_plane_of_the_input_alone(tmp_path: Path) -> None:
+def test_wgrad_input_128x128_changes_the_columnwise_plane_of_the_input_alone(tmp_path: Path) -> None:
     path = tmp_path / "square.toml"
-    path.write_text("recipe = 'fp8-block'\nsquare_wgrad_input = true\npower_of_two_scales = false\namax_epsilon = 0.5")
+    path.write_text("recipe = 'fp8-block'\nwgrad_input_128x128 = true\npower_of_two_scales = false\namax_epsilon = 0.5")
     recipe = recipes.load(str(path))
     assert recipe == recipes.from_dict(recipe.to_dict()) != recipes.Float8BlockScaling(power_of_two_scales=False)
     made = [recipe(role) for role in ROLES]
@@ -120,12 +120,15 @@ def test_a_role_that_no_rule_matches_stays_in_high_precision(tmp_path: Path) -> 
         ("recipe = 'mxfp8'\nfprop_fast_accum = 1", "fprop_fast_accum is 1; allowed are true and false"),
         ("base = 'mxfp8'\ndgrad_fast_accum = 'no'", "dgrad_fast_accum is 'no'; allowed are true and false"),
         ("recipe = 'bf16'\nwgrad_fast_accum = 0.0", "wgrad_fast_accum is 0.0; allowed are true and false"),
-        ("recipe = 'fp8-block'\nsquare_wgrad_input = 128", "square_wgrad_input is 128; allowed are true and false"),
-        ("recipe = 'fp8-rowwise'\nsquare_wgrad_input = true", "recipe fp8-rowwise has no key 'square_wgrad_input'"),
-        ("recipe = 'mxfp8'\nmin_gemm_work = -1", "min_gemm_work is -1; give a number of elements from 0 on (0 is off)"),
-        ("recipe = 'mxfp8'\nmin_gemm_work = true", "min_gemm_work is True; give a number"),
-        ("recipe = 'mxfp8'\nmin_gemm_work = 1e6", "min_gemm_work is 1000000.0; give a number"),
-        ("base = 'mxfp8'\nmin_gemm_work = 'auto'", "min_gemm_work is 'auto'; give a number"),
+        ("recipe = 'fp8-block'\nwgrad_input_128x128 = 128", "wgrad_input_128x128 is 128; allowed are true and false"),
+        ("recipe = 'fp8-rowwise'\nwgrad_input_128x128 = true", "recipe fp8-rowwise has no key 'wgrad_input_128x128'"),
+        (
+            "recipe = 'mxfp8'\nmin_weight_elements = -1",
+            "min_weight_elements is -1; give a number of elements from 0 on (0 is off)",
+        ),
+        ("recipe = 'mxfp8'\nmin_weight_elements = true", "min_weight_elements is True; give a number"),
+        ("recipe = 'mxfp8'\nmin_weight_elements = 1e6", "min_weight_elements is 1000000.0; give a number"),
+        ("base = 'mxfp8'\nmin_weight_elements = 'auto'", "min_weight_elements is 'auto'; give a number"),
         ("strict = 'yes'\n[[rules]]\nformat = 'mxfp4'", "strict is 'yes'; allowed are true and false"),
         ("recipe = 'nvfp4'\ndisable_rht = 'no'", "disable_rht is 'no'; allowed are true and false"),
         ("name = 3\n[[rules]]\nformat = 'mxfp4'", "name is 3; it must be a string"),
@@ -190,7 +193,7 @@ emulate_mixed = true
 fprop_fast_accum = false
 dgrad_fast_accum = true
 wgrad_fast_accum = true
-min_gemm_work = "measured"
+min_weight_elements = "measured"
 evaluation = "bf16"
 base = {recipe = "nvfp4", disable_rht = true}
 
@@ -235,7 +238,7 @@ def test_a_file_may_use_every_key(tmp_path: Path) -> None:
         fprop_fast_accum=False,
         dgrad_fast_accum=True,
         wgrad_fast_accum=True,
-        min_gemm_work="measured",
+        min_weight_elements="measured",
         evaluation=recipes.HighPrecision(),
         base=recipes.NVFP4BlockScaling(disable_rht=True),
         history=History(1, 16, "most_recent", reduce_amax=False),

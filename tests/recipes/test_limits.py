@@ -45,9 +45,15 @@ WRONG = {
     "surrogate.json": ('{"name": "\\ud800", "rules": [{"format": "mxfp4"}]}', "which holds NUL or half a surrogate"),
     "surrogate-rule.json": ('{"rules": [{"format": "mxfp4", "module": "\\udfff"}]}', "which holds NUL or half a"),
     "key.json": ('{"\\ud800": 1}', "a key is '\\ud800', which holds NUL or half a surrogate pair"),
-    "digits.toml": ("recipe = 'mxfp8'\nmin_gemm_work = " + "1" * 4300, "a number has more than 18 digits"),
-    "digits-5000.toml": ("recipe = 'mxfp8'\nmin_gemm_work = " + "1" * 5000, "is not valid TOML: Exceeds the limit"),
-    "digits-5000.json": ('{"recipe": "mxfp8", "min_gemm_work": ' + "1" * 5000 + "}", "is not valid JSON: Exceeds the"),
+    "digits.toml": ("recipe = 'mxfp8'\nmin_weight_elements = " + "1" * 4300, "a number has more than 18 digits"),
+    "digits-5000.toml": (
+        "recipe = 'mxfp8'\nmin_weight_elements = " + "1" * 5000,
+        "is not valid TOML: Exceeds the limit",
+    ),
+    "digits-5000.json": (
+        '{"recipe": "mxfp8", "min_weight_elements": ' + "1" * 5000 + "}",
+        "is not valid JSON: Exceeds the",
+    ),
     "epsilon.toml": ("recipe = 'fp8-current'\namax_epsilon = 1e300", "amax_epsilon is 1e+300; it must be a number"),
     "epsilon-inf.toml": ("recipe = 'fp8-block'\namax_epsilon = inf", "amax_epsilon is inf; it must be a number"),
     "epsilon-nan.json": ('{"recipe": "fp8-rowwise", "amax_epsilon": NaN}', "amax_epsilon is nan; it must be a number"),
@@ -216,7 +222,7 @@ def test_the_largest_floor_and_history_work():
 
 KEYS = [
     *("name", "recipe", "base", "evaluation", "rules", "phases", "delayed", "steps", "from", "strict", "margin"),
-    *("amax_history_len", "amax_epsilon", "fp8_format", "min_gemm_work", "backward_override", "disable_rht"),
+    *("amax_history_len", "amax_epsilon", "fp8_format", "min_weight_elements", "backward_override", "disable_rht"),
     *("module", "module_regex", "module_type", "tensor_type", "layer", "in_features", "format", "rowwise", "fprop"),
     *("columnwise_source", "amax_compute_algo", "convert_parameters", "reduce_amax"),
 ]

@@ -97,7 +97,7 @@ def test_all_conditions_of_a_rule_must_hold():
 @pytest.mark.parametrize("asked", [{"module": "*"}, {"module_regex": ".*"}, {"layer": 0}])
 def test_a_rule_that_asks_for_the_place_of_an_unnamed_module_says_what_to_call(asked):
     rule = Rule(tensor_type="weight", **asked, **IDENTITY)
-    with pytest.raises(RecipeError, match=r"asks for \w+, but .* call duotone.name_modules\(root\) first") as raised:
+    with pytest.raises(RecipeError, match=r"asks for \w+, but .* call duotone.assign_names\(root\) first") as raised:
         rule.matches(WEIGHT, Site(named=False))
     assert next(iter(asked)) in str(raised.value) and "\n" not in str(raised.value)
     assert not rule.matches(INPUT, Site(named=False))
@@ -219,7 +219,7 @@ def test_strict_refuses_a_role_that_nothing_decides():
         {"fprop_fast_accum": False},
         {"dgrad_fast_accum": True},
         {"wgrad_fast_accum": True},
-        {"min_gemm_work": 4096},
+        {"min_weight_elements": 4096},
         {"evaluation": recipes.load("bf16")},
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from duotone.errors import RecipeError, UsageError, UserError
+from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.tensor import (
     BOTH,
     LOCAL,
@@ -223,10 +223,10 @@ def test_prepare_and_restore_out_of_turn() -> None:
     """core 41: an error, and nothing lost."""
     t = QUANTIZERS["mxfp8"].quantize(torch.randn(32, 64))
     before = snapshot(t)
-    with pytest.raises(UsageError, match="prepare_for_saving first"):
+    with pytest.raises(MissingPlaneError, match="prepare_for_saving first"):
         restore_from_saved(t, [])
     taken = prepare_for_saving(t)
-    with pytest.raises(UsageError, match="taken out already"):
+    with pytest.raises(MissingPlaneError, match="taken out already"):
         prepare_for_saving(t)
     with pytest.raises(UserError, match="needs its 4 buffers back; got 3"):
         restore_from_saved(t, taken[:3])
@@ -276,7 +276,7 @@ def test_flattening_keeps_what_a_piece_is() -> None:
     t = QUANTIZERS["fp8"].quantize(torch.randn(64, 64))[:32]
     names, context = t.__tensor_flatten__()
     made = QuantizedTensor.__tensor_unflatten__({n: getattr(t, n) for n in names}, context, t.shape, t.stride())
-    with pytest.raises(UsageError, match="shares its scale"):
+    with pytest.raises(MissingPlaneError, match="shares its scale"):
         made.zero_()
 
 

@@ -12,7 +12,7 @@ from duotone.compat.quantizers import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import BOTH, QuantizedTensor, Usage
 
 MX = Quantizer(formats.get("mxfp8_e4m3"), formats.get("mxfp8_e4m3"))
@@ -67,7 +67,7 @@ def test_update_usage_drops_keeps_and_derives() -> None:
 def test_a_failing_update_usage_changes_nothing() -> None:
     t = quantize(torch.randn(32, 64), MX, Usage(True, False))
     for request in ({"rowwise": False, "columnwise": True}, {"columnwise": True}):
-        with pytest.raises(UsageError):
+        with pytest.raises(MissingPlaneError):
             t.update_usage(**request)
         assert t.get_usages() == {"rowwise": True, "columnwise": False}
 
@@ -150,9 +150,9 @@ def test_a_tensor_without_planes_knows_its_shape_and_has_no_values() -> None:
     dropped.update_usage(rowwise=False, columnwise=False)
     for shell in (t, dropped):
         assert shell.shape == (4, 4) and shell.size(-1) == 4 and "no planes" in repr(shell)
-        with pytest.raises(UsageError, match="holds no plane"):
+        with pytest.raises(MissingPlaneError, match="holds no plane"):
             shell.dequantize()
-        with pytest.raises(UsageError, match="no rowwise plane"):
+        with pytest.raises(MissingPlaneError, match="no rowwise plane"):
             shell.update_usage(rowwise=True)
 
 

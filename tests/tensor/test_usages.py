@@ -19,7 +19,7 @@ from tensor_cases import (
     values_of,
 )
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor import Usage
 
 REQUESTS = [(row, col) for row in (None, False, True) for col in (None, False, True)]
@@ -38,7 +38,7 @@ def test_update_usage(name, usage) -> None:
         after = Usage(*(held if want is None else want for held, want in zip(usage, request_, strict=True)))
         missing = [want and not held for held, want in zip(usage, request_, strict=True)]
         if any(missing) and not (name in LOSSLESS and any(usage)):
-            with pytest.raises(UsageError, match="materialize_usage") as error:
+            with pytest.raises(MissingPlaneError, match="materialize_usage") as error:
                 t.update_usage(*request_)
             assert "\n" not in str(error.value) and t.get_usages() == usage._asdict()
             assert same_parts(snapshot(t), before)
@@ -64,7 +64,7 @@ def test_two_different_formats_never_follow_from_each_other() -> None:
     """hybrid 22: though the other format could be transposed, a later write would make another one."""
     for name, held, missing in (("fp8|128x128", COLUMN, "rowwise"), ("identity|nvfp4", ROW, "columnwise")):
         t = QUANTIZERS[name].quantize(torch.randn(32, 64), usage=held)
-        with pytest.raises(UsageError, match=f"no {missing} plane and none follows"):
+        with pytest.raises(MissingPlaneError, match=f"no {missing} plane and none follows"):
             t.update_usage(**{missing: True})
         assert same(t.zero_(), QUANTIZERS[name].quantize(torch.zeros(32, 64), usage=held))
 
@@ -83,7 +83,7 @@ def test_materialize_usage_requantizes_only_when_told(name) -> None:
     """core 24."""
     q, x = QUANTIZERS[name], torch.randn(32, 64)
     t = q.quantize(x, usage=ROW)
-    with pytest.raises(UsageError):
+    with pytest.raises(MissingPlaneError):
         t.materialize_usage(columnwise=True)
     assert t.get_usages()["columnwise"] is False
     row = snapshot(t)[0]
@@ -109,7 +109,7 @@ def test_a_shell_knows_its_shape_and_refuses_the_rest() -> None:
         lambda: setattr(t, "data", x),
         lambda: t.update_usage(rowwise=True),
     ):
-        with pytest.raises(UsageError, match=r"no planes\)"):
+        with pytest.raises(MissingPlaneError, match=r"no planes\)"):
             call()
     assert "no planes" in repr(t) and not any(t.get_usages().values())
 

@@ -20,7 +20,7 @@ from tensor_cases import (
 )
 
 import duotone
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizedTensor
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
@@ -122,7 +122,7 @@ def test_a_piece_writes_through_or_not_at_all(q, usage) -> None:
             lambda: torch.add(y, 1, out=piece),
             lambda: piece.quantize_(y, noop_flag=torch.zeros(1)),
         ):
-            with pytest.raises(UsageError, match="shares its scale"):
+            with pytest.raises(MissingPlaneError, match="shares its scale"):
                 write()
         assert same_parts(snapshot(t), before)
         assert same(piece.clone().copy_(y), q.quantize(y, usage=usage))
@@ -137,7 +137,7 @@ def test_data_of_a_piece_stays_a_piece() -> None:
     t, other = FP8.quantize(torch.randn(64, 64)), FP8.quantize(torch.randn(32, 64))
     before = snapshot(t)
     other.data = t[:32]
-    with pytest.raises(UsageError, match="shares its scale"):
+    with pytest.raises(MissingPlaneError, match="shares its scale"):
         other.zero_()
     assert same_parts(snapshot(t), before)
     other.data = torch.ones(32, 64)
@@ -162,7 +162,7 @@ def test_the_last_piece_may_be_ragged(name, shape) -> None:
 def test_a_split_that_cuts_blocks_says_where_to_split(shape, size, step) -> None:
     """hybrid 29."""
     t = MX.quantize(torch.randn(shape))
-    with pytest.raises(UsageError, match=f"cut the blocks of mxfp8_e4m3.*multiples of {step} rows"):
+    with pytest.raises(MissingPlaneError, match=f"cut the blocks of mxfp8_e4m3.*multiples of {step} rows"):
         t.split(size)
     assert all(isinstance(p, QuantizedTensor) for p in t.split(step))
     for pieces in (t.split(20, -1), t.split(1, -1)):

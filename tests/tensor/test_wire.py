@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensor_cases import QUANTIZERS, same_parts
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor import Planes, wire
 
 
@@ -30,5 +30,5 @@ def test_shards_put_together_are_the_whole(name) -> None:
 def test_shards_that_cut_blocks_do_not_travel() -> None:
     """hybrid 29."""
     t = QUANTIZERS["mxfp8"].quantize(torch.randn(48, 64))
-    with pytest.raises(UsageError, match=r"a shard of 48 along the columns .* cuts its blocks of 32"):
+    with pytest.raises(MissingPlaneError, match=r"a shard of 48 along the columns .* cuts its blocks of 32"):
         wire.to_wire(t.planes.columnwise, 1)

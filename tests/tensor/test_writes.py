@@ -20,7 +20,7 @@ from tensor_cases import (
 )
 
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
@@ -159,7 +159,7 @@ def test_copy_with_usages_that_differ() -> None:
     assert same(target.copy_(source), MX.quantize(source.dequantize()))
     source, target = HYBRID.quantize(X, usage=ROW), HYBRID.quantize(Y)
     before = snapshot(target)
-    with pytest.raises(UsageError, match="no columnwise plane"):
+    with pytest.raises(MissingPlaneError, match="no columnwise plane"):
         target.copy_(source)
     assert same_parts(snapshot(target), before)
     assert same(HYBRID.quantize(Y, usage=ROW).copy_(HYBRID.quantize(X)), source)

@@ -43,22 +43,22 @@ def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> No
         ],
         title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
-    small = 0 if chosen.min_gemm_work else _small(config, chosen, device, made)
+    small = 0 if chosen.min_weight_elements else _small(config, chosen, device, made)
     if small:
         click.echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
-            'min_gemm_work = "measured" in a recipe file leaves them in bf16'
+            'min_weight_elements = "measured" in a recipe file leaves them in bf16'
         )
 
 
 def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "list[PlanRow]") -> int:
-    """How many modules the entries of this device for `min_gemm_work` would leave in bf16."""
+    """How many modules the entries of this device for `min_weight_elements` would leave in bf16."""
     import dataclasses
 
     from duotone.lab.comparison import planned
     from duotone.recipes.recipe import MEASURED
 
-    left = planned(config, dataclasses.replace(recipe, min_gemm_work=MEASURED), device)
+    left = planned(config, dataclasses.replace(recipe, min_weight_elements=MEASURED), device)
     return len({row.module for row, other in zip(rows, left, strict=True) if row != other})
 
 

@@ -18,6 +18,7 @@ MOVED = {
     "duotone.convert.parameters": "duotone.conversion.parameters",
     "duotone.convert.plan": "duotone.conversion.model_plan",
     "duotone.convert.targets": "duotone.conversion.targets",
+    "duotone.errors:UsageError": "duotone.errors:MissingPlaneError",
     "duotone.linear.gemms": "duotone.linear.gemm_plan",
     "duotone.linear.operand": "duotone.linear.plane_source",
     "duotone.linear.source": "duotone.linear.backward_operand",

@@ -2,7 +2,7 @@
 
 from duotone.conversion.converting import convert, revert
 from duotone.conversion.model_plan import PlanRow, plan
-from duotone.conversion.naming import name_modules
+from duotone.conversion.naming import assign_names
 from duotone.conversion.parameters import convert_parameters
 
-__all__ = ["PlanRow", "convert", "convert_parameters", "name_modules", "plan", "revert"]
+__all__ = ["PlanRow", "assign_names", "convert", "convert_parameters", "plan", "revert"]

@@ -16,13 +16,13 @@ def require_model(taker: str, value: Any) -> None:
         raise UserError(f"{taker} takes a torch.nn.Module; got {got}: give the model itself")
 
 
-def name_modules(root: nn.Module) -> nn.Module:
+def assign_names(root: nn.Module) -> nn.Module:
     """Give every module below `root` that has roles its full name and place; returns `root`.
 
     `convert` does this by itself; models built from Duotone's modules call it once, so that rules by name or layer
     apply.
     """
-    require_model("name_modules", root)
+    require_model("assign_names", root)
     sites = sites_of(root)
     for name, module in root.named_modules():
         take = getattr(module, "take_name", None)

@@ -120,7 +120,7 @@ def _steps(
                 if number == measured:
                     loss = _measured_step(trainer, result)
                 else:
-                    loss = trainer.step(observe.tap(trainer.recipe, store) if number in sampled else None)
+                    loss = trainer.step(observe.with_statistics(trainer.recipe, store) if number in sampled else None)
         except Exception:
             if not should_stop():
                 raise

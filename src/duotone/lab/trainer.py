@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -232,7 +233,9 @@ def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _as_written_now(recipe: Any) -> Any:
     """A stored recipe with the fields that recipes have now; as it is where it cannot be read, as one of a function."""
     try:
-        return _as_json(any_from_dict(recipe).to_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # names of fields that nobody has written by hand
+            return _as_json(any_from_dict(recipe).to_dict())
     except UserError:
         return recipe
 

@@ -45,8 +45,8 @@ class PlanRequest:
 
     `held` is the quantizer of a weight, or of an input, that is a quantized tensor already. `output_role` and
     `grad_input_role` name the consumers at the module's boundaries, None where they are not known. `weight_shape` is
-    (N, K) of each linear of the module on this rank, None where `min_gemm_work` is not to apply; `weight_dtype` that of
-    the parameter, None where it is `dtype`. `linears` of them, a group's experts, share the plan.
+    (N, K) of each linear of the module on this rank, None where `min_weight_elements` is not to apply; `weight_dtype`
+    is that of the parameter, None where it is `dtype`. `linears` of them, a group's experts, share the plan.
     `device` is one of torch ("cpu", "cuda:1") or an architecture that need not be here ("sm90").
     """
 
@@ -335,11 +335,11 @@ def _gemms(request: PlanRequest, source: BackwardOperand, made: dict[str, Quanti
 
 
 def _too_small(request: PlanRequest, gemms: dict[str, GemmPlan]) -> str:
-    """Why `min_gemm_work` leaves the linear in high precision, or "".
+    """Why `min_weight_elements` leaves the linear in high precision, or "".
 
     Never where a product is emulated, whose values someone asked for, nor where an operand is held quantized already.
     """
-    asked, shape = request.recipe.min_gemm_work, request.weight_shape
+    asked, shape = request.recipe.min_weight_elements, request.weight_shape
     if not asked or shape is None or request.dtype not in FAST_DTYPES:
         return ""
     quantized = [plan for plan in gemms.values() if (plan.a, plan.b) != (IDENTITY, IDENTITY)]
@@ -353,4 +353,4 @@ def _too_small(request: PlanRequest, gemms: dict[str, GemmPlan]) -> str:
     if n * k >= int(least):
         return ""
     where = FAST_DTYPES[request.dtype]
-    return f"K x N = {k} x {n} = {n * k} is below {least}: left in {where} by min_gemm_work"
+    return f"K x N = {k} x {n} = {n * k} is below {least}: left in {where} by min_weight_elements"

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
@@ -72,5 +72,5 @@ def original(x: Tensor, planes: Planes) -> Plane:
         return Plane.of(x)
     plane = x.planes.rowwise or planes.rowwise
     if plane is None:
-        raise UsageError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
+        raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
     return plane

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 
 
 class Product(Protocol):
@@ -93,12 +93,14 @@ class ToMainGrad:
     def _held(self) -> Tensor:
         weight = self.weight()
         if weight is None:
-            raise UsageError("the weight is gone before its gradient was added to main_grad; keep its module alive")
+            raise MissingPlaneError(
+                "the weight is gone before its gradient was added to main_grad; keep its module alive"
+            )
         return weight
 
 
 def main_grad(weight: Any) -> Tensor:
-    """The buffer that gradients of `weight` are added to. UsageError where there is none that can hold them."""
+    """The buffer that gradients of `weight` are added to. MissingPlaneError where there is none that can hold them."""
     found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
     if isinstance(found, Tensor) and found.shape == weight.shape and found.device == weight.device:
         if found.dtype.is_floating_point and found.dtype.itemsize > 1 and not found.is_inference():
@@ -107,7 +109,7 @@ def main_grad(weight: Any) -> Tensor:
     if isinstance(found, Tensor):
         got = f"{tuple(found.shape)} in {found.dtype} on {found.device}"
     needed = f"{tuple(weight.shape)} in floating point on {weight.device}"
-    raise UsageError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
+    raise MissingPlaneError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,8 @@
 """What quantization loses and what memory it holds, observed without changing a bit."""
 
 from duotone.observe.memory_ledger import Ledger, ledger
-from duotone.observe.tapped_recipe import Tap, tap
+from duotone.observe.tapped_recipe import Tap, with_statistics
+from duotone.renamed import old_names
 
-__all__ = ["Ledger", "Tap", "ledger", "tap"]
+__all__ = ["Ledger", "Tap", "ledger", "with_statistics"]
+__getattr__ = old_names({"tap": "with_statistics"}, globals())

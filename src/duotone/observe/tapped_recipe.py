@@ -1,7 +1,8 @@
 """Statistics taps: a recipe that computes the same bits and records what they lost.
 
-Run sampled steps under `autocast(recipe=tap(recipe, store))` and all others under the recipe itself: which steps are
-sampled is the caller's choice. Sums stay on the device, so a tapped step synchronises nothing; `Tap.rows` reads them.
+Run sampled steps under `autocast(recipe=with_statistics(recipe, store))` and all others under the recipe itself: which
+steps are sampled is the caller's choice. Sums stay on the device, so a tapped step synchronises nothing; `Tap.rows`
+reads them.
 """
 
 from dataclasses import dataclass, field, fields
@@ -157,11 +158,13 @@ def _untapped(inner: Any) -> Any:
     return inner
 
 
-def tap(recipe: Recipe, store: Tap) -> TappedRecipe:
+def with_statistics(recipe: Recipe, store: Tap) -> TappedRecipe:
     """The recipe with the same bits that records into `store`."""
     if not isinstance(recipe, Recipe) or not isinstance(store, Tap):
         given = type(recipe).__name__ if not isinstance(recipe, Recipe) else type(store).__name__
-        raise UserError(f"tap takes a recipe and a Tap; got {given}: call tap(recipe, observe.Tap())")
-    evaluation = None if recipe.evaluation is None else tap(recipe.evaluation, store)
+        raise UserError(
+            f"with_statistics takes a recipe and a Tap; got {given}: call with_statistics(recipe, observe.Tap())"
+        )
+    evaluation = None if recipe.evaluation is None else with_statistics(recipe.evaluation, store)
     own = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
     return TappedRecipe(inner=recipe, store=store, **{**own, "evaluation": evaluation})

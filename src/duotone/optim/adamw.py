@@ -66,7 +66,7 @@ class AdamW(Optimizer):
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
         All checks come before the first byte. Raises UserError where a gradient is sparse or a plane rounds
-        stochastically without a seed, UsageError where a quantized parameter cannot be written.
+        stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
         refuse_capture()
         loss = None

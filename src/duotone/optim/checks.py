@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.master import needs_master
 from duotone.tensor import QuantizedTensor
 
@@ -45,13 +45,15 @@ def refuse_distributed(parameter: Tensor, group: dict[str, Any]) -> None:
 
 
 def refuse_capture() -> None:
-    """UsageError inside of a CUDA graph, which would replay the numbers of one step for ever."""
+    """MissingPlaneError inside of a CUDA graph, which would replay the numbers of one step for ever."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise UsageError("AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside")
+        raise MissingPlaneError(
+            "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
+        )
 
 
 def check_step(parameter: Tensor) -> None:
-    """UserError or UsageError where a step could not write the parameter from its gradient."""
+    """UserError or MissingPlaneError where a step could not write the parameter from its gradient."""
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")

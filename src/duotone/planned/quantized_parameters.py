@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Usage
@@ -70,12 +70,12 @@ def drop_empty_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
 
 
 def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
-    """Derive what a plan reads and the parameter lacks. UsageError, naming the module, where that would lose."""
+    """Derive what a plan reads and the parameter lacks. MissingPlaneError, naming the module, where that would lose."""
     try:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             parameter.update_usage(usage.rowwise or None, usage.columnwise or None)
-    except UsageError as error:
-        raise UsageError(f"the weight of {module}: {error}") from None
+    except MissingPlaneError as error:
+        raise MissingPlaneError(f"the weight of {module}: {error}") from None
 
 
 def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import LAYOUTS, WHOLE, Layout
@@ -21,7 +21,7 @@ from duotone.state.amax_mode import AmaxMode, mode_now
 
 
 def variant(module: Any, stage: Stage, first: bool | None) -> Stage:
-    """The stage with this module's caches and sinks; UsageError where a `main_grad` that it needs is missing."""
+    """The stage with this module's caches and sinks; MissingPlaneError where a `main_grad` that it needs is missing."""
     if torch.compiler.is_compiling():  # an export that does not ask Dynamo, which leaves such calls alone
         raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
     if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
@@ -60,7 +60,9 @@ def backward_dw(module: Any) -> None:
     if not any(weight.requires_grad for weight in module.weights):
         return
     if not any(queues.values()):
-        raise UsageError(f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward")
+        raise MissingPlaneError(
+            f"{module.module_name}: no weight gradient waits; call backward_dw once after each backward"
+        )
     for member, queue in queues.items():
         if queue:
             product, like, then = queue[0]

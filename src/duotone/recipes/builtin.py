@@ -12,6 +12,7 @@ from duotone.errors import RecipeError
 from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element, history_of
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
+from duotone.renamed import old_field
 from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 
@@ -104,14 +105,15 @@ class DelayedScaling(Recipe):
 class Float8BlockScaling(Recipe):
     """FP8 with scales per 1x128 block of activations and gradients and per 128x128 block of weights.
 
-    `square_wgrad_input` gives the plane of the input that wgrad multiplies 128x128 blocks too: the pair of blocks that
+    `wgrad_input_128x128` gives the plane of the input that wgrad multiplies 128x128 blocks too: the pair of blocks that
     fprop has, whose product is faster.
     """
 
     fp8_format: str = "E4M3"
     power_of_two_scales: bool = True
     amax_epsilon: float = 0.0
-    square_wgrad_input: bool = False
+    wgrad_input_128x128: bool = False
+    square_wgrad_input = old_field("square_wgrad_input", "wgrad_input_128x128")
     kind: ClassVar[str] = "fp8-block"
 
     def __post_init__(self) -> None:
@@ -120,7 +122,7 @@ class Float8BlockScaling(Recipe):
         _check_epsilon(self.amax_epsilon)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
-        square = _is(role, "weight"), _is(role, "weight") or (self.square_wgrad_input and _is(role, "input"))
+        square = _is(role, "weight"), _is(role, "weight") or (self.wgrad_input_128x128 and _is(role, "input"))
         stem, scales = f"fp8_{fp8_element(self.fp8_format, role)}", "_fp32" * (not self.power_of_two_scales)
         names = (f"{stem}_{'128x128' if wide else '1x128'}{scales}" for wide in square)
         row, col = (formats.get(formats.with_floor(name, self.amax_epsilon)) for name in names)

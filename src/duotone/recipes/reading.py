@@ -8,7 +8,7 @@ from duotone.errors import RecipeError, UserError
 from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.limits import PHASES, RULES, check_number
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, with_new_names
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.tensor.history import History
@@ -32,6 +32,7 @@ def value(data: Any, resolve: Resolve, default_name: str) -> Recipe | Schedule:
 
 def recipe(data: dict[str, Any], resolve: Resolve, default_name: str) -> Recipe:
     """A recipe, not a schedule, from its table."""
+    data = with_new_names(data)
     return _builtin(data, resolve) if "recipe" in data else _rules(data, resolve, default_name)
 
 

@@ -3,19 +3,36 @@
 import itertools
 import weakref
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from duotone.errors import RecipeError
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
+from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
+
+T = TypeVar("T")
 
 OVERRIDES = (None, "high_precision", "dequantized")
 MEASURED = "measured"
-"""What `min_gemm_work` is for the entries of `duotone.dispatch.worth`."""
+"""What `min_weight_elements` is for the entries of `duotone.dispatch.worth`."""
+
+
+RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_input_128x128"}
+"""Old names of fields, which still work."""
+
+
+class RecipeClass(type):
+    """Checks the arguments of a recipe before its constructor takes them, and renames old ones."""
+
+    def __call__(cls: type[T], *args: Any, **options: Any) -> T:
+        if "__dataclass_params__" in vars(cls):
+            options = with_new_names(options)
+            _check_arguments(cls, args, options)
+        return type.__call__(cls, *args, **options)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(metaclass=RecipeClass):
     """Base of all recipes. `recipe(role) -> Quantizer`; a role of None is a boundary slot with an unknown consumer.
     A subclass defines `assign(role)`.
 
@@ -25,10 +42,10 @@ class Recipe:
     other; they run emulated. `fp8_dpa` asks for attention's products, `fp8_mha` also for its boundaries, in the formats
     of the roles of module type "dpa". `evaluation` is the recipe of modules whose `training` is False, None this one.
     `fprop_fast_accum` and its like allow an FP8 product that has a faster accumulator of fewer bits to use it.
-    `min_gemm_work` leaves linears in high precision whose weight, K x N, has fewer elements, where native products
-    would run: a number, or "measured" for what was measured on such a device; 0 is off. `recompute_columnwise` lets
-    backward make the columnwise planes of weights, and of what norms and activations give linears, of tensors that are
-    kept anyway: less memory, the same bits, a cast more each.
+    `min_weight_elements` leaves linears in high precision whose weight, K x N, has fewer elements, where native
+    products would run: a number, or "measured" for what was measured on such a device; 0 is off. `recompute_columnwise`
+    lets backward make the columnwise planes of weights, and of what norms and activations give linears, of tensors that
+    are kept anyway: less memory, the same bits, a cast more each.
 
     `propagate_nonfinite` makes the result of a product non-finite where an operand holds NaN or an infinity and high
     precision would give a non-finite result. Without it, some formats hide such elements, as numerics of Transformer
@@ -44,7 +61,7 @@ class Recipe:
     fprop_fast_accum: bool = True
     dgrad_fast_accum: bool = False
     wgrad_fast_accum: bool = False
-    min_gemm_work: int | str = 0
+    min_weight_elements: int | str = 0
     recompute_columnwise: bool = False
     propagate_nonfinite: bool = True
 
@@ -54,10 +71,7 @@ class Recipe:
     key: ClassVar[str]
     """A name that equal recipes share in this process: plans and compiled graphs are kept by it."""
 
-    def __new__(cls, *args: Any, **given: Any) -> Self:
-        if "__dataclass_params__" in vars(cls):
-            _check_arguments(cls, args, given)
-        return super().__new__(cls)
+    min_gemm_work = old_field("min_gemm_work", "min_weight_elements")
 
     def __post_init__(self) -> None:
         if self.backward_override not in OVERRIDES:
@@ -74,15 +88,15 @@ class Recipe:
         return {name: value for name, value in self.__dict__.items() if name not in ("key", "_first")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update({RENAMED.get(name, name): value for name, value in state.items()})
         _intern(self)
 
     def _check_work(self) -> None:
-        given = self.min_gemm_work
+        given = self.min_weight_elements
         number = isinstance(given, int) and not isinstance(given, bool) and given >= 0
         if not number and given != MEASURED:
             raise RecipeError(
-                f"min_gemm_work is {given!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
+                f"min_weight_elements is {given!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
             )
 
     def _check_evaluation(self) -> None:
@@ -152,6 +166,17 @@ ELSEWHERE = {
     "override_linear_precision": "write backward_override = 'high_precision'",
 }
 """What Transformer Engine's users may write, and what says the same here."""
+
+
+def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a recipe by the names that they have now, with a DeprecationWarning for each old one.
+
+    An old name goes before the new one, which `dataclasses.replace` gives too.
+    """
+    old = {RENAMED[name]: value for name, value in options.items() if name in RENAMED}
+    for name in RENAMED.keys() & options.keys():
+        warn_renamed(f"the recipe field {name}", RENAMED[name], stacklevel=4)
+    return {name: value for name, value in options.items() if name not in RENAMED} | old
 
 
 def _check_arguments(kind: type, args: tuple[Any, ...], given: dict[str, Any]) -> None:

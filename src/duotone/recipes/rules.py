@@ -108,7 +108,7 @@ class Rule:
         if asked and not site.named:
             raise RecipeError(
                 f"the rule {self.to_dict()} asks for {asked}, but the module of {role} has no place in a model: call "
-                "duotone.name_modules(root) first, or leave the condition out"
+                "duotone.assign_names(root) first, or leave the condition out"
             )
         return (
             (self.module is None or glob(self.module).match(role.name) is not None)

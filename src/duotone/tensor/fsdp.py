@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import ShardContext
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import wire
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
@@ -66,7 +66,7 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     """Quantized shards among these parameters agree with the other shards on whatever is written from now on.
 
     FSDP hands a shard its mesh only when it gathers, so a module tells its own shards as soon as they are there.
-    Raises UsageError where ranks would gather pieces of different sizes.
+    Raises MissingPlaneError where ranks would gather pieces of different sizes.
     """
     for parameter in parameters:
         holder: Any = parameter
@@ -78,7 +78,7 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
         if len(dims) != 1:
             continue
         if rows % mesh.size(dims[0]):
-            raise UsageError(
+            raise MissingPlaneError(
                 f"{rows} rows over {mesh.size(dims[0])} ranks are uneven; make them a multiple of the ranks"
             )
         shard.context = replace(shard.context, shard=ShardContext(mesh.get_group(dims[0]).group_name))

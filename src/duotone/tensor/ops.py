@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.formats.checks import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import OPS, QuantizedTensor
@@ -98,13 +98,13 @@ def _expands(shape: torch.Size, to: torch.Size) -> bool:
 def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> QuantizedTensor:
     """The source with just the planes of the target, derived where that is lossless.
 
-    Where two formats are held and one is missing, nothing may be made up: UsageError before any write.
+    Where two formats are held and one is missing, nothing may be made up: MissingPlaneError before any write.
     """
     wanted = target.get_usages()
     given = source.with_planes(source.planes)
     try:
         given.update_usage(**wanted)
-    except UsageError:
+    except MissingPlaneError:
         row, col = target.planes
         if row is not None and col is not None and row.format != col.format:
             raise
@@ -155,7 +155,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
         return pieces
     if dim == 0 and t.dim() > 1:
         held = " and ".join(p.format.name for p in t.planes if p is not None)
-        raise UsageError(
+        raise MissingPlaneError(
             f"pieces of {list(sizes)} rows cut the blocks of {held}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
         )
@@ -212,7 +212,7 @@ def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], 
     if dtype not in HIGH_PRECISION_DTYPES:
         return make(tuple(size), dtype=dtype, device=device, pin_memory=pin)
     if t.planes == (None, None):
-        raise UsageError(f"{t!r} holds no plane, so nothing like it can be made; make it with its quantizer")
+        raise MissingPlaneError(f"{t!r} holds no plane, so nothing like it can be made; make it with its quantizer")
     shape = torch.Size(size)
     rows, cols = t.matrix_shape if shape == t.shape else matrix_shape(shape)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
@@ -82,8 +82,8 @@ class QuantizedTensor(ShardHooks, Writes):
         """Drop (False), keep (None) or demand (True) a plane; a missing one is derived where that is lossless and gives
         the format that the quantizer makes there.
 
-        Raises UsageError, before anything changes, where a demanded plane cannot be derived. Without planes the tensor
-        is an empty shell that still knows its shape.
+        Raises MissingPlaneError, before anything changes, where a demanded plane cannot be derived. Without planes the
+        tensor is an empty shell that still knows its shape.
         """
         row, col = self._rowwise, self._columnwise
         if rowwise and row is None:
@@ -99,7 +99,9 @@ class QuantizedTensor(ShardHooks, Writes):
         if derived is None:
             held = "nothing" if other is None else f"a plane of {other.format.name}"
             remedy = "create it with that usage, or call materialize_usage(allow_requantize=True)"
-            raise UsageError(f"{self!r} has no {missing} plane and none follows from {held} without loss; {remedy}")
+            raise MissingPlaneError(
+                f"{self!r} has no {missing} plane and none follows from {held} without loss; {remedy}"
+            )
         return derived
 
     def materialize_usage(
@@ -109,7 +111,7 @@ class QuantizedTensor(ShardHooks, Writes):
         wanted = Usage(rowwise and self._rowwise is None, columnwise and self._columnwise is None)
         try:
             self.update_usage(rowwise or None, columnwise or None)
-        except UsageError:
+        except MissingPlaneError:
             if not allow_requantize:
                 raise
             made = self.quantizer.encode(self.values(self.dtype).reshape(self.matrix_shape), wanted, self.context)
@@ -132,7 +134,7 @@ class QuantizedTensor(ShardHooks, Writes):
             return row.dequantize(dtype).reshape(self.shape).contiguous()
         if col is not None:
             return col.dequantize(dtype).t().reshape(self.shape).contiguous()
-        raise UsageError(f"{self!r} holds no plane, so it has no values; make a new one with its quantizer")
+        raise MissingPlaneError(f"{self!r} holds no plane, so it has no values; make a new one with its quantizer")
 
     def __repr__(self) -> str:  # type: ignore[override]
         held = ", ".join(

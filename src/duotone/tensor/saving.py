@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import QuantizedTensor
 
@@ -71,7 +71,7 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Any]:
 def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
     """Take the buffers out of `t`, rowwise first; it keeps only their description until `restore_from_saved`."""
     if "_shells" in vars(t):
-        raise UsageError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
+        raise MissingPlaneError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
     shells, tensors = pack(t.planes)
     t._shells = shells  # type: ignore[attr-defined]
     t._rowwise = t._columnwise = None
@@ -81,7 +81,7 @@ def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
 def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Put the buffers back and return those that belong to others."""
     if "_shells" not in vars(t):
-        raise UsageError(f"nothing was taken out of {t!r}; call prepare_for_saving first")
+        raise MissingPlaneError(f"nothing was taken out of {t!r}; call prepare_for_saving first")
     shells: list[Shell] = vars(t)["_shells"]
     count = sum(0 if shell is None else len(shell[2]) for shell in shells)
     if len(tensors) < count:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import ShardContext
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.formats import get
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.history import History
@@ -32,7 +32,7 @@ def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: Quantize
     kept: tuple[Any, ...] | None = None
     if history is not None:
         if callable(history.amax_compute_algo) or history.scaling_factor_compute_algo is not None:
-            raise UsageError("a history with functions of its own stays out of compiled code; quantize outside")
+            raise MissingPlaneError("a history with functions of its own stays out of compiled code; quantize outside")
         kept = history.margin, history.amax_history_len, history.amax_compute_algo, None, history.reduce_amax
         kept += history.skip_nonfinite_amax, history.spike_factor, history.first_scale_from_amax
     first, second = ctx.slots

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from duotone.comm import all_gather
-from duotone.errors import UsageError
+from duotone.errors import MissingPlaneError
 from duotone.tensor.plane import Plane
 
 
 def require_whole_blocks(plane: Plane, dim: int) -> None:
-    """UsageError unless the shard ends on a block boundary along `dim`."""
+    """MissingPlaneError unless the shard ends on a block boundary along `dim`."""
     step = plane.format.alignment[dim]
     if plane.shape[dim] % step:
-        raise UsageError(
+        raise MissingPlaneError(
             f"a shard of {plane.shape[dim]} along the {'rows' if dim == 0 else 'columns'} of a plane of "
             f"{plane.format.name} cuts its blocks of {step}; make shards multiples of {step}"
         )

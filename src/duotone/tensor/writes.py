@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of
-from duotone.errors import UsageError, UserError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
 from duotone.formats.checks import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
@@ -98,9 +98,11 @@ class Writes(Tensor):
 
     def require_writable(self) -> None:
         if self.planes == (None, None):
-            raise UsageError(f"{self!r} holds no plane, so a write would be lost; make a new one with its quantizer")
+            raise MissingPlaneError(
+                f"{self!r} holds no plane, so a write would be lost; make a new one with its quantizer"
+            )
         if self.shares_scale:
-            raise UsageError("a piece of a tensor shares its scale with the rest; write the whole tensor")
+            raise MissingPlaneError("a piece of a tensor shares its scale with the rest; write the whole tensor")
 
     def _require_formats(self, offered: tuple[Format | None, ...], usage: Usage) -> None:
         for mine, theirs, wanted in zip(self.planes, offered, usage, strict=True):

@@ -1,4 +1,4 @@
-"""Float8BlockScaling(square_wgrad_input=True): wgrad of 1x128 with 128x128 blocks, emulated here."""
+"""Float8BlockScaling(wgrad_input_128x128=True): wgrad of 1x128 with 128x128 blocks, emulated here."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("powers", [True, False])
 def test_the_products_are_those_of_the_decoded_operands(powers, dtype) -> None:
-    recipe = recipes.Float8BlockScaling(square_wgrad_input=True, power_of_two_scales=powers)
+    recipe = recipes.Float8BlockScaling(wgrad_input_128x128=True, power_of_two_scales=powers)
     given = operands(dtype)
     y, dx, dw = step(recipe, *given)
     made = [recipe(QuantizerRole("linear", kind)).encode(t) for kind, t in zip(TENSOR_TYPES, given, strict=True)]
@@ -45,7 +45,7 @@ def test_the_products_are_those_of_the_decoded_operands(powers, dtype) -> None:
 
 def test_only_wgrad_differs_from_the_plain_form() -> None:
     given = operands(torch.float32)
-    plain, square = (step(recipes.Float8BlockScaling(square_wgrad_input=on), *given) for on in (False, True))
+    plain, square = (step(recipes.Float8BlockScaling(wgrad_input_128x128=on), *given) for on in (False, True))
     assert torch.equal(plain[0], square[0]) and torch.equal(plain[1], square[1])
     exact = given[2].double().t() @ given[0].double()
     lost = [((dw.double() - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for *_, dw in (plain, square)]
@@ -56,14 +56,14 @@ def test_only_wgrad_differs_from_the_plain_form() -> None:
 def test_backward_in_high_precision_never_makes_the_squares(override) -> None:
     given = operands(torch.float32)
     made = [
-        step(recipes.Float8BlockScaling(square_wgrad_input=on, backward_override=override), *given)
+        step(recipes.Float8BlockScaling(wgrad_input_128x128=on, backward_override=override), *given)
         for on in (False, True)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
 
 
 def test_the_input_encoded_again_in_backward_gives_the_same_bits() -> None:
-    recipe = recipes.Float8BlockScaling(square_wgrad_input=True)
+    recipe = recipes.Float8BlockScaling(wgrad_input_128x128=True)
     x, dy = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
     found = []
     for again in (False, True):
