@@ -7,7 +7,8 @@ from bench.timing.case import Candidate, Case, Settings, Shape, Subject, Work, w
 from bench.timing.duel import clock_for
 from duotone.errors import UserError
 from duotone.recipes import QuantizerRole, Recipe
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import duotone
 from duotone import formats, recipes
 from duotone.optim import AdamW
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.rolling import pending
 from duotone.tensor import Quantizer, Usage
 from duotone.tensor.context import QuantizeContext

@@ -11,7 +11,8 @@ from duotone import formats
 from duotone.dispatch import casts, gemms
 from duotone.dispatch.target import target
 from duotone.state import history
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History

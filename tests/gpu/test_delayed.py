@@ -11,7 +11,7 @@ from torch import nn
 import duotone
 from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
-from duotone.state import delayed
+from duotone.state import delayed_slot
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -53,7 +53,7 @@ def test_steps_after_the_first_measure_no_amax_before_they_cast() -> None:
     m = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
     counts = []
     for _ in range(3):
-        with mock.patch.object(delayed, "amax_of", wraps=delayed.amax_of) as measured:
+        with mock.patch.object(delayed_slot, "amax_of", wraps=delayed_slot.amax_of) as measured:
             with duotone.autocast(recipe=RECIPE):
                 y = m(torch.randn(32, 64, device="cuda").bfloat16().requires_grad_())
             y.sum().backward()

@@ -554,8 +554,8 @@ def census() -> int:
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda r: r.name)
 def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
-    from duotone.state import rolling
     from duotone.state import traced_stages as traced
+    from duotone.state.delayed import STATES
 
     m, x, dy = quantized(recipe), torch.randn(4, K).bfloat16(), torch.randn(4, N).bfloat16()
     modes = itertools.cycle([torch.no_grad, torch.inference_mode])
@@ -565,7 +565,7 @@ def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe
         m(x)
         evaluate(m, x, torch.no_grad)
         evaluate(m, x, torch.inference_mode)
-        return census(), len(m._stages), len(traced._MODULES), len(rolling.STATES)
+        return census(), len(m._stages), len(traced._MODULES), len(STATES)
 
     counted()
     before = counted()

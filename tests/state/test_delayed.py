@@ -16,8 +16,9 @@ from duotone import recipes
 from duotone.errors import UserError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
-from duotone.state import delayed, rolling
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state import delayed_slot, rolling
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import outermost_region
 from duotone.state.rolling import pending, roll
 from duotone.tensor import History, QuantizedTensor, Quantizer
@@ -746,7 +747,7 @@ def slot_of(state: DelayedState, index: int = 0) -> DelayedSlot:
 def test_one_step_has_one_scale_and_later_steps_measure_nothing_before_they_cast(monkeypatch) -> None:
     state = DelayedState(2, History(amax_history_len=3))
     slot, measured = slot_of(state), []
-    monkeypatch.setattr(delayed, "amax_of", lambda t: measured.append(t) or t.abs().amax().reshape(1))
+    monkeypatch.setattr(delayed_slot, "amax_of", lambda t: measured.append(t) or t.abs().amax().reshape(1))
     scales = [slot.place(torch.full((2, 2), value))[0].item() for value in (7.0, 14.0)]
     assert scales == [64.0, 64.0] and len(measured) == 2
     state.amax_history[0, 0] = 14.0

@@ -14,7 +14,8 @@ import duotone
 from duotone.formats import get
 from duotone.recipes import DelayedScaling
 from duotone.state.amax_mode import AmaxMode
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.history import resized
 from duotone.tensor import History, QuantizeContext, Quantizer
 

@@ -12,7 +12,7 @@ import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
-from duotone.state import delayed
+from duotone.state import delayed_slot
 from duotone.state.delayed import DelayedState
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -146,7 +146,7 @@ def test_a_capture_of_delayed_scaling_is_one_clear_error(monkeypatch) -> None:
     """A replay would compute under scales that never move. Evaluation records nothing and may be captured."""
     m = train(model())
     before = duotone.recipe_state(m)
-    monkeypatch.setattr(delayed, "HAS_CUDA", True)
+    monkeypatch.setattr(delayed_slot, "HAS_CUDA", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="delayed scaling cannot be captured in a CUDA graph") as caught:
         m(torch.randn(8, 16))

@@ -90,9 +90,9 @@ def test_model_init_in_two_threads_does_not_meet() -> None:
             other(theirs.__enter__)
             found = construction().recipe, other(lambda: construction().recipe)
             mine.__exit__(None, None, None)
-            after = construction().enabled, other(lambda: construction().enabled)
+            after = construction() is not None, other(lambda: construction() is not None)
             other(theirs.__exit__, None, None, None)
-            return *found, *after, other(lambda: construction().enabled)
+            return *found, *after, other(lambda: construction() is not None)
 
     assert build() == (MX, NV, False, True, False)
 

@@ -1,12 +1,11 @@
 """Meeting a recipe: what a module of attention does before a forward under it, outside of traces."""
 
-import itertools
-import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
+from duotone.numbered import Numbered
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
@@ -14,8 +13,7 @@ from duotone.state.amax_mode import in_backward
 from duotone.state.autocast_context import active_region
 
 UNNAMED = Site(named=False)
-_MODULES: "weakref.WeakValueDictionary[str, MeetsRecipes]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count(1)
+_MODULES: "Numbered[MeetsRecipes]" = Numbered()
 
 
 class MeetsRecipes(KnownRoles, nn.Module):
@@ -35,8 +33,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
 
     def forget(self) -> None:
         """Meet every recipe anew."""
-        self._number = str(next(_NUMBERS))
-        _MODULES[self._number] = self
+        self._number = _MODULES.add(self)
 
     def meet_recipe_of_call(self, own: Recipe) -> None:
         compiling = torch.compiler.is_compiling()

@@ -43,6 +43,7 @@ MOVED = {
     "duotone.ops.splitting": "duotone.planned.split_parameters",
     "duotone.ops.states": "duotone.planned.delayed_states",
     "duotone.recipes.zoo": "duotone.compat.factories",
+    "duotone.state.delayed:DelayedSlot": "duotone.state.delayed_slot:DelayedSlot",
     "duotone.state.recipe_state": "duotone.compat.recipe_state",
     "duotone.state.traced": "duotone.state.traced_stages",
     "duotone.tensor.traced": "duotone.tensor.traced_quantize",

@@ -20,7 +20,8 @@ from duotone.recipes.recipe import Recipe, require_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast_context import active_region
-from duotone.state.delayed import DelayedSlot, DelayedState
+from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 

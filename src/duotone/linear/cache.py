@@ -16,11 +16,19 @@ Stamp = tuple[Quantizer, torch.dtype, torch.device, int, tuple[tuple[int, int], 
 
 
 class OptimizerSteps:
-    """Counts the steps of all optimizers of the process: fused ones write weights without a new version."""
+    """Counts the steps of all optimizers of the process, from the first weight cache on.
+
+    Fused optimizers write weights without a new version, so a cache compares the count too.
+    """
 
     def __init__(self) -> None:
         self.count = 0
-        register_optimizer_step_post_hook(self)
+        self.is_registered = False
+
+    def register(self) -> None:
+        if not self.is_registered:
+            self.is_registered = True
+            register_optimizer_step_post_hook(self)
 
     def __call__(self, *_: object) -> None:
         self.count += 1
@@ -40,6 +48,7 @@ class WeightCache:
         self.stamp: Stamp | None = None
         self.planes = Planes(None, None)
         self.reused, self.refreshed = Reused(self), Refreshed(self)
+        STEPS.register()
 
     def clear(self) -> None:
         self.stamp, self.planes = None, Planes(None, None)

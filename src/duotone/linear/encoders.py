@@ -16,7 +16,7 @@ from duotone.formats import Format
 from duotone.formats.stages import block_amax
 from duotone.linear.core import LinearStage
 from duotone.linear.operand_plan import OperandPlan
-from duotone.state.delayed import DelayedSlot
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from torch import Tensor
 from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand
 from duotone.linear.plane_source import PlaneSource
 from duotone.state.amax_mode import AmaxMode
-from duotone.state.delayed import DelayedSlot
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer

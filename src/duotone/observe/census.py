@@ -1,8 +1,8 @@
 """A census of one step: which module called what in which order, and which storages autograd kept for it."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Census:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self._watch(stack, name, module)
-            stack.enter_context(self._watched_pipelines())
+            stack.enter_context(RUNNER.watched(self._run_pipeline))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             output = step()
         if isinstance(output, Tensor):
@@ -102,25 +102,15 @@ class Census:
         for hook in hooks:
             stack.callback(hook.remove)
 
-    @contextmanager
-    def _watched_pipelines(self) -> Iterator[None]:
-        """Count each pipeline as a call of the module that runs it."""
-        apply = RUNNER.apply
-
-        def counted(forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
-            owner = self._open[-1][0] if self._open else OUTSIDE
-            given = [t for t in operands if isinstance(t, Tensor)]
-            call = self._begin(owner, [x], [p for t in given if (p := _parameter(t)) is not None])
-            call.pipeline = PipelineCall.of(forward, backward, x, operands)
-            result = apply(forward, backward, x, *operands)
-            self._finish(call, result)
-            return result
-
-        RUNNER.apply = counted
-        try:
-            yield
-        finally:
-            RUNNER.apply = apply
+    def _run_pipeline(self, apply: Any, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+        """Count a pipeline as a call of the module that runs it."""
+        owner = self._open[-1][0] if self._open else OUTSIDE
+        given = [t for t in operands if isinstance(t, Tensor)]
+        call = self._begin(owner, [x], [p for t in given if (p := _parameter(t)) is not None])
+        call.pipeline = PipelineCall.of(forward, backward, x, operands)
+        result = apply(forward, backward, x, *operands)
+        self._finish(call, result)
+        return result
 
     def _begin(self, name: str, tensors: list[Tensor], trained: list[nn.Parameter]) -> Call:
         there = self.known.union(self.saved)

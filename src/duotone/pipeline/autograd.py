@@ -1,6 +1,8 @@
 """The pipeline: the one autograd function that runs a tuple of stages forward and backward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -109,10 +111,20 @@ def run_backward(ctx: Any, gradients: tuple[Any, ...]) -> Any:
 
 
 class Runner:
-    """What runs a pipeline: `apply(forward, backward, x, *operands)`. Observers put themselves in its place."""
+    """What runs a pipeline: `apply(forward, backward, x, *operands)`."""
 
     def __init__(self) -> None:
         self.apply: Callable[..., Any] = PipelineFunction.apply
+
+    @contextmanager
+    def watched(self, watch: Callable[..., Any]) -> Iterator[None]:
+        """Run pipelines as `watch(apply, forward, backward, x, *operands)`: for an observer of one step."""
+        apply = self.apply
+        self.apply = partial(watch, apply)
+        try:
+            yield
+        finally:
+            self.apply = apply
 
 
 RUNNER = Runner()

@@ -249,7 +249,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op):
     def quantize_weights(self) -> None:
         """Inside of `quantized_model_init`, keep planes of the weights only."""
         region = construction()
-        if not region.enabled:
+        if region is None or not region.enabled:
             return
         if is_split(self):
             remedy = "use one (attention: fuse_qkv_params=True)"

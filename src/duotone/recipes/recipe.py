@@ -1,11 +1,11 @@
 """A recipe: a frozen value that answers, for the role of a tensor, which quantizer makes its planes."""
 
-import itertools
 import weakref
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
 from duotone.errors import RecipeError
+from duotone.numbered import Numbered
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
@@ -190,9 +190,9 @@ def _check_arguments(kind: type, args: tuple[Any, ...], given: dict[str, Any]) -
             raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
 
 
-_FIRST: "weakref.WeakValueDictionary[int, Recipe]" = weakref.WeakValueDictionary()
-_RECIPES: "weakref.WeakValueDictionary[str, Recipe]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count(1)
+_FIRST: "weakref.WeakKeyDictionary[Recipe, weakref.ref[Recipe]]" = weakref.WeakKeyDictionary()
+"""A recipe: the first that was equal to it."""
+_RECIPES: Numbered[Recipe] = Numbered()
 
 
 def _intern(recipe: Recipe) -> None:
@@ -201,19 +201,16 @@ def _intern(recipe: Recipe) -> None:
     Every recipe keeps the first of its equals alive, so that the key finds one as long as any of them lives.
     """
     try:
-        number = hash(recipe)
+        reference = _FIRST.get(recipe)
     except TypeError as error:
         raise RecipeError(f"{type(recipe).__name__} is no value: {error}; give fields that can be hashed") from None
-    first = _FIRST.get(number)
-    while first is not None and first != recipe:
-        number += 1  # another recipe of the same hash
-        first = _FIRST.get(number)
+    first = None if reference is None else reference()
     if first is None:
-        object.__setattr__(recipe, "key", f"recipe {next(_NUMBERS)}")
-        _FIRST[number] = _RECIPES[recipe.key] = recipe
-        return
-    object.__setattr__(recipe, "key", first.key)
-    object.__setattr__(recipe, "_first", first)
+        object.__setattr__(recipe, "key", _RECIPES.add(recipe))
+        _FIRST[recipe] = weakref.ref(recipe)
+    else:
+        object.__setattr__(recipe, "key", first.key)
+        object.__setattr__(recipe, "_first", first)
 
 
 def recipe_of(key: str) -> Recipe:

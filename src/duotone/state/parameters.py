@@ -21,11 +21,9 @@ class Construction(Region):
 STACK = Stack("duotone.quantized_model_init")
 """A stack of its own: it never touches the recipe of an autocast."""
 
-OUTSIDE = Construction(False, None, False)
 
-
-def construction() -> Construction:
-    """What holds for a module that is built now.
+def construction() -> Construction | None:
+    """The innermost enclosing region, or None outside of any.
 
     Raises UserError in a thread that was started while several threads or tasks had regions open that differ.
     """
@@ -35,7 +33,7 @@ def construction() -> Construction:
             "this thread was started while quantized_model_init regions of several threads or tasks were open, and "
             "they differ; enter duotone.quantized_model_init in this thread"
         )
-    return regions[-1] if regions else OUTSIDE
+    return regions[-1] if regions else None
 
 
 class quantized_model_init:

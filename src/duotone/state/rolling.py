@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,44 +10,45 @@ from torch import Tensor
 from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.state import history
+from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import AutocastRegion, outermost_region
 
-STATES: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
-"""Every `DelayedState` that lives, by its number."""
+Recorded = dict[str, set[str]]
+"""States that recorded an amax, by number, each with the groups that reduce it."""
 
 
 class Pending:
-    """States that recorded outside of regions and have not rolled, each with the groups to reduce over: of one thread.
+    """States that recorded outside of regions in one thread and have not rolled yet.
 
     torch hands the object that a thread stashed to the threads of the backwards that it starts.
     """
 
     def __init__(self) -> None:
-        self.backward: dict[str, set[str]] = {}
+        self.backward: Recorded = {}
         self.end: weakref.ref[EndOfBackward] | None = None
         self.thread = threading.current_thread()
         self.has_backwards = False
         with LOCK:
             THREADS.append(self)
 
-    def add(self, slot: Any, recorded: bool, running: bool) -> None:
-        """A `DelayedSlot` was opened, while a backward is `running` or not."""
+    def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool) -> None:
+        """A slot of the state was opened, a `backward` slot or not, while a backward is `running` or not."""
         self.forget_failed()
         if running:
             self.schedule()
         if recorded:
-            region = None if running or slot.backward else outermost_region()
+            region = None if running or backward else outermost_region()
             states = self.backward if region is None else region.recorded
-            states.setdefault(slot.state, set()).add(slot.group)
+            states.setdefault(state, set()).add(group)
 
     def forget_failed(self) -> None:
-        """After a backward that failed, its amaxes wait for the next one, and nobody reduces for it."""
+        """Forget what a failed backward left. Its amaxes stay in their histories and count in the next step."""
         if self.end is not None and self.end() is None:
             self.end = None
             self.backward.clear()
 
     def schedule(self) -> None:
-        """Roll when the outermost running backward ends: a nested one (reentrant recompute) finds it scheduled."""
+        """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
         if self.end is None:
             end = EndOfBackward(self)
             torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ class Pending:
         roll(finished)
 
     def _served(self) -> list["Pending"]:
-        """The threads that leave backwards to others, as those of DataParallel's replicas do; all for `OTHERS`."""
+        """Threads whose backwards run elsewhere, such as those of DataParallel's replicas. `OTHERS` serves all."""
         with LOCK:
             served = [t for t in THREADS if self is OTHERS or not t.has_backwards or not t.thread.is_alive()]
             THREADS[:] = [t for t in THREADS if t.thread.is_alive() or t is OTHERS]
@@ -77,18 +77,18 @@ THREADS: list[Pending] = []
 
 
 def pending() -> Pending:
-    """What waits in the calling thread, and in a backward in the thread that started it."""
+    """What waits in the calling thread. In a backward: in the thread that started it."""
     if torch._C._is_key_in_tls(KEY):  # type: ignore[attr-defined]
         return torch._C._get_obj_in_tls(KEY)  # type: ignore[attr-defined]
     if torch._C._current_graph_task_id() != -1:
         return OTHERS
-    made = Pending()
-    torch._C._stash_obj_in_tls(KEY, made)  # type: ignore[attr-defined]
-    return made
+    waiting = Pending()
+    torch._C._stash_obj_in_tls(KEY, waiting)  # type: ignore[attr-defined]
+    return waiting
 
 
 class EndOfBackward:
-    """The callback of a running backward. The engine alone holds it, so that it dies with a backward that fails."""
+    """The callback of a running backward. Only the engine holds it, so it dies with a backward that fails."""
 
     def __init__(self, waiting: Pending) -> None:
         self.waiting = waiting
@@ -98,11 +98,11 @@ class EndOfBackward:
 
 
 OTHERS = Pending()
-"""Of backwards whose thread has run no forward."""
+"""What waits for backwards in a thread that ran no forward."""
 
 
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
-    """Roll what forward recorded in a region that has ended, unless another one of this thread and task is open."""
+    """Roll what forward recorded in a region that has ended. An open region of this thread and task takes it over."""
     finished, region.recorded = region.recorded, {}
     if failed:
         for number in finished:
@@ -120,21 +120,21 @@ def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
 
 
 def roll_after(gradient: Tensor) -> None:
-    """A hook for the output of a module whose forward alone is delayed: no op in its backward asks for the end."""
+    """A hook for the output of a module whose gradient is not delayed, so that no slot of its backward schedules."""
     waiting = pending()
     waiting.forget_failed()
     waiting.schedule()
 
 
-def roll(states: dict[str, set[str]]) -> None:
+def roll(states: Recorded) -> None:
     """Reduce the live amaxes, one collective per group and device, and roll every state once.
 
-    Raises UserError on all ranks of a group, and no state moves, where they did not record the same.
+    Raises UserError on all ranks of a group, before any state moves, if they did not record the same states.
     """
-    found = {number: STATES[number] for number in states if number in STATES}
-    members: dict[str, list[Any]] = {}
-    for group in sorted({group for number in found for group in states[number] if group}):
-        reducing = [state for n, state in found.items() if group in states[n] and state.history.reduce_amax]
+    living = {number: STATES[number] for number in states if number in STATES}
+    members: dict[str, list[DelayedState]] = {}
+    for group in sorted({group for number in living for group in states[number] if group}):
+        reducing = [state for n, state in living.items() if group in states[n] and state.history.reduce_amax]
         members[group] = sorted(reducing, key=lambda state: state.name)
     try:
         for group, reducing in members.items():
@@ -142,19 +142,19 @@ def roll(states: dict[str, set[str]]) -> None:
             if names:
                 require_same(names, reducing[0].scale.device, group)
     except UserError:
-        for state in found.values():
+        for state in living.values():
             state.forget_live()
         raise
     for group, reducing in members.items():
         for state in reducing:
             state.drop_nonfinite()
         history.reduce([state.amax_history for state in reducing], group)
-    for state in found.values():
+    for state in living.values():
         state.roll()
-    settle(found.values())
+    settle(living.values())
 
 
-def settle(states: Collection[Any]) -> None:
+def settle(states: Collection[DelayedState]) -> None:
     """See which slots that started have scales now, by one look at each device."""
     waiting = [state for state in states if state.looks()]
     for device in {state.scale.device for state in waiting}:

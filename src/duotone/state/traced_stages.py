@@ -1,11 +1,11 @@
 """Stages of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
 
-import itertools
 import weakref
 from typing import Any, Protocol
 
 import torch
 
+from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.amax_mode import AmaxMode
 
@@ -14,8 +14,7 @@ class Resolver(Protocol):
     def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: AmaxMode) -> Any: ...
 
 
-_MODULES: "weakref.WeakValueDictionary[str, Resolver]" = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count(1)
+_MODULES: Numbered[Resolver] = Numbered()
 
 
 def register(module: Resolver, old: str | None = None) -> str:
@@ -25,8 +24,7 @@ def register(module: Resolver, old: str | None = None) -> str:
     """
     if old is not None:
         _forget(old)
-    number = str(next(_NUMBERS))
-    _MODULES[number] = module
+    number = _MODULES.add(module)
     weakref.finalize(module, _forget, number).atexit = False
     return number
 

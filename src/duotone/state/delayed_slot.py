@@ -1,0 +1,174 @@
+"""DelayedSlot: where one plane takes its delayed scale and records its amax, in eager and in compiled code.
+
+Compilers see a custom op that finds the state by its number, so eager and compiled code record alike.
+
+A recompute inside a backward uses the scale that its forward had (see `frames`) and records nothing. Only a forward
+without a graph inside an autograd.Function, as reentrant checkpoints run it, leaves the recording to the recompute. A
+graph that recomputes by itself, because it was compiled with its checkpoint, uses the scale of the newest forward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.comm import all_reduce, require_same
+from duotone.dispatch import traced
+from duotone.dispatch.stages import amax_of
+from duotone.errors import UserError
+from duotone.state import frames, history
+from duotone.state.amax_mode import AMAX_MODES, AmaxMode, in_backward
+from duotone.state.delayed import STATES, DelayedState, Scales, state_of
+from duotone.state.rolling import pending
+from duotone.tensor.context import Slot
+
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+HAS_CUDA = torch.backends.cuda.is_built()
+
+
+@dataclass(frozen=True)
+class DelayedSlot(Slot):
+    """One slot of a `DelayedState`, as a value: the number of the state, the index, and the group that reduces amaxes.
+
+    `backward` slots roll at the end of the backward that records them. A slot keeps its state alive after the module
+    is gone: plans, parameters and the graph of a forward hold slots.
+    """
+
+    state: str
+    index: int
+    group: str = ""
+    mode: AmaxMode = AmaxMode.RECORD
+    backward: bool = False
+    owner: DelayedState | None = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner", STATES.get(self.state))
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode._value_, self.backward)
+
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
+        where = (self.state, self.index, self.group, self.mode._value_, self.backward)
+        return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
+
+    @property
+    def is_new(self) -> bool:
+        return self.index in (self.owner or state_of(self.state)).new
+
+    def events(self) -> tuple[int, int]:
+        skipped, clamped = (self.owner or state_of(self.state)).events[:, self.index].tolist()
+        return skipped, clamped
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.place_each(x.device, 1, 0, lambda: amax_of(x))
+
+    def place_each(
+        self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """`place` for the first of `count` slots, `distance` apart; `amaxes` measures theirs, fp32 (count,)."""
+        state, mode, record = self.open()
+        scale, live = state.views(self.index, recompute=mode is AmaxMode.RECOMPUTE)
+        if scale.device != device:
+            raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
+        if state.new and mode is not AmaxMode.RECOMPUTE:
+            slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
+            if not state.new.isdisjoint(slots):
+                scale = self._start(state, slots, amaxes(), mode)
+        return scale, live if record else None
+
+    def _start(self, state: DelayedState, slots: range, amaxes: Tensor, mode: AmaxMode) -> Tensor:
+        """The scale of the first slot, fp32 (1,), after new ones took theirs from amaxes. An evaluation keeps none."""
+        if self.group and state.history.reduce_amax and mode is not AmaxMode.USE:
+            require_same([f"{state.name} from slot {slots.start}"], amaxes.device, self.group)
+            amaxes = all_reduce(history.finite(amaxes), "max", self.group)
+        scales = state.start(slice(slots.start, slots.stop, slots.step), amaxes, mode is not AmaxMode.USE)
+        return scales[self.index : self.index + 1]
+
+    def fixed(self) -> Slot:
+        """The slot with the scale of now; itself in compiled code and under fake tensors, where the op recomputes."""
+        if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None:
+            return self
+        state = self.owner or state_of(self.state)
+        recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())
+        return FixedSlot(state, state.used(recomputes), self.index)
+
+    def open(self) -> tuple[DelayedState, AmaxMode, bool]:
+        """The state, the mode that holds now, and whether the amax is recorded. The state will be rolled."""
+        state, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
+        if running and mode is AmaxMode.RECORD and not self.backward:
+            mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
+        if mode is not AmaxMode.USE and HAS_CUDA and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
+                "capture under fp8-current, or leave this module out of the graph"
+            )
+        key = ("scale", self.state, self.index)
+        earlier = frames.recomputed() if running and not self.backward else None
+        if earlier is not None:
+            state.step.before, state.step.deferred = entry = earlier.take(key)
+            record = state.step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
+            mode = AmaxMode.RECOMPUTE
+        elif running and self.mode is AmaxMode.RECOMPUTE:
+            raise UserError(
+                "a module under delayed scaling runs inside a backward and no checkpoint recomputes it, so its scale "
+                "is not known; recompute through torch.utils.checkpoint, or call the module outside of the backward"
+            )
+        else:
+            record = state.records(mode)
+            entry = state.used(mode is AmaxMode.RECOMPUTE), state.step.deferred
+        if not self.backward:
+            frames.remember(key, entry)
+        pending().add(self.state, self.group, record, running, self.backward)
+        return state, mode, record
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSlot(Slot):
+    """The scale that a slot had at one time, whatever its state has done since."""
+
+    state: DelayedState
+    scales: Scales
+    index: int
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return self.state.scales_of(self.scales)[self.index : self.index + 1]
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+# Not pure, and no part of a CUDA graph: a replay would record amaxes that nobody rolls.
+TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+SLOT = "Tensor x, str state, int index, str group, str mode, bool backward"
+_LIBRARY.define(f"delayed_scale({SLOT}) -> Tensor", tags=TAGS)
+_LIBRARY.define(
+    f"delayed_planes({SLOT}, str row, str col, bool propagate) -> (Tensor, Tensor, Tensor, Tensor)", tags=TAGS
+)
+
+
+def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
+    scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
+    if live is not None:
+        live.copy_(torch.maximum(live, amax_of(x).view(torch.int32)))  # no amax is negative, so bits order as values
+    return scale.clone()
+
+
+def _meta_scale(x: Tensor, *_: object) -> Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
+
+
+def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    state, index, group, mode, backward, row, col, propagate = arguments
+    scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
+    return traced.cast(x, row, col, propagate, scale, live)
+
+
+def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *_, row, col, _ = arguments
+    return traced.empty(x, row, col)
+
+
+_LIBRARY.impl("delayed_planes", _delayed_planes, "CUDA")
+_LIBRARY.impl("delayed_planes", _meta_planes, "Meta")
+for _key, _kernel in (("CPU", _delayed_scale), ("CUDA", _delayed_scale), ("Meta", _meta_scale)):
+    _LIBRARY.impl("delayed_scale", _kernel, _key)

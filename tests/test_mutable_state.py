@@ -1,0 +1,165 @@
+"""Mutable state of the library: each module-level object that changes, with the reason why it is there."""
+
+import ast
+import importlib
+import itertools
+import types
+import weakref
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules import module as hooks
+from torch.optim import optimizer
+
+import duotone
+from duotone.kernels.launch import Kernel, Launch
+from duotone.linear.cache import STEPS
+
+ROOT = Path(duotone.__file__).parent
+
+PURE = "remembers results of a pure function of its arguments"
+LAUNCH = "remembers the launch of a kernel for each set of its constants"
+CLASSES = "one subclass for each class, made once so that isinstance and pickles agree"
+REGISTRY = "append-only registry, filled at import or by its users"
+MACHINE = "asks the machine once"
+WAITING = "delayed states that recorded outside of regions, until the backward of their thread ends"
+LIMITS = "largest magnitudes by slot on the device, so that a step copies nothing from the host"
+GRAPHS = "compiled graphs hold a number or a name; this says what it stands for while that lives"
+STACK = "the stack of open regions: one for each thread and async task"
+
+ALLOWED = {
+    "attention.meeting._MODULES": GRAPHS,
+    "conversion.bypassed.bypassed_children": PURE,
+    "conversion.experts.planned_class": CLASSES,
+    "conversion.targets.converted_class": CLASSES,
+    "dispatch.capability.capability": MACHINE,
+    "dispatch.capability.cublas_is_old": MACHINE,
+    "dispatch.casts._CASTS": PURE,
+    "dispatch.casts._DECODERS": PURE,
+    "dispatch.casts._SEGMENT_CASTS": PURE,
+    "dispatch.compiled._compile": PURE,
+    "dispatch.compiler._FAILURES": "why the C++ compiler failed after its probe worked; it is not asked again",
+    "dispatch.compiler.cache_folder": MACHINE,
+    "dispatch.compiler.probe": MACHINE,
+    "dispatch.cublas._calls_cublas": MACHINE,
+    "dispatch.cuda.has_triton": MACHINE,
+    "dispatch.segment_products.grouped_product": LAUNCH,
+    "dispatch.segments._HELD": "row offsets on the device, so that a step with the same splits copies nothing",
+    "formats.registry._FORMATS": REGISTRY,
+    "formats.registry._VARIANTS": REGISTRY,
+    "linear.cache.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
+    "ops.basic._NUMBERS": "a name, and so a seed, for each op that nobody named",
+    "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
+    "pipeline.rewrites.RULES": REGISTRY,
+    "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",
+    "recipes.library._shipped": PURE,
+    "recipes.patterns.expression": PURE,
+    "recipes.patterns.glob": PURE,
+    "recipes.recipe._FIRST": "the first of equal recipes, so that equals share a key",
+    "recipes.recipe._RECIPES": GRAPHS,
+    "report.page._environment": PURE,
+    "state.delayed.STATES": GRAPHS,
+    "state.history._kernel": LIMITS,
+    "state.history._on_device": LIMITS,
+    "state.parameters.STACK": STACK,
+    "state.region.STACK": STACK,
+    "state.rolling.OTHERS": WAITING,
+    "state.rolling.THREADS": WAITING,
+    "state.traced_stages.PLANS": GRAPHS,
+    "state.traced_stages._MODULES": GRAPHS,
+    "state.traced_stages._NAMES": GRAPHS,
+    "tensor.quantized.OPS": REGISTRY,
+}
+"""`room.file.name`: the reason."""
+
+ROOMS = ("kernels.",)
+"""Each file of kernels remembers launches by their constants, and what cuBLAS answered."""
+
+CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
+CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet, ContextVar, itertools.count)
+
+
+def modules() -> Iterator[tuple[str, types.ModuleType, ast.Module]]:
+    for path in sorted(ROOT.rglob("*.py")):
+        room = path.relative_to(ROOT).parts[0]
+        if room in ("lab", "cli", "__main__.py"):
+            continue
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__").rstrip(".")
+        yield name, importlib.import_module(f"duotone.{name}".rstrip(".")), ast.parse(path.read_text())
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module gives objects of its own: assigned, or decorated functions."""
+    targets: list[ast.expr] = []
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            targets += node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets.append(node.target)
+    names = {n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return names | {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def changes_by_itself(thing: Any) -> bool:
+    """Whether an object has state whatever the code does with it: caches, counters, weak tables, instances of ours."""
+    if hasattr(thing, "cache_info") or isinstance(thing, CONTAINERS):
+        return True
+    kind = type(thing)
+    if isinstance(thing, type | tuple | Kernel | Launch) or not kind.__module__.startswith("duotone"):
+        return False
+    frozen = getattr(getattr(kind, "__dataclass_params__", None), "frozen", False)
+    return not frozen and bool(getattr(thing, "__dict__", None))
+
+
+def changed_names(tree: ast.Module) -> set[str]:
+    """Names of the module's scope that its functions rebind, or whose items or attributes any code changes."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            names |= set(node.names)
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            names |= {node.value.id} if isinstance(node.value, ast.Name) else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+            names |= {node.func.value.id} if isinstance(node.func.value, ast.Name) else set()
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+            names |= {node.args[0].id} if isinstance(node.args[0], ast.Name) else set()
+    return names
+
+
+def homes() -> dict[int, str]:
+    """Where each module-level object is defined."""
+    return {
+        id(vars(module)[name]): f"{file}.{name}".lstrip(".")
+        for file, module, tree in modules()
+        for name in defined(tree)
+        if name in vars(module)
+    }
+
+
+def mutable() -> set[str]:
+    names, home = set(), homes()
+    for file, module, tree in modules():
+        names |= {f"{file}.{n}" for n in defined(tree) if n in vars(module) and changes_by_itself(vars(module)[n])}
+        for name in changed_names(tree) & vars(module).keys():
+            thing = vars(module)[name]
+            if not isinstance(thing, type | types.FunctionType) and id(thing) in home:
+                names.add(home[id(thing)])
+    return {name for name in names if not name.startswith(ROOMS)}
+
+
+def test_every_object_that_changes_has_a_reason() -> None:
+    here = mutable()
+    assert here <= ALLOWED.keys(), f"new mutable state: {sorted(here - ALLOWED.keys())}"
+    assert here >= ALLOWED.keys(), f"gone, take it from the list: {sorted(ALLOWED.keys() - here)}"
+
+
+def test_importing_the_library_hooks_into_nothing_of_the_process() -> None:
+    """No hook on all optimizers, modules or tensors, and no attribute of torch is replaced."""
+    mine = [h for h in optimizer._global_optimizer_post_hooks.values() if type(h).__module__.startswith("duotone")]
+    assert not mine or STEPS.is_registered
+    assert not any("duotone" in str(h) for h in hooks._global_forward_hooks.values())
+    for name, value in vars(torch).items():
+        assert not str(getattr(value, "__module__", "")).startswith("duotone"), name
