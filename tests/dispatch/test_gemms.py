@@ -9,6 +9,7 @@ from duotone import formats
 from duotone.dispatch.gemms import RULES, GemmProblem, choose
 from duotone.dispatch.products import mm_fp32
 from duotone.dispatch.target import target
+from duotone.formats import Epilogue
 from duotone.tensor import Plane
 
 M, N, K = 48, 80, 160
@@ -47,18 +48,18 @@ def reference(a: Plane, b: Plane) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact product of the operands as float64, and the same with magnitudes, which bounds every partial sum."""
 
     def full(p: Plane) -> torch.Tensor:
-        if p.format.outer_extent == "high precision":
+        if p.format.epilogue is Epilogue.HIGH_PRECISION:
             return p.parts["codes"].double()
         f = p.factors()
-        if f.outer is None:
-            return f.inner.double()
-        outer = f.outer.double().reshape(f.outer.shape[0], -1)
-        if p.format.outer_extent == "block":
-            block = p.format.outer_block
+        if f.epilogue_scale is None:
+            return f.values.double()
+        outer = f.epilogue_scale.double().reshape(f.epilogue_scale.shape[0], -1)
+        if p.format.epilogue is Epilogue.BLOCK:
+            block = p.format.block
             outer = outer.repeat_interleave(block.rows, 0)[: p.shape[0]].repeat_interleave(block.cols, 1)[
                 :, : p.shape[1]
             ]
-        return f.inner.double() * outer / f.divisor
+        return f.values.double() * outer / f.divisor
 
     left, right = full(a), full(b)
     if a.format.transform != b.format.transform:
@@ -143,6 +144,6 @@ def test_mm_fp32_keeps_fp32_sums_and_no_other_thread_sees_another_setting(monkey
 def test_nvfp4_alpha_is_applied_once_in_fp32() -> None:
     a, b = planes("nvfp4", "nvfp4")
     fa, fb = a.factors(), b.factors()
-    alpha = (fa.outer * fb.outer) * torch.tensor(1.0 / (2688.0 * 2688.0))
+    alpha = (fa.epilogue_scale * fb.epilogue_scale) * torch.tensor(1.0 / (2688.0 * 2688.0))
     rule, _ = choose(GemmProblem(a.format, b.format, target("cpu"), torch.float32))
-    assert torch.equal(rule.run(a, b, torch.float32), mm_fp32(fa.inner, fb.inner) * alpha)
+    assert torch.equal(rule.run(a, b, torch.float32), mm_fp32(fa.values, fb.values) * alpha)

@@ -37,7 +37,7 @@ def planes(x: Tensor, seed: Tensor, names: list[str]) -> list[Tensor]:
     for name in names:
         for side, matrix in (("row", x), ("col", x.t())):
             plane = Plane.encode(formats.get(name), matrix, ctx, side)
-            outputs += [*plane.parts.values(), plane.factors().inner, plane.dequantize(torch.float32)]
+            outputs += [*plane.parts.values(), plane.factors().values, plane.dequantize(torch.float32)]
         turned = plane.transposed()
         outputs += [] if turned is None else turned.parts.values()
     return outputs

@@ -17,8 +17,8 @@ from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.target import target
 from duotone.formats import registry
 from duotone.formats.elements import Element
-from duotone.formats.format import ScaledFormat
 from duotone.formats.geometry import ROW
+from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import Fp32Scale
 from duotone.recipes import RuleRecipe
 from duotone.recipes.rules import Rule

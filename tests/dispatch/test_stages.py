@@ -53,7 +53,7 @@ def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages) -> None:
     # Products take their order of summation from the strides, so these are part of "the same bits".
     for parts in (got, fmt.derive(got)):
         if parts is not None:
-            inner, plain = fmt.factors(parts, backend).inner, fmt.factors(parts, PLAIN).inner
+            inner, plain = fmt.factors(parts, backend).values, fmt.factors(parts, PLAIN).values
             assert torch.equal(bits(inner), bits(plain))
             assert inner.stride() == plain.stride()
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, observe
 from duotone.formats.elements import Element
-from duotone.formats.format import ScaledFormat
 from duotone.formats.geometry import Block
+from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import E8M0Scale
 from duotone.tensor import BOTH, LOCAL, Planes, QuantizeContext, Usage
 

@@ -95,13 +95,13 @@ def test_inner_factor_is_exact_in_bf16_and_the_product_of_factors_is_decode(name
     x = make(family, (33, 144), "bfloat16", of.element)
     parts = fmt.encode(tensor_of(x, "bfloat16"), seed=seed_of(name))
     factors = fmt.factors(parts)
-    assert factors.inner.dtype == torch.bfloat16 and factors.inner.shape == fmt.decode(parts, torch.bfloat16).shape
+    assert factors.values.dtype == torch.bfloat16 and factors.values.shape == fmt.decode(parts, torch.bfloat16).shape
     arrays_of = {key: part.numpy() for key, part in parts.items()}
-    assert_same(factors.inner, exact_inner(name, arrays_of), "inner")
-    assert (factors.outer is None) == (of.scale in ("pow2", "e8m0"))
-    whole = factors.inner.double().numpy() / factors.divisor
-    if factors.outer is not None:
-        outer = factors.outer.double().numpy()
+    assert_same(factors.values, exact_inner(name, arrays_of), "inner")
+    assert (factors.epilogue_scale is None) == (of.scale in ("pow2", "e8m0"))
+    whole = factors.values.double().numpy() / factors.divisor
+    if factors.epilogue_scale is not None:
+        outer = factors.epilogue_scale.double().numpy()
         whole *= outer.reshape(-1, 1) if of.scale == "e4m3" else reference.spread(outer, of, whole.shape)
     decoded = fmt.decode(parts, torch.float32).double().numpy()
     roundings = {"fp32": 1, "pow2": 0, "e8m0": 0, "e4m3": 4}[of.scale]
@@ -144,7 +144,7 @@ def test_inner_factor_is_exact_over_the_whole_range_of_scales_that_bf16_holds(na
         codes = reference.pack(codes)
     scale = np.repeat((powers + 127).astype(np.uint8)[:, None], len(line) // 32, axis=1)
     parts = {"codes": torch.from_numpy(codes), "scale": torch.from_numpy(scale)}
-    inner = get(name).factors(parts).inner
+    inner = get(name).factors(parts).values
     exact = reference.values_of(element)[line].astype(np.float64) * np.exp2(powers.astype(np.float64))[:, None]
     assert np.array_equal(inner.double().numpy(), exact)
     assert torch.equal(get(name).decode(parts, torch.bfloat16), inner)
@@ -160,5 +160,9 @@ def test_inner_factor_of_nvfp4_is_exact_for_every_code_and_scale() -> None:
     }
     factors = get("nvfp4").factors(parts)
     exact = reference.values_of("e2m1").astype(np.float64) * reference.e4m3_value(scales).astype(np.float64)
-    assert np.array_equal(factors.inner.double().numpy(), exact)
-    assert factors.outer is not None and torch.equal(factors.outer, parts["amax"]) and factors.divisor == 2688.0
+    assert np.array_equal(factors.values.double().numpy(), exact)
+    assert (
+        factors.epilogue_scale is not None
+        and torch.equal(factors.epilogue_scale, parts["amax"])
+        and factors.divisor == 2688.0
+    )

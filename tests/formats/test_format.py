@@ -59,7 +59,7 @@ def test_an_empty_matrix_encodes_decodes_and_derives(name: str, shape: tuple[int
     specs = fmt.parts(*shape)
     assert {k: (tuple(v.shape), v.dtype) for k, v in parts.items()} == {k: (v.shape, v.dtype) for k, v in specs.items()}
     assert fmt.decode(parts, torch.bfloat16).shape == shape
-    assert fmt.factors(parts).inner.shape == shape
+    assert fmt.factors(parts).values.shape == shape
     derived = fmt.derive(parts)
     assert (derived is None) == (name not in DERIVABLE)
     assert derived is None or fmt.decode(derived, torch.float32).shape == shape[::-1]
@@ -129,7 +129,7 @@ def test_strides_of_the_parts_do_not_matter(name: str) -> None:
     turned = {key: part.t().contiguous().t() if part.dim() == 2 else part for key, part in parts.items()}
     before = {key: part.clone() for key, part in turned.items()}
     assert torch.equal(fmt.decode(turned, torch.float32), want)
-    assert torch.equal(fmt.factors(turned).inner, fmt.factors(parts).inner)
+    assert torch.equal(fmt.factors(turned).values, fmt.factors(parts).values)
     for key, part in turned.items():
         assert torch.equal(part, before[key])
 
@@ -141,7 +141,7 @@ def test_surroundings_do_not_change_the_bits(name: str) -> None:
 
     def both(x: Tensor) -> dict[str, Tensor]:
         parts = fmt.encode(x, seed=seed_of(name))
-        return {**parts, "decoded": fmt.decode(parts, torch.float32), "inner": fmt.factors(parts).inner}
+        return {**parts, "decoded": fmt.decode(parts, torch.float32), "inner": fmt.factors(parts).values}
 
     want = both(x)
     for dtype in (torch.float64, torch.bfloat16, torch.float16):

@@ -40,7 +40,7 @@ def test_the_other_plane_is_a_view() -> None:
 def test_factors_are_the_matrix_and_nothing_else() -> None:
     x = torch.randn(4, 6)
     factors = IDENTITY.factors(IDENTITY.encode(x))
-    assert factors.inner is x and factors.outer is None and factors.divisor == 1.0
+    assert factors.values is x and factors.epilogue_scale is None and factors.divisor == 1.0
 
 
 def test_unrotate_cuts_padding_only() -> None:

@@ -62,7 +62,7 @@ def test_derive_of_an_odd_width_is_the_transpose(cols):
 def test_a_given_scale_that_is_no_power_of_two_keeps_factors_equal_to_decode():
     fmt = get("fp8_e4m3_tensor_pow2")
     parts = fmt.encode(X, scale=torch.tensor([3.0]))
-    assert torch.equal(fmt.factors(parts).inner.float(), fmt.decode(parts, torch.float32))
+    assert torch.equal(fmt.factors(parts).values.float(), fmt.decode(parts, torch.float32))
 
 
 def test_identity_refuses_what_others_refuse():

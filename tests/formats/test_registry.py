@@ -10,10 +10,11 @@ from families import make
 
 from duotone import formats
 from duotone.errors import UserError
-from duotone.formats import registry
+from duotone.formats import Epilogue, registry
 from duotone.formats.elements import E2M1, E3M2, E4M3, Element
-from duotone.formats.format import Format, ScaledFormat
+from duotone.formats.format import Format
 from duotone.formats.geometry import Block
+from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import E8M0Scale, Fp32Scale, TwoLevelScale
 
 
@@ -48,10 +49,10 @@ def test_fields_of_a_row_are_those_that_its_name_says(name: str) -> None:
     assert fmt.transform == ("hadamard16:d7e8" if of.hadamard else "")
     assert fmt.is_derivable == reference.is_transposable(name)
     exact_inside = of.scale in ("pow2", "e8m0")
-    extent = {(0, 0): "tensor", (1, 0): "row"}.get((of.rows, of.cols), "block")
+    epilogue = {(0, 0): Epilogue.TENSOR, (1, 0): Epilogue.ROW}.get((of.rows, of.cols), Epilogue.BLOCK)
     if of.scale == "e4m3":
-        extent = "row" if of.per_row else "tensor"
-    assert fmt.outer_extent == ("none" if exact_inside else extent)
+        epilogue = Epilogue.ROW if of.per_row else Epilogue.TENSOR
+    assert fmt.epilogue is (Epilogue.NONE if exact_inside else epilogue)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
     for a, b in zip(here, there, strict=True):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert torch.equal(bits(b.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
-        assert torch.equal(bits(b.factors().inner), bits(a.format.factors(a.parts).inner))
+        assert torch.equal(bits(b.factors().values), bits(a.format.factors(a.parts).values))
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])

@@ -112,7 +112,7 @@ def test_casts_of_segments_have_the_bits_of_separate_casts(pair, splits, how) ->
 
 
 def compare(stored: Tensor, scale: Tensor, fmt, e: int, rows: tuple[int, int] | None) -> None:
-    lines = fmt.outer_block.rows == 1
+    lines = fmt.block.rows == 1
     found = stored[rows[0] : rows[0] + rows[1]] if lines and rows is not None else stored[e]
     assert lines or not found.data_ptr() % 16, "cuBLAS refuses scales elsewhere"
     same([found], [scale.reshape(-1)])

@@ -130,7 +130,7 @@ def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name) -> None:
             )
             for there_plane, dtype in itertools.product((b, turned), (torch.float32, torch.bfloat16, torch.float16)):
                 assert torch.equal(bits(there_plane.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
-                assert torch.equal(bits(there_plane.factors().inner), bits(a.format.factors(a.parts).inner))
+                assert torch.equal(bits(there_plane.factors().values), bits(a.format.factors(a.parts).values))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -146,7 +146,7 @@ def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
     for a, b, divisor, add in itertools.product(sides, sides, (1.0, 2688.0), (None, bias)):
         left = Factors(y, torch.rand(m) if a == "lines" else a, divisor)
         right = Factors(y, torch.rand(n) if b == "lines" else b, divisor)
-        moved = [None if f.outer is None else f.outer.cuda() for f in (left, right)]
+        moved = [None if f.epilogue_scale is None else f.epilogue_scale.cuda() for f in (left, right)]
         out = torch.empty_like(y, dtype=dtype, device="cuda")
         made = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), out)
         assert torch.equal(bits(made), bits(factors.finish(factors.scaled(y, left, right), dtype, add)))

@@ -188,7 +188,7 @@ def spec(name: str) -> cast.PlaneSpec:
     """As `duotone.dispatch.casts` describes a format."""
     fmt = formats.get(name)
     assert fmt.code_dtype is not None
-    block = fmt.outer_block
+    block = fmt.block
     limits = fmt.scale_limits(torch.bfloat16)
     return cast.PlaneSpec(fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *limits, is_delayed=fmt.is_delayed)
 

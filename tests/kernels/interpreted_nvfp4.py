@@ -130,7 +130,7 @@ def values() -> Check:
             yield f"values {name} {rows} {dtype}", got, fmt.decode(parts, dtype)
             if dtype is torch.bfloat16:
                 got = decode_nvfp4.decode(*given, None, top, dtype)
-                yield f"inner {name} {rows}", got, fmt.factors(parts).inner
+                yield f"inner {name} {rows}", got, fmt.factors(parts).values
 
 
 def epilogues() -> Check:
@@ -144,7 +144,10 @@ def epilogues() -> Check:
         ]
         add = torch.randn(n).to(dtype) if bias else None
         one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
-        given, what = (y, sides[0].outer, sides[1].outer, one_over, add), f"epilogue {a} {b} {constant} {bias} {dtype}"
+        given, what = (
+            (y, sides[0].epilogue_scale, sides[1].epilogue_scale, one_over, add),
+            f"epilogue {a} {b} {constant} {bias} {dtype}",
+        )
         want = finish(scaled(y, *sides), torch.float32, add)
         yield what, epilogue.finish(*given, torch.empty_like(y, dtype=dtype)), want.to(dtype)
         before = torch.randn(m, n).to(dtype)

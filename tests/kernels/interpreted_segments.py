@@ -149,7 +149,7 @@ def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: li
 def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any) -> tuple[Tensor, Tensor]:
     """What was stored for a segment, and what its plane has."""
     want = plane.parts["scale"].reshape(-1)
-    if fmt.outer_block.rows != 1 or rows is None:
+    if fmt.block.rows != 1 or rows is None:
         return stored[e], want
     return stored[slice(*rows)], want
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from duotone.formats import ROW, TENSOR, Block
 from duotone.kernels import cublas
 
+LINE, SQUARE = Block(1, 128), Block(128, 128)
 HEADERS = [found for path in sys.path for found in Path(path).glob("nvidia/*/include/cublasLt.h")]
 PRODUCT = "CUBLASLT_MATMUL_DESC_"
 WANTED = {
@@ -24,12 +26,12 @@ WANTED = {
     **{
         f"CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_{name}_BYTES": n for name, n in zip("ABCD", cublas.ALIGNMENTS, strict=True)
     },
-    "CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F": cublas.SCALES["tensor"],
-    "CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F": cublas.SCALES["row"],
-    "CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F": cublas.SCALES["1x128"],
-    "CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F": cublas.SCALES["128x128"],
+    "CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F": cublas.SCALES[TENSOR],
+    "CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F": cublas.SCALES[ROW],
+    "CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F": cublas.SCALES[LINE],
+    "CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F": cublas.SCALES[SQUARE],
 }
-A, B = (64, 256, 256, torch.float8_e5m2, "row", 256), (32, 256, 256, torch.float8_e4m3fn, "row", 256)
+A, B = (64, 256, 256, torch.float8_e5m2, ROW, 256), (32, 256, 256, torch.float8_e4m3fn, ROW, 256)
 OUT = (64, 32, 32, torch.float32, 256)
 
 
@@ -67,14 +69,14 @@ def read(product: cublas._Product, which: int, kind: type) -> int:
 @pytest.mark.parametrize("fast", [False, True])
 def test_the_library_takes_a_product_and_holds_what_it_was_told(called, fast) -> None:
     """cuBLAS's A is the second operand."""
-    a, b = (*A[:4], "1x128", 256), (*B[:4], "128x128", 256)
+    a, b = (*A[:4], LINE, 256), (*B[:4], SQUARE, 256)
     product = cublas._Product(a, b, OUT, fast, 0)
     assert product.algorithm is None  # it found none
     for which, kind, want in (
         (cublas.TRANSPOSE_A, ctypes.c_int32, cublas.TRANSPOSED),
         (cublas.FAST, ctypes.c_int8, fast),
-        (cublas.KIND_A, ctypes.c_int32, cublas.SCALES["128x128"]),
-        (cublas.KIND_B, ctypes.c_int32, cublas.SCALES["1x128"]),
+        (cublas.KIND_A, ctypes.c_int32, cublas.SCALES[SQUARE]),
+        (cublas.KIND_B, ctypes.c_int32, cublas.SCALES[LINE]),
         (cublas.SCALE_A, ctypes.c_void_p, cublas.ALIGNED),
     ):
         assert read(product, which, kind) == want

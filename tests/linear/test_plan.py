@@ -11,6 +11,7 @@ import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
 from duotone.dispatch import worth
 from duotone.errors import RecipeError
+from duotone.formats import ROW, TENSOR, Block
 from duotone.linear import PlanRequest, build_plan
 from duotone.linear.plane_source import HIGH_PRECISION
 from duotone.recipes import QuantizerRole, Rule
@@ -69,7 +70,7 @@ def test_accumulation_changes_no_rule_that_has_no_other() -> None:
 
 def test_wgrad_input_128x128_gives_wgrad_the_pair_of_blocks_of_fprop() -> None:
     plans = [build_plan(setting(recipes.Float8BlockScaling(wgrad_input_128x128=square))) for square in (False, True)]
-    blocks = [[(gemm.a.outer_block.name, gemm.b.outer_block.name) for gemm in plan.gemms] for plan in plans]
+    blocks = [[(gemm.a.block.name, gemm.b.block.name) for gemm in plan.gemms] for plan in plans]
     assert blocks[0] == [("1x128", "128x128"), ("1x128", "128x128"), ("1x128", "1x128")]
     assert blocks[1] == [("1x128", "128x128")] * 3
     assert {gemm.rule.name for plan in plans for gemm in plan.gemms} == {"cuBLAS FP8 block product"}
@@ -148,7 +149,7 @@ def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_a
 
 
 def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> None:
-    entries = {((9, 0), "tensor"): 1000, ((9, 0), "row"): 2000, ((9, 0), "1x128"): 3000}
+    entries = {((9, 0), TENSOR): 1000, ((9, 0), ROW): 2000, ((9, 0), Block(1, 128)): 3000}
     monkeypatch.setattr(worth, "LEAST_WORK", entries)
     for name, least in (("fp8-current", 1000), ("fp8-delayed", 1000), ("fp8-rowwise", 2000), ("fp8-block", 3000)):
         recipe = replace(recipes.load(name), min_weight_elements="measured")
@@ -166,7 +167,7 @@ def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> N
 
 def test_every_scaling_that_hopper_multiplies_has_an_entry() -> None:
     natively = {scaling for capability, scaling in worth.LEAST_WORK if capability == (9, 0)}
-    assert natively == {"tensor", "row", "1x128"}
+    assert natively == {TENSOR, ROW, Block(1, 128)}
     assert all(isinstance(least, int) and least > 0 for least in worth.LEAST_WORK.values())
 
 

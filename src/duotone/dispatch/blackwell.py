@@ -12,6 +12,7 @@ from torch import Tensor
 
 from duotone.dispatch.factors import finish, scaled
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
+from duotone.formats import Factors, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
 
 NEEDED = (10, 0)
@@ -38,7 +39,7 @@ class NativeBlocks(GemmRule):
     """One kind of block-scaled product: the codec of its scales, elements in a block, and torch's dtypes."""
 
     name: str
-    codec: str
+    codec: ScaleCodec
     width: int
     per_byte: int
     codes: torch.dtype | None
@@ -49,8 +50,8 @@ class NativeBlocks(GemmRule):
         if problem.target.arch < NEEDED:
             return "it needs compute capability 10.0 or above"
         for fmt in (problem.a, problem.b):
-            if fmt.scale_codec != self.codec or fmt.outer_block.cols != self.width:
-                return f"it takes {self.codec} scales over {self.width} elements"
+            if fmt.scale_codec != self.codec or fmt.block.cols != self.width:
+                return f"it takes {self.codec.value} scales over {self.width} elements"
             if self.codes is None and fmt.code_dtype not in FP8_DTYPES:
                 return "it takes FP8 codes"
         if problem.a.transform != problem.b.transform:
@@ -67,7 +68,7 @@ class NativeBlocks(GemmRule):
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left[0], right[0].t(), scale_a=left[1], scale_b=right[1], out_dtype=torch.float32
         )[:rows, :cols]
-        return finish(scaled(y, _outer(a), _outer(b)), out_dtype, bias)
+        return finish(scaled(y, _epilogue(a), _epilogue(b)), out_dtype, bias)
 
     def _operand(self, plane: Any) -> tuple[Tensor, Tensor]:
         """Codes and swizzled scales, padded to whole tiles with codes of zero."""
@@ -76,14 +77,14 @@ class NativeBlocks(GemmRule):
         more_cols = -codes.shape[1] % (TILE_COLS * self.width // self.per_byte)
         codes = F.pad(codes, (0, more_cols, 0, -rows % TILE_ROWS)).contiguous()
         if scale.shape[0] != rows:
-            scale = scale.repeat_interleave(plane.format.outer_block.rows, 0)[:rows]
+            scale = scale.repeat_interleave(plane.format.block.rows, 0)[:rows]
         return codes.view(self.codes or plane.format.code_dtype), swizzled(scale).view(self.scales)
 
 
-def _outer(plane: Any) -> Any:
-    """The factors that follow the product; the codes themselves are no part of them."""
-    return plane.format.factors(plane.parts, inner=plane.parts["codes"])
+def _epilogue(plane: Operand) -> Factors:
+    """The scales that follow the product. The codes stand in for the values, which nothing reads."""
+    return plane.format.factors(plane.parts, values=plane.parts["codes"])
 
 
-MXFP8 = NativeBlocks("MXFP8 product", "e8m0", 32, 1, None, torch.float8_e8m0fnu)
-NVFP4 = NativeBlocks("NVFP4 product", "two-level", 16, 2, torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
+MXFP8 = NativeBlocks("MXFP8 product", ScaleCodec.E8M0, 32, 1, None, torch.float8_e8m0fnu)
+NVFP4 = NativeBlocks("NVFP4 product", ScaleCodec.TWO_LEVEL, 16, 2, torch.float4_e2m1fn_x2, torch.float8_e4m3fn)

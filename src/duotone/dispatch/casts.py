@@ -10,7 +10,7 @@ from torch import Tensor
 
 from duotone.dispatch.cuda import DTYPES, contiguous_rows
 from duotone.dispatch.target import Target, runs_kernels
-from duotone.formats import Format, Parts, hadamard
+from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCodec, hadamard
 from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
-_TWO_LEVEL = "two-level"
+_TWO_LEVEL_BLOCKS = (Block(1, 16), Block(16, 16))
 _CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, Any]] = {}
 _SEGMENT_CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, "SegmentCast | None"]] = {}
 _DECODERS: dict[tuple[int, torch.dtype], tuple[Format, Any]] = {}
@@ -44,7 +44,7 @@ def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: b
 
 
 def _find_segment_cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
-    if any(fmt is not None and fmt.outer_block.name not in ("tensor", "row") for fmt in (row, col)):
+    if any(fmt is not None and fmt.block not in (TENSOR, ROW) for fmt in (row, col)):
         return None
     cast = _cast(row, col, dtype, propagate)
     if cast is None:
@@ -65,7 +65,7 @@ def _cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate:
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
     """Whether a kernel makes codes and scales of both planes of a matrix in `dtype` there, or of either of them, and
     nothing else."""
-    if not where.runs_kernels or _TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
+    if not where.runs_kernels or ScaleCodec.TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
         return False
     return all(_cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
 
@@ -81,7 +81,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     spec, codes = found[1], parts["codes"]
     if spec is None or not _is_real(codes) or not runs_kernels(codes.get_device()):
         return None
-    if fmt.scale_codec == _TWO_LEVEL:
+    if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
         from duotone.kernels import decode_nvfp4
 
         return decode_nvfp4.decode(
@@ -103,7 +103,7 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
     """What a kernel that decodes the format has to know of it, or None where there is none."""
     if dtype not in DTYPES:
         return None
-    if fmt.scale_codec == _TWO_LEVEL:
+    if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
         return fmt.scale_limits(dtype)[0] if _is_two_level(fmt) else None
     return _spec(fmt, dtype) if _is_simple(fmt) else None
 
@@ -126,7 +126,7 @@ def _find(row: Format | None, col: Format | None, dtype: torch.dtype, propagate:
     if dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
-    if any(fmt is not None and fmt.scale_codec == _TWO_LEVEL for fmt in (row, col)):
+    if any(fmt is not None and fmt.scale_codec is ScaleCodec.TWO_LEVEL for fmt in (row, col)):
         return _find_two_level(row, col, shared, propagate)
     if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
         return None
@@ -147,7 +147,7 @@ def _find_two_level(row: Format | None, col: Format | None, shared: bool, propag
     def spec(fmt: Format | None) -> PlaneSpec | None:
         if fmt is None:
             return None
-        square, per_line = fmt.outer_block.rows > 1, fmt.outer_extent == "row"
+        square, per_line = fmt.block.rows > 1, fmt.epilogue is Epilogue.ROW
         top = fmt.scale_limits(torch.float32)[0]
         return PlaneSpec(square, bool(fmt.transform), fmt.is_stochastic, fmt.scale_search, per_line, top)
 
@@ -156,24 +156,22 @@ def _find_two_level(row: Format | None, col: Format | None, shared: bool, propag
 
 def _is_two_level(fmt: Format) -> bool:
     """Whether a format is E2M1 in blocks of 16 under an amax of the matrix or of its rows."""
-    block = fmt.outer_block
-    if (fmt.scale_codec, fmt.precision, fmt.largest) != (_TWO_LEVEL, 4, 6.0) or (block.rows, block.cols) not in (
-        (1, 16),
-        (16, 16),
-    ):
+    block = fmt.block
+    if fmt.scale_codec is not ScaleCodec.TWO_LEVEL or block not in _TWO_LEVEL_BLOCKS:
+        return False
+    if (fmt.precision, fmt.largest) != (4, 6.0):
         return False
     if fmt.transform:
-        known = f"hadamard{hadamard.SIZE}:{hadamard.SIGN_MASK:04x}"
-        return fmt.transform == known and fmt.outer_extent == "tensor" and not fmt.scale_search
-    return fmt.outer_extent == "tensor" or block.rows == 1
+        return fmt.transform == hadamard.NAME and fmt.epilogue is Epilogue.TENSOR and not fmt.scale_search
+    return fmt.epilogue is Epilogue.TENSOR or block.rows == 1
 
 
 def _is_simple(fmt: Format) -> bool:
     """Whether a tile holds all that decides its codes, but for amaxes taken before."""
-    if fmt.code_dtype not in FP8_DTYPES or fmt.is_stochastic or fmt.transform or not fmt.scale_codec:
+    if fmt.code_dtype not in FP8_DTYPES or fmt.is_stochastic or fmt.transform or fmt.scale_codec is ScaleCodec.NONE:
         return False
-    block = fmt.outer_block
-    if (block.rows, block.cols) in ((0, 0), (1, 0)):
+    block = fmt.block
+    if block in (TENSOR, ROW):
         return True
     return all(0 < n <= WIDEST and n & (n - 1) == 0 for n in (block.rows, block.cols))
 
@@ -184,7 +182,7 @@ def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
     from duotone.kernels.cast import PlaneSpec
 
     assert fmt.code_dtype is not None
-    block = fmt.outer_block
+    block = fmt.block
     return PlaneSpec(
         fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
     )

@@ -1,4 +1,4 @@
-"""What follows a product: the operands' outer factors, the bias, and one rounding to the dtype of the result."""
+"""What follows a product: the operands' epilogue scales, the bias, and one rounding to the dtype of the result."""
 
 import torch
 from torch import Tensor
@@ -7,18 +7,18 @@ from duotone.formats import Factors
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
-    """Apply outer factors to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
+    """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
     constant = 1.0 / (a.divisor * b.divisor)
-    outers = [outer for outer in (a.outer, b.outer) if outer is not None]
-    if not outers:
+    scales = [scale for scale in (a.epilogue_scale, b.epilogue_scale) if scale is not None]
+    if not scales:
         return y
-    if all(outer.numel() == 1 for outer in outers):
-        alpha = outers[0].reshape(()) if len(outers) == 1 else outers[0].reshape(()) * outers[1].reshape(())
+    if all(scale.numel() == 1 for scale in scales):
+        alpha = scales[0].reshape(()) if len(scales) == 1 else scales[0].reshape(()) * scales[1].reshape(())
         return y * (alpha * constant if constant != 1.0 else alpha)
     if constant != 1.0:
         y = y * torch.full((), constant, dtype=torch.float32, device=y.device)
-    rows = None if a.outer is None else a.outer.reshape(-1, 1)
-    cols = None if b.outer is None else b.outer.reshape(1, -1)
+    rows = None if a.epilogue_scale is None else a.epilogue_scale.reshape(-1, 1)
+    cols = None if b.epilogue_scale is None else b.epilogue_scale.reshape(1, -1)
     if rows is not None and cols is not None and 1 in (rows.numel(), cols.numel()):
         return y * (rows * cols)
     y = y if rows is None else y * rows

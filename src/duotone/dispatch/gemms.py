@@ -16,10 +16,8 @@ from duotone.dispatch.products import mm_fp32, mm_into
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
-from duotone.formats import Factors
+from duotone.formats import Epilogue, Factors
 from duotone.formats.geometry import crop
-
-FULL = "high precision"
 
 
 class HighPrecision(GemmRule):
@@ -28,7 +26,7 @@ class HighPrecision(GemmRule):
     name = "torch"
 
     def reject(self, problem: GemmProblem) -> str:
-        return "" if problem.extents == {FULL} else "an operand is quantized"
+        return "" if problem.epilogues == {Epilogue.HIGH_PRECISION} else "an operand is quantized"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias)
@@ -45,7 +43,7 @@ class ExactBf16(GemmRule):
     native = False
 
     def reject(self, problem: GemmProblem) -> str:
-        if problem.extents != {"none"}:
+        if problem.epilogues != {Epilogue.NONE}:
             return "a scale has to follow the product"
         if problem.dtype != torch.bfloat16:
             return f"the result is {problem.dtype}, not bf16"
@@ -54,11 +52,11 @@ class ExactBf16(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
-        left, right = _same_length(a.factors().inner, b.factors().inner)
+        left, right = _same_length(a.factors().values, b.factors().values)
         return torch.mm(left, right.t())
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not mm_into(*_same_length(a.factors().inner, b.factors().inner), out, adds):
+        if not mm_into(*_same_length(a.factors().values, b.factors().values), out, adds):
             super().run_into(a, b, out, adds)
 
 
@@ -69,13 +67,13 @@ class Fp32Epilogue(GemmRule):
     native = False
 
     def reject(self, problem: GemmProblem) -> str:
-        if not problem.extents <= {"none", "tensor", "row"}:
+        if not problem.epilogues <= {Epilogue.NONE, Epilogue.TENSOR, Epilogue.ROW}:
             return "a scale varies along the contraction, or an operand is in high precision"
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.factors(), b.factors()
-        y = mm_fp32(*_same_length(left.inner, right.inner))
+        y = mm_fp32(*_same_length(left.values, right.values))
         if has_kernels(y) and out_dtype in DTYPES:
             return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
         return finish(scaled(y, left, right), out_dtype, bias)
@@ -83,7 +81,7 @@ class Fp32Epilogue(GemmRule):
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         if has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device:
             left, right = a.factors(), b.factors()
-            self._in_one_kernel(mm_fp32(*_same_length(left.inner, right.inner)), left, right, None, out, adds)
+            self._in_one_kernel(mm_fp32(*_same_length(left.values, right.values)), left, right, None, out, adds)
         else:
             super().run_into(a, b, out, adds)
 
@@ -92,7 +90,9 @@ class Fp32Epilogue(GemmRule):
     ) -> Tensor:
         from duotone.kernels.epilogue import finish as in_one_kernel
 
-        return in_one_kernel(y, left.outer, right.outer, 1.0 / (left.divisor * right.divisor), bias, out, adds)
+        return in_one_kernel(
+            y, left.epilogue_scale, right.epilogue_scale, 1.0 / (left.divisor * right.divisor), bias, out, adds
+        )
 
 
 class BlockPromotion(GemmRule):
@@ -102,22 +102,22 @@ class BlockPromotion(GemmRule):
     native = False
 
     def reject(self, problem: GemmProblem) -> str:
-        if "block" not in problem.extents or FULL in problem.extents:
+        if Epilogue.BLOCK not in problem.epilogues or Epilogue.HIGH_PRECISION in problem.epilogues:
             return "no fp32 scale varies along the contraction"
-        widths = {f.outer_block.cols for f in (problem.a, problem.b) if f.outer_extent == "block"}
+        widths = {f.block.cols for f in (problem.a, problem.b) if f.epilogue is Epilogue.BLOCK}
         return "the blocks of the operands differ in width" if len(widths) > 1 else _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.factors(), b.factors()
-        width = (a if a.format.outer_extent == "block" else b).format.outer_block.cols
-        inner_a, inner_b = _same_length(left.inner, right.inner)
-        total = inner_a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
+        width = (a if a.format.epilogue is Epilogue.BLOCK else b).format.block.cols
+        values_a, values_b = _same_length(left.values, right.values)
+        total = values_a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
         for j in range(-(-a.shape[1] // width)):
             cut = slice(j * width, (j + 1) * width)
             scales = [_block_scales(a, left, j, (-1, 1)), _block_scales(b, right, j, (1, -1))]
-            if a.format.outer_block.rows > b.format.outer_block.rows:
+            if a.format.block.rows > b.format.block.rows:
                 scales.reverse()  # the scale that varies faster comes first
-            total = _promote(total, mm_fp32(inner_a[:, cut], inner_b[:, cut]), scales)
+            total = _promote(total, mm_fp32(values_a[:, cut], values_b[:, cut]), scales)
         rest_a, rest_b = _without_blocks(a, left), _without_blocks(b, right)
         return finish(scaled(total, rest_a, rest_b), out_dtype, bias)
 
@@ -131,10 +131,10 @@ class DecodeToHighPrecision(GemmRule):
     note = "the quantized operand is decoded to the other's dtype"
 
     def reject(self, problem: GemmProblem) -> str:
-        return "" if FULL in problem.extents else "no operand is in high precision"
+        return "" if Epilogue.HIGH_PRECISION in problem.epilogues else "no operand is in high precision"
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        dtype = (a if a.format.outer_extent == FULL else b).parts["codes"].dtype
+        dtype = (a if a.format.epilogue is Epilogue.HIGH_PRECISION else b).parts["codes"].dtype
         return _linear(a.dequantize(dtype), b.dequantize(dtype), out_dtype, bias)
 
 
@@ -198,15 +198,15 @@ def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Ten
 
 def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
     """The scales of block column j, one for each row of the operand; None where it has no block scales."""
-    if plane.format.outer_extent != "block" or factors.outer is None:
+    if plane.format.epilogue is not Epilogue.BLOCK or factors.epilogue_scale is None:
         return None
-    scales = factors.outer[:, j : j + 1].repeat_interleave(plane.format.outer_block.rows, 0)
+    scales = factors.epilogue_scale[:, j : j + 1].repeat_interleave(plane.format.block.rows, 0)
     return crop(scales, plane.shape[0], 1).view(shape)
 
 
 def _without_blocks(plane: Operand, factors: Factors) -> Factors:
-    outer = None if plane.format.outer_extent == "block" else factors.outer
-    return Factors(factors.inner, outer, factors.divisor)
+    scale = None if plane.format.epilogue is Epilogue.BLOCK else factors.epilogue_scale
+    return Factors(factors.values, scale, factors.divisor)
 
 
 def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duotone.dispatch.products import put
 from duotone.dispatch.target import Target
-from duotone.formats import Factors, Format, Parts
+from duotone.formats import Epilogue, Factors, Format, Parts
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
@@ -34,8 +34,8 @@ class GemmProblem:
         return self.a.code_dtype, self.b.code_dtype
 
     @property
-    def extents(self) -> set[str]:
-        return {self.a.outer_extent, self.b.outer_extent}
+    def epilogues(self) -> set[Epilogue]:
+        return {self.a.epilogue, self.b.epilogue}
 
 
 class Operand(Protocol):
@@ -69,7 +69,7 @@ class JoinedOperand(NamedTuple):
     @property
     def has_lines(self) -> bool:
         """Whether each row has a scale, instead of each segment."""
-        return self.format.outer_block.rows == 1
+        return self.format.block.rows == 1
 
 
 class JoinedWeights(NamedTuple):

@@ -24,17 +24,17 @@ from duotone.dispatch.rule import (
 )
 from duotone.dispatch.segments import MOST
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
-from duotone.formats import Format
+from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
 
 BLOCK = 128
+SQUARE = Block(BLOCK, BLOCK)
 QUAD = 4
 """What cuBLAS wants the number of 128 x 128 scales along the contraction to be a multiple of."""
 FP8_SINCE = (8, 9)
-FP32_CODECS = ("fp32", "power of two")
 SINCE = ".".join(map(str, BLOCKS_SINCE))
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
@@ -67,9 +67,9 @@ _LIBRARY.impl("block_mm", _block_mm, "CUDA")
 _LIBRARY.impl("block_mm", _fake_block_mm, "Meta")
 
 
-def _scaling(fmt: Format) -> str:
-    """What fp32 scales belong to ("tensor", "row", "1x128", ...), "" where scales are others."""
-    return fmt.outer_block.name if fmt.scale_codec in FP32_CODECS and not fmt.transform else ""
+def _scaling(fmt: Format) -> Block | None:
+    """The block of an fp32 scale. None for other scales and for a transform."""
+    return fmt.block if fmt.scale_codec.family == ScaleCodec.FP32.family and not fmt.transform else None
 
 
 def _refusal(problem: GemmProblem) -> str:
@@ -97,11 +97,11 @@ class ScaledProduct(GemmRule):
         if problem.fast != self.fast:
             return "the recipe asks for the other accumulation"
         scalings = {_scaling(problem.a), _scaling(problem.b)}
-        if not scalings <= {"tensor", "row"}:
+        if not scalings <= {TENSOR, ROW}:
             return "it takes one fp32 scale per tensor or per row"
         if refusal := _refusal(problem):
             return refusal
-        dtype = dtype_of_product(problem.dtype, "row" in scalings, problem.target.scales_rows_to_fp32)
+        dtype = dtype_of_product(problem.dtype, ROW in scalings, problem.target.scales_rows_to_fp32)
         if dtype is torch.bfloat16 and problem.dtype is not dtype:
             return f"with scales per row it gives bf16 on this device, not {problem.dtype}"
         return ""
@@ -121,7 +121,7 @@ class ScaledProduct(GemmRule):
             scale_b=scale_b.t(),
             bias=bias if fused else None,
             out_dtype=dtype_of_product(
-                out_dtype if direct else torch.float32, kind == "row", scales_rows_to_fp32(left.get_device())
+                out_dtype if direct else torch.float32, kind == ROW, scales_rows_to_fp32(left.get_device())
             ),
             use_fast_accum=self.fast,
         )
@@ -141,7 +141,7 @@ class ScaledProduct(GemmRule):
     def refuse_segments(self, problem: GemmProblem, shape: tuple[int, ...]) -> str:
         if any(n % STEP or n == 0 for n in shape):
             return f"it takes weights whose sizes are multiples of {STEP}"
-        same = problem.a.outer_block.rows == problem.b.outer_block.rows
+        same = problem.a.block.rows == problem.b.block.rows
         return "" if same else "it takes operands with a scale per tensor both, or per row both"
 
     def groups_segments(self, problem: GemmProblem, count: int) -> bool:
@@ -179,12 +179,12 @@ class ScaledProduct(GemmRule):
     ) -> list[Tensor | None]:
         return products.columns_into(a, b, segments, self.fast, places)
 
-    def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, str]:
-        """Decode scales, both of one element ("tensor") or (rows, 1) and (cols, 1) ("row")."""
+    def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, Block]:
+        """Decode scales, both of one element (TENSOR) or (rows, 1) and (cols, 1) (ROW)."""
         scale_a, scale_b = a.parts["scale"], b.parts["scale"]
-        if a.format.outer_block.rows == b.format.outer_block.rows == 0:
-            return scale_a, scale_b, "tensor"
-        return _per_row(scale_a, rows), _per_row(scale_b, cols), "row"
+        if a.format.block.rows == b.format.block.rows == 0:
+            return scale_a, scale_b, TENSOR
+        return _per_row(scale_a, rows), _per_row(scale_b, cols), ROW
 
 
 class BlockScaledProduct(GemmRule):
@@ -192,11 +192,11 @@ class BlockScaledProduct(GemmRule):
     after each block, so never fast."""
 
     name = "cuBLAS FP8 block product"
-    scalings = frozenset({"1x128", "128x128"})
+    scalings = frozenset({Block(1, BLOCK), SQUARE})
 
     def reject(self, problem: GemmProblem) -> str:
         scalings = {_scaling(problem.a), _scaling(problem.b)}
-        if not scalings <= self.scalings or scalings == {"128x128"}:
+        if not scalings <= self.scalings or scalings == {SQUARE}:
             return "it takes fp32 scales per 1x128 block, one of them per 128x128"
         if refusal := _refusal(problem):
             return refusal
@@ -208,7 +208,7 @@ class BlockScaledProduct(GemmRule):
         if 0 in (a.shape[0], cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         kinds = _block_kind(a.format), _block_kind(b.format)
-        more = -a.shape[0] % STEP if a.format.outer_block.rows == 1 else 0
+        more = -a.shape[0] % STEP if a.format.block.rows == 1 else 0
         left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
         fused = _takes_bias(bias, cols, out_dtype)
@@ -224,7 +224,7 @@ class BlockScaledProduct(GemmRule):
             from duotone.kernels.cublas import Side, multiply
 
             left, right = (
-                Side(_codes(one, 0, BLOCK), _block_scales(one, n), _scaling(one.format))
+                Side(_codes(one, 0, BLOCK), _block_scales(one, n), one.format.block)
                 for one, n in ((a, rows), (b, cols))
             )
             if multiply(left, right, out, False, adds):
@@ -274,13 +274,13 @@ def _per_row(scale: Tensor, rows: int) -> Tensor:
 
 def _block_kind(fmt: Format) -> int:
     """torch.nn.functional.ScalingType of 1x128 and of 128x128 blocks."""
-    return 4 if fmt.outer_block.rows == 1 else 5
+    return 4 if fmt.block.rows == 1 else 5
 
 
 def _block_scales(plane: Any, rows: int) -> Tensor:
     """Decode scales as cuBLAS reads them: (M, K/128) strides (1, M), or (K/128 in fours, M/128) strides (1, that)."""
     scale = plane.parts["scale"]
-    if plane.format.outer_block.rows == 1:
+    if plane.format.block.rows == 1:
         if rows > scale.shape[0]:
             scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
         return scale if scale.stride() == (1, rows) else scale.t().contiguous().t()

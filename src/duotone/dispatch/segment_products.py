@@ -14,6 +14,7 @@ from duotone.dispatch.products import put
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place
 from duotone.dispatch.segments import table, width
 from duotone.dispatch.target import scales_rows_to_fp32
+from duotone.formats import ROW, TENSOR
 
 if TYPE_CHECKING:
     from duotone.kernels.grouped import GroupedProduct
@@ -78,7 +79,7 @@ class SegmentProduct(NamedTuple):
         if left.shape[1] and cublas_writes(left, out):
             from duotone.kernels.cublas import Side, multiply
 
-            kind = "tensor" if of_left.numel() == of_right.numel() == 1 else "row"
+            kind = TENSOR if of_left.numel() == of_right.numel() == 1 else ROW
             if multiply(Side(left, of_left, kind), Side(right.t(), of_right, kind), out, fast, adds):
                 return
         y = product(*self, dtype=out.dtype if out.dtype in DTYPES else torch.float32)

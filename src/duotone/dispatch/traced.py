@@ -43,7 +43,7 @@ def _parts(fmt: Format, x: Tensor, m: int, k: int) -> list[Tensor]:
     """In the memory order of `duotone.kernels.cast`: scales of a column of 1 x C blocks lie together."""
     specs = fmt.parts(m, k)
     codes, scale = specs["codes"], specs["scale"]
-    turned = fmt.outer_block.rows == 1 and len(scale.shape) == 2 and fmt.outer_block.cols > 0
+    turned = fmt.block.rows == 1 and len(scale.shape) == 2 and fmt.block.cols > 0
     made = x.new_empty(scale.shape[::-1] if turned else scale.shape, dtype=scale.dtype)
     return [x.new_empty(codes.shape, dtype=codes.dtype), made.t() if turned else made]
 

@@ -1,11 +1,12 @@
 """The formats that ship, each one a row."""
 
 from duotone.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Element
-from duotone.formats.format import ScaledFormat
 from duotone.formats.four_over_six import FourOverSixScale
 from duotone.formats.geometry import ROW, TENSOR, Block
 from duotone.formats.identity import IDENTITY
 from duotone.formats.registry import register
+from duotone.formats.scale_rule import ErrorNorm
+from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import E8M0Scale, Fp32Scale, TwoLevelScale
 
 
@@ -39,20 +40,16 @@ def _nvfp4() -> None:
                 name = stem + "_rht" * rotation + "_sr" * stochastic
                 register(ScaledFormat(name, E2M1, block, TwoLevelScale(), rotation, stochastic))
     register(ScaledFormat("nvfp4_row", E2M1, line, TwoLevelScale(per_row=True)))
-    for stem, block, per_row in (
-        ("nvfp4", line, False),
-        ("nvfp4_16x16", square, False),
-        ("nvfp4_row", line, True),
-    ):
+    for stem, block, per_row in (("nvfp4", line, False), ("nvfp4_16x16", square, False), ("nvfp4_row", line, True)):
         for block_max, mark in ((256.0, ""), (448.0, "_448")):
-            for squared in (False, True):
-                name = f"{stem}_4over6{mark}" + "_mse" * squared
-                rule = FourOverSixScale(block_max=block_max, per_row=per_row, squared=squared)
+            for search in ErrorNorm:
+                name = f"{stem}_4over6{mark}" + "_mse" * (search is ErrorNorm.MSE)
+                rule = FourOverSixScale(block_max, per_row, search)
                 register(ScaledFormat(name, E2M1, block, rule))
 
 
 register(IDENTITY)
-for _element in (E4M3, E5M2):
-    _fp8(_element)
+_fp8(E4M3)
+_fp8(E5M2)
 _mx()
 _nvfp4()

@@ -1,35 +1,44 @@
-"""What encode and decode refuse before anything else: inputs that are no dense matrix, scales that are none."""
+"""What encode and decode refuse before anything else."""
+
+import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats import philox
+from duotone.formats.geometry import ROW, TENSOR
 from duotone.formats.parts import Parts
+
+if TYPE_CHECKING:
+    from duotone.formats.scaled_format import ScaledFormat
 
 
 def check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
-    """UserError where a given scale is not positive and finite, or an amax NaN or negative; those on a GPU are trusted,
-    because to look at them would wait for it."""
-    for what, given, least, allowed in (
+    """UserError for a scale that is not positive and finite, and for an amax that is NaN or negative.
+
+    Values on a GPU are trusted, because to look at them would wait for the GPU.
+    """
+    for what, values, least, allowed in (
         ("scale", scale, "positive and finite", lambda x: (x > 0) & torch.isfinite(x)),
         ("amax", amax, "at least 0", lambda x: x >= 0),
     ):
-        if given is not None and given.device.type == "cpu" and not torch.compiler.is_compiling():
-            wrong = given[~allowed(given)]
+        if values is not None and values.device.type == "cpu" and not torch.compiler.is_compiling():
+            wrong = values[~allowed(values)]
             if wrong.numel():
                 raise UserError(f"{name} takes a {what} that is {least}; got {wrong[0].item():g}: correct it")
 
 
 def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
-    """UserError where a buffer of an encoded plane is missing."""
+    """UserError if a buffer of an encoded plane is missing."""
     for part in wanted:
         if part not in parts:
             raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
 
 
 def require_dense(name: str, x: Tensor) -> None:
-    """Raise UserError where `x` is nested, sparse or in a layout of a library; traced code sees no layout."""
+    """UserError if `x` is nested, sparse or in a layout of a library. Traced code cannot see the layout."""
     if torch.compiler.is_compiling():
         return
     if x.is_nested or x.layout is not torch.strided:
@@ -38,7 +47,7 @@ def require_dense(name: str, x: Tensor) -> None:
 
 
 def check_matrix(name: str, x: Tensor, plane: str) -> None:
-    """Raise UserError unless `x` is a dense matrix and `plane` the name of a plane."""
+    """UserError unless `x` is a dense matrix and `plane` the name of a plane."""
     if not isinstance(x, Tensor):
         raise UserError(f"{name} encodes a 2-D tensor; got {type(x).__name__}: make it one")
     require_dense(name, x)
@@ -46,3 +55,31 @@ def check_matrix(name: str, x: Tensor, plane: str) -> None:
         raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
     if plane not in philox.PLANES:
         raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")
+
+
+def check_request(
+    fmt: "ScaledFormat", x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None
+) -> None:
+    """UserError for a dtype that no scaled format encodes, and for arguments that this one does not take."""
+    name = fmt.name
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UserError(f"{name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
+    if fmt.is_stochastic and seed is None:
+        raise UserError(f"{name} rounds stochastically and needs a seed; pass seed=<64-bit integer>")
+    if scale is not None and amax is not None:
+        raise UserError("scale and amax were both given; pass the one that decides")
+    if scale is not None:
+        if not fmt.rule.accepts_scale:
+            raise UserError(f"{name} makes its own {fmt.rule.name} scales; omit scale=")
+        _check_count(name, "scale", scale, fmt.parts(*x.shape)["scale"].shape)
+    if amax is not None:
+        if "amax" not in fmt.part_names and fmt.block not in (TENSOR, ROW):
+            raise UserError(f"{name} takes the amax of each block itself; omit amax=")
+        specs = fmt.parts(*x.shape)
+        _check_count(name, "amax", amax, specs.get("amax", specs["scale"]).shape)
+
+
+def _check_count(name: str, what: str, values: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor) or values.numel() != math.prod(shape):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise UserError(f"{name} takes {what} as a tensor of shape {shape} for this input; got {got}")

@@ -10,33 +10,30 @@ import torch
 from torch import Tensor
 
 from duotone.formats.elements import E4M3
-from duotone.formats.scales import Blocked, Scaled, TwoLevelScale
+from duotone.formats.scale_rule import Blocked, ErrorNorm, Scaled
+from duotone.formats.scales import TwoLevelScale
 from duotone.formats.stages import divide
 
 
 @dataclass(frozen=True)
 class FourOverSixScale(TwoLevelScale):
-    """`squared` sums squared errors (MSE) instead of magnitudes (MAE)."""
+    """A block takes the scale of the smaller error `search`, summed over its elements."""
 
     block_max: float = 256.0
-    squared: bool = False
+    search: ErrorNorm | None = ErrorNorm.MAE
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        return f"e4m3 under an fp32 amax, 4-over-6 by {'MSE' if self.squared else 'MAE'}, block max {self.block_max:g}"
+    def name(self) -> str:
+        norm = "MSE" if self.search is ErrorNorm.MSE else "MAE"
+        return f"{super().name}, 4-over-6 by {norm}, block max {self.block_max:g}"
 
-    @property
-    def search(self) -> str:  # type: ignore[override]
-        return "mse" if self.squared else "mae"
-
-    def decide(self, x: Blocked, g: Tensor | None = None) -> Scaled:
-        g = self.amax(x) if g is None else g.to(torch.float32, copy=True).reshape(-1)
-        outer = self.global_scale(g, x.element)[:, None]
-        to_six = divide(x.amax, x.element.max) * outer
-        four = self.store(to_six * 1.5, outer, g, x)
-        six = self.store(to_six, outer, g, x)
+    def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
+        g, global_scale = self.global_amax(x, amax)
+        to_six = divide(x.amax, x.element.max) * global_scale
+        four = self.store(to_six * 1.5, global_scale, g, x)
+        six = self.store(to_six, global_scale, g, x)
         pick_four = self._error(four, x) < self._error(six, x)
-        scale = torch.where(self._rows(pick_four, x), four.parts["scale"], six.parts["scale"])
+        scale = torch.where(self.repeated(pick_four, x), four.parts["scale"], six.parts["scale"])
         return Scaled(torch.where(pick_four, four.multiplier, six.multiplier), {"scale": scale, "amax": g})
 
     def _error(self, candidate: Scaled, x: Blocked) -> Tensor:
@@ -46,7 +43,7 @@ class FourOverSixScale(TwoLevelScale):
         g = candidate.parts["amax"][:, None]
         value = x.element.widen(codes) * scale[:, None, :, None]
         difference = divide(value * g[..., None, None], self.divisor) - x.blocks.to(torch.float32)
-        terms = difference * difference if self.squared else difference.abs()
+        terms = difference * difference if self.search is ErrorNorm.MSE else difference.abs()
         total = terms[..., 0]
         for i in range(1, terms.shape[-1]):
             total = total + terms[..., i]

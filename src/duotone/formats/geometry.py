@@ -1,14 +1,13 @@
 """Block geometry: which elements of a contraction-last matrix share one scale."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """`rows` x `cols` elements share a scale; 0 stands for the whole extent.
 
     (0, 0) is per tensor, (1, 0) per row, (1, 32) a block along the contraction, (16, 16) a square.
@@ -19,7 +18,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        return {(0, 0): "tensor", (1, 0): "row"}.get((self.rows, self.cols), f"{self.rows}x{self.cols}")
+        return {(0, 0): "tensor", (1, 0): "row"}.get(self, f"{self.rows}x{self.cols}")
 
     @property
     def spans(self) -> tuple[bool, bool]:
@@ -33,15 +32,12 @@ class Block:
 
     def grid(self, rows: int, cols: int) -> tuple[int, int]:
         """Number of blocks in each direction of a rows x cols matrix; a ragged last block counts."""
-        return (
-            -(-rows // self.rows) if self.rows else 1,
-            -(-cols // self.cols) if self.cols else 1,
-        )
+        return -(-rows // self.rows) if self.rows else 1, -(-cols // self.cols) if self.cols else 1
 
     def view(self, x: Tensor) -> Tensor:
         """(M, K) -> (grid rows, rows, grid cols, cols); missing elements of ragged blocks are 0."""
         rows, cols = self.rows or x.shape[0], self.cols or x.shape[1]
-        down, across = self.grid(*x.shape)
+        down, across = self.grid(x.shape[0], x.shape[1])
         ragged = (across * cols - x.shape[1], down * rows - x.shape[0])
         if any(ragged):
             x = F.pad(x, (0, ragged[0], 0, ragged[1]))
@@ -52,6 +48,9 @@ class Block:
         down, height, across, width = blocks.shape
         return crop(blocks.reshape(down * height, across * width), rows, cols)
 
+
+TENSOR = Block(0, 0)
+ROW = Block(1, 0)
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor")
@@ -68,13 +67,9 @@ _LIBRARY.impl("crop", _crop, "Meta")
 def crop(x: Tensor, rows: int, cols: int) -> Tensor:
     """The first rows and columns of a matrix, a view. Every cut behind the last whole block goes through here.
 
-    Code compiled for a CPU gets a copy from an own op: torch's C++ backend splits a loop by the width of the blocks
-    that share a scale, and drops the remainder where the loop ends inside a block (`try_loop_split`).
+    Code compiled for a CPU calls an operator that copies instead: torch's C++ backend splits a loop by the width of the
+    blocks that share a scale, and drops the remainder if the loop ends inside a block (`try_loop_split`).
     """
     if x.is_cpu and torch.compiler.is_compiling() and (rows, cols) != x.shape:
         return torch.ops.duotone.crop(x, rows, cols)
     return x[:rows, :cols]
-
-
-TENSOR = Block(0, 0)
-ROW = Block(1, 0)

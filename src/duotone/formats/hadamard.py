@@ -10,7 +10,7 @@ from torch import Tensor
 
 SIZE = 16
 SIGN_MASK = 0xD7E8
-
+NAME = f"hadamard{SIZE}:{SIGN_MASK:04x}"
 
 ROWS = tuple(
     tuple((-0.25 if (SIGN_MASK >> i) & 1 else 0.25) * (-1) ** (i & j).bit_count() for j in range(SIZE))

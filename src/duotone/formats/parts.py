@@ -40,11 +40,11 @@ class Shard(Protocol):
 
 @dataclass(frozen=True)
 class Factors:
-    """A decoded operand as a product: `inner`, exact in bf16, times `outer / divisor`, which follows the GEMM.
+    """An operand as a product: `values`, exact in bf16, times `epilogue_scale / divisor`, which follows the GEMM.
 
-    `inner` is (M, K); `outer` is None, or fp32: one per tensor, M per row, the grid of `outer_block` per block.
+    `values` is (M, K). `epilogue_scale` is None, or fp32: one per tensor, M per row, or the grid of the format's block.
     """
 
-    inner: Tensor
-    outer: Tensor | None
+    values: Tensor
+    epilogue_scale: Tensor | None
     divisor: float

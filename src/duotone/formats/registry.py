@@ -1,30 +1,28 @@
 """Formats by name: append-only. `catalog.py` holds the rows that ship."""
 
 import difflib
-from typing import TYPE_CHECKING
 
 import torch
 
 from duotone.errors import RecipeError
+from duotone.formats.format import Format
 
-if TYPE_CHECKING:
-    from duotone.formats.format import Format
-
-_FORMATS: "dict[str, Format]" = {}
+_FORMATS: dict[str, Format] = {}
+_VARIANTS: dict[str, Format] = {}
 
 
-def register(fmt: "Format") -> "Format":
-    """Add a format under its name; a name is never given twice."""
+def register(fmt: Format) -> Format:
+    """Add a format under its name. RecipeError if the name is taken."""
     if fmt.name in _FORMATS:
         raise RecipeError(f"format {fmt.name!r} is registered already; choose another name")
     _FORMATS[fmt.name] = fmt
     return fmt
 
 
-def get(name: str) -> "Format":
-    """The format of that name. Raises RecipeError where there is none.
+def get(name: str) -> Format:
+    """The format of that name. RecipeError if no format has it.
 
-    "<name>_eps<value>" is the format of fp32 scales whose amaxes count as at least that value.
+    "<name>_eps<value>" is the format <name>, with fp32 scales, in which an amax counts as at least <value>.
     """
     if isinstance(name, str) and name in _FORMATS:
         return _FORMATS[name]
@@ -42,14 +40,11 @@ def names() -> list[str]:
 
 
 def with_floor(name: str, epsilon: float) -> str:
-    """The name of the format whose amaxes count as at least `epsilon`; the same one for 0."""
+    """The name of the format in which an amax counts as at least `epsilon`; the same name for 0."""
     return f"{name}_eps{epsilon!r}" if epsilon else name
 
 
-_VARIANTS: "dict[str, Format]" = {}
-
-
-def _variant(stem: str, value: str, name: str) -> "Format":
+def _variant(stem: str, value: str, name: str) -> Format:
     if name not in _VARIANTS:
         try:
             epsilon = float(value)

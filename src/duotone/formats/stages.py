@@ -28,10 +28,10 @@ def cast(blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = Fal
 
     With `marks`, infinities become NaN instead of the largest finite value.
     """
-    given = blocks.to(torch.float32)
+    x = blocks.to(torch.float32)
     if marks:
-        given = torch.where(torch.isinf(given), torch.nan, given)
-    return element.narrow(given * multiplier)
+        x = torch.where(torch.isinf(x), torch.nan, x)
+    return element.narrow(x * multiplier)
 
 
 def cast_stochastic(blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
@@ -89,41 +89,19 @@ def power_of_two(biased: Tensor) -> Tensor:
 
 
 class Stages:
-    """The plain-torch stages. Stateless; `name` says in plans which backend casts."""
+    """The plain-torch stages. Stateless; plans show the `name` of the backend that casts."""
 
     name = "torch"
-
-    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
-        return block_amax(blocks, nan)
-
-    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
-        return cast(blocks, multiplier, element, marks)
-
-    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
-        return cast_stochastic(blocks, multiplier, bits, element)
-
-    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-        return values(codes, factor, element, dtype)
-
-    def fp32_scale(
-        self, amax: Tensor, largest: float, overflow: float, epsilon: float, to_power: bool
-    ) -> tuple[Tensor, Tensor]:
-        return fp32_scale(amax, largest, overflow, epsilon, to_power)
-
-    def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
-        return exponent_scale(amax, reciprocal)
-
-    def rotate(self, x: Tensor) -> Tensor:
-        return hadamard.rotate(x)
-
-    def random_bytes(self, seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
-        return philox.random_bytes(seed, rows, cols, plane)
-
-    def pack(self, codes: Tensor) -> Tensor:
-        return pack_pairs(codes)
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        return unpack_pairs(packed)
+    amax = staticmethod(block_amax)
+    cast = staticmethod(cast)
+    cast_stochastic = staticmethod(cast_stochastic)
+    values = staticmethod(values)
+    fp32_scale = staticmethod(fp32_scale)
+    exponent_scale = staticmethod(exponent_scale)
+    rotate = staticmethod(hadamard.rotate)
+    random_bytes = staticmethod(philox.random_bytes)
+    pack = staticmethod(pack_pairs)
+    unpack = staticmethod(unpack_pairs)
 
 
 PLAIN = Stages()

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from duotone.formats import ScaleCodec
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import record
 from duotone.kernels.cast import ELEMENTS
@@ -120,7 +121,7 @@ class Target(NamedTuple):
 
     shape: tuple[int, int]
     element: torch.dtype
-    codec: str
+    codec: ScaleCodec
     row_codes: Tensor | None
     row_scale: Tensor | None
     col_codes: Tensor | None
@@ -157,7 +158,9 @@ def _update(out: torch.dtype | None) -> Launch:
 
 
 @functools.cache
-def _update_planes(element: torch.dtype, codec: str, marks: bool, even: bool, absent: tuple[bool, ...]) -> Launch:
+def _update_planes(
+    element: torch.dtype, codec: ScaleCodec, marks: bool, even: bool, absent: tuple[bool, ...]
+) -> Launch:
     """A launch of its own for each set of absent tensors, which it does not look at."""
     del absent
     tm, tk, warps = TILE

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.scaling import CODECS, HIDES, encode_scale, exponent, marked, power_of_two, stored_scale
+from duotone.kernels.scaling import FP32, HIDES, POWER, encode_scale, exponent, marked, power_of_two, stored_scale
 
 ROWS, COLS = 64, 128
 """Tile of the elementwise kernels; block amaxes take tiles that hold whole blocks."""
@@ -212,7 +212,7 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
     """The twin of `duotone.formats.stages.fp32_scale`; amax contiguous."""
     scale, stored, count = torch.empty_like(amax), torch.empty_like(amax), amax.numel()
     given = (amax, scale, stored, count, largest, overflow, epsilon)
-    codec = CODECS["power of two" if to_power else "fp32"] + HIDES.value
+    codec = (POWER if to_power else FP32).value + HIDES.value
     fp32_scale_kernel[(triton.cdiv(count, 1024),)](*given, CODEC=codec, T=1024)
     return scale, stored
 

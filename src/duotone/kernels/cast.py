@@ -10,6 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from duotone.formats import ScaleCodec
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.launch import Launch
@@ -24,7 +25,7 @@ class PlaneSpec(NamedTuple):
     element: torch.dtype
     rows: int
     cols: int
-    codec: str
+    codec: ScaleCodec
     largest: float
     """The element's largest value, or its reciprocal under E8M0 scales."""
 
@@ -193,7 +194,7 @@ def _empty(spec: PlaneSpec, x: Tensor, m: int, k: int, scale: Tensor | None = No
     codes = torch.empty(m, k, dtype=torch.uint8, device=device)
     if scale is not None:
         return codes, scale
-    dtype = torch.uint8 if spec.codec == "e8m0" else torch.float32
+    dtype = torch.uint8 if spec.codec is ScaleCodec.E8M0 else torch.float32
     if spec.rows == 0:
         return codes, torch.empty(1, dtype=dtype, device=device)
     down, across = -(-m // spec.rows), -(-k // spec.cols) if spec.cols else 1

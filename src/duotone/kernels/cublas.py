@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.formats import ROW, TENSOR, Block
+
 TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 """cudaDataType."""
-SCALES = {"tensor": 0, "row": 3, "1x128": 4, "128x128": 5}
-"""cublasLtMatmulMatrixScale_t of what an fp32 scale belongs to."""
+SCALES = {TENSOR: 0, ROW: 3, Block(1, 128): 4, Block(128, 128): 5}
+"""cublasLtMatmulMatrixScale_t of the block of an fp32 scale."""
 COMPUTE_32F, TRANSPOSED = 68, 1
 TRANSPOSE_A, SCALE_A, SCALE_B, FAST, KIND_A, KIND_B = 3, 17, 18, 25, 31, 32
 """Attributes of a product (cublasLtMatmulDescAttributes_t)."""
@@ -39,12 +41,12 @@ ZERO, ONE = c_float(0.0), c_float(1.0)
 
 
 class Side(NamedTuple):
-    """An operand: FP8 codes (M, K), K next to each other, their decode scales as cuBLAS reads them, and what one of
-    those belongs to."""
+    """An operand: FP8 codes (M, K), K next to each other, their decode scales as cuBLAS reads them, and the block
+    of one scale."""
 
     codes: Tensor
     scale: Tensor
-    kind: str
+    kind: Block
 
     def shape(self) -> tuple[Any, ...]:
         """What an algorithm depends on."""

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from duotone.formats import ErrorNorm
 from duotone.kernels.activations import FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
@@ -202,8 +203,8 @@ class PlaneSpec(NamedTuple):
 
     rotated: bool
     random: bool
-    search: str
-    """"", or the error by which a block's amax becomes 6 or 4: "mae", "mse"."""
+    search: ErrorNorm | None
+    """The error by which the amax of a block becomes 6 or 4. None: always 6."""
 
     per_line: bool
     top: float
@@ -321,7 +322,7 @@ def _is_whole(spec: PlaneSpec | None, cols: int) -> bool:
 
 
 def _constants(side: str, source: int, spec: PlaneSpec | None, square: int, words: bool) -> dict[str, Any]:
-    given = spec or PlaneSpec(False, False, False, "", False, 1.0)
+    given = spec or PlaneSpec(False, False, False, None, False, 1.0)
     return {
         side: source,
         f"{side}_SQUARE": square if given.square else 0,

@@ -3,13 +3,15 @@
 import triton
 import triton.language as tl
 
+from duotone.formats import ScaleCodec
+
 FP32, POWER, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Codecs of a scale: fp32, the power of two below it, an exponent byte."""
 
 HIDES = tl.constexpr(4)
 """Added to a codec: the scale of an infinite amax is stored as that of a finite one, not as NaN."""
 
-CODECS = {"fp32": FP32.value, "power of two": POWER.value, "e8m0": E8M0.value}
+CODECS = {ScaleCodec.FP32: FP32.value, ScaleCodec.POWER_OF_TWO: POWER.value, ScaleCodec.E8M0: E8M0.value}
 
 
 @triton.constexpr_function

@@ -8,12 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from duotone.formats import ErrorNorm
 from duotone.kernels.e2m1 import largest, quantized
 
 MAE, MSE = tl.constexpr(1), tl.constexpr(2)
 """Errors by which a block's amax becomes 6 or 4."""
 
-SEARCHES = {"": 0, "mae": MAE.value, "mse": MSE.value}
+SEARCHES = {None: 0, ErrorNorm.MAE: MAE.value, ErrorNorm.MSE: MSE.value}
 FLT_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 SIXTH = tl.constexpr(torch.tensor(1.0 / 6.0).item())
 """1/6 in fp32."""

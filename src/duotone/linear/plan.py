@@ -347,7 +347,7 @@ def _too_small(request: PlanRequest, gemms: dict[str, GemmPlan]) -> str:
     if held or not quantized or not all(plan.rule.native for plan in quantized):
         return ""
     where = target(request.device)
-    measured = max(least_work({plan.a.outer_block.name, plan.b.outer_block.name}, where) for plan in quantized)
+    measured = max(least_work({plan.a.block, plan.b.block}, where) for plan in quantized)
     least = measured if asked == MEASURED else asked
     n, k = shape
     if n * k >= int(least):

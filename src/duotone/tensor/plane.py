@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
-from duotone.formats import IDENTITY, Factors, Format, Parts
+from duotone.formats import IDENTITY, Epilogue, Factors, Format, Parts
 from duotone.formats.geometry import crop
 from duotone.tensor.context import LOCAL, QuantizeContext
 
@@ -98,7 +98,7 @@ class Plane:
     def factors(self) -> Factors:
         """`values` split into an operand that is exact in bf16 and a factor that follows the product."""
         codes = self.parts["codes"]
-        scaled = self.format.outer_extent == "none"
+        scaled = self.format.epilogue is Epilogue.NONE
         made = decoded(self.format, self.parts, torch.bfloat16, scaled) if codes.is_cuda else None
         return self.format.factors(self.parts, stages_for(codes), made)
 

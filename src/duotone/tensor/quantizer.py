@@ -39,7 +39,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         for fmt in (self.rowwise, self.columnwise):
-            if fmt is not None and not hasattr(fmt, "outer_extent"):
+            if fmt is not None and not hasattr(fmt, "epilogue"):
                 raise UserError(f"a quantizer takes formats; got {fmt!r}: use duotone.formats.get(name)")
         if self.columnwise_source not in SOURCES:
             raise UserError(

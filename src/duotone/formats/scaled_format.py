@@ -1,0 +1,183 @@
+"""ScaledFormat: element codec x block geometry x scale rule x transform, as one frozen value."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from duotone.formats import hadamard, philox
+from duotone.formats.checks import check_matrix, check_request, check_values, require_parts
+from duotone.formats.elements import Element
+from duotone.formats.format import Format
+from duotone.formats.geometry import Block
+from duotone.formats.parts import Factors, Parts, PartSpec, Shard
+from duotone.formats.registry import get
+from duotone.formats.scale_rule import Blocked, Scaled, ScaleRule
+from duotone.formats.stages import PLAIN, Stages
+
+
+@dataclass(frozen=True)
+class ScaledFormat(Format):
+    """Codes of a small element under scales: every format but Identity is a row of these fields."""
+
+    name: str
+    element: Element
+    block: Block
+    rule: ScaleRule
+    hadamard: bool = False
+    is_stochastic: bool = False
+    is_delayed: bool = False
+    part_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        element, block, rule = self.element, self.block, self.rule
+        specs = self.parts(1, 1)
+        integers = "" if element.is_float else "integers under "
+        derived = {
+            "part_names": tuple(specs),
+            "precision": element.bits,
+            "largest": element.max,
+            "code_dtype": element.dtype,
+            "scale_codec": rule.codec,
+            "scale_search": rule.search,
+            "epilogue": rule.epilogue(block),
+            "family": f"{integers}{rule.codec.family} scales over {block.cols or 'whole'}{' rotated' * self.hadamard}",
+            "transform": hadamard.NAME * self.hadamard,
+            "alignment": (block.rows or 1, math.lcm(block.cols or 1, element.codes_per_byte)),
+            "is_derivable": block.transposes and not self.hadamard,
+            "spans_rows": any(spec.rows_per_entry is None for spec in specs.values()),
+            "stored": (element, block, self.hadamard, self.is_stochastic, rule.stored),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def __reduce__(self) -> tuple[Callable[[str], Format], tuple[str]]:
+        # By name: a pickle from another version never carries stale fields.
+        return get, (self.name,)
+
+    def with_epsilon(self, epsilon: float, name: str) -> Format:
+        rule = None if self.is_delayed else self.rule.with_floor(epsilon)
+        return super().with_epsilon(epsilon, name) if rule is None else replace(self, name=name, rule=rule)
+
+    def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
+        return self.rule.limits(self.element, dtype)
+
+    def parts(self, rows: int, cols: int) -> dict[str, PartSpec]:
+        cols = -(-cols // hadamard.SIZE) * hadamard.SIZE if self.hadamard else cols
+        per_byte = self.element.codes_per_byte
+        codes = PartSpec((rows, -(-cols // per_byte)), torch.uint8, 1, per_byte)
+        return {"codes": codes, **self.rule.specs(self.block, rows, cols)}
+
+    def encode(
+        self,
+        x: Tensor,
+        *,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        seed: Tensor | int | None = None,
+        plane: str = "row",
+        shard: Shard | None = None,
+        stages: Stages | None = None,
+        propagate: bool = False,
+    ) -> Parts:
+        check_matrix(self.name, x, plane)
+        check_request(self, x, scale, amax, seed)
+        if stages is None:
+            check_values(self.name, scale, amax)
+            stages = PLAIN
+        if self.hadamard:
+            x = stages.rotate(x)
+        rows, cols = x.shape
+        blocks = self.block.view(x)
+        is_scaled = scale is not None or self.is_delayed
+        nan = math.inf if propagate and not self.element.has_nan else 0.0
+        amaxes = blocks.new_empty(self.block.grid(rows, cols)) if is_scaled else stages.amax(blocks, nan)
+        blocked = Blocked(blocks, amaxes, self.element, self.block, (rows, cols), x.dtype, stages, shard, propagate)
+        scaled = self._scale(blocked, scale, amax)
+        multiplier = scaled.multiplier[:, None, :, None]
+        marks = propagate and is_scaled
+        if seed is not None and self.is_stochastic:
+            bits = stages.random_bytes(philox.as_seed(seed, x.device), rows, cols, philox.PLANES[plane])
+            blocks = torch.where(torch.isinf(blocks), torch.nan, blocks) if marks else blocks
+            codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
+        else:
+            codes = stages.cast(blocks, multiplier, self.element, marks)
+        codes = self.block.unview(codes.view(torch.uint8), rows, cols)
+        return {"codes": self._packed(codes, stages), **scaled.parts}
+
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
+        require_parts(self.name, self.part_names, parts)
+        return self._values(parts, dtype, self.rule.factor, stages)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        return hadamard.rotate(x) if self.hadamard else x
+
+    def unrotate(self, values: Tensor, cols: int) -> Tensor:
+        return super().unrotate(hadamard.unrotate(values).to(values.dtype) if self.hadamard else values, cols)
+
+    def ceiling(self, parts: Parts) -> Tensor:
+        codes = self._unpacked(parts["codes"])
+        largest = self.element.encode(torch.full((1,), self.element.max, device=codes.device)).expand_as(codes)
+        return self.decode({**parts, "codes": self._packed(largest)}, torch.float32)
+
+    def factors(self, parts: Parts, stages: Stages = PLAIN, values: Tensor | None = None) -> Factors:
+        if values is None:
+            values = self._values(parts, torch.bfloat16, self.rule.codes_scale, stages)
+        return Factors(values, self.rule.epilogue_scale(parts), self.rule.divisor)
+
+    def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
+        if not self.is_derivable:
+            return None
+        require_parts(self.name, self.part_names, parts)
+        codes = self._unpacked(parts["codes"])[:, :cols]
+        shape = (codes.shape[0], codes.shape[1])
+        return {"codes": self._packed(codes.t()), **self.rule.transpose(parts, self.block, shape)}
+
+    def describe(self) -> dict[str, object]:
+        # Bits of a 4096 x 4096 matrix, scales included.
+        specs = self.parts(4096, 4096).values()
+        bits = sum(8 * math.prod(s.shape) * s.dtype.itemsize for s in specs if s.dtype is not None)
+        return {
+            "name": self.name,
+            "element": self.element.name,
+            "block": self.block.name,
+            "scale": f"{self.rule.name}, from a history" if self.is_delayed else self.rule.name,
+            "transform": self.transform,
+            "rounding": "stochastic" if self.is_stochastic else "nearest",
+            "columnwise": "transposed" if self.is_derivable else "encoded",
+            "bits_per_element": round(bits / 4096**2, 4),
+        }
+
+    def _scale(self, blocked: Blocked, scale: Tensor | None, amax: Tensor | None) -> Scaled:
+        if scale is None and self.is_delayed:
+            scale = torch.ones_like(blocked.amax)
+        if scale is not None:
+            return self.rule.from_scale(scale, blocked)
+        if amax is not None and "amax" not in self.part_names:
+            blocked = blocked._replace(shard=None, amax=amax.to(torch.float32).reshape(blocked.amax.shape))
+            amax = None
+        return self.rule.from_amax(blocked, amax)
+
+    def _values(
+        self,
+        parts: Parts,
+        dtype: torch.dtype,
+        scale_of: Callable[[Parts, Block, tuple[int, int]], Tensor | None],
+        stages: Stages,
+    ) -> Tensor:
+        codes = self._unpacked(parts["codes"], stages)
+        shape = (codes.shape[0], codes.shape[1])
+        block = self.rule.stored_block(self.block)
+        scale = scale_of(parts, self.block, shape)
+        if scale is None:
+            scale = torch.ones((1, 1, 1, 1), dtype=torch.float32, device=codes.device)
+        stored = block.view(codes).view(self.element.stored_dtype)
+        return block.unview(stages.values(stored, scale, self.element, dtype), *shape)
+
+    def _unpacked(self, codes: Tensor, stages: Stages = PLAIN) -> Tensor:
+        return stages.unpack(codes) if self.element.codes_per_byte == 2 else codes
+
+    def _packed(self, codes: Tensor, stages: Stages = PLAIN) -> Tensor:
+        return stages.pack(codes) if self.element.codes_per_byte == 2 else codes
