@@ -69,7 +69,7 @@ ALLOWED = {
     "state.rolling.OTHERS": WAITING,
     "state.rolling.THREADS": WAITING,
     "state.traced_stages.PLANS": GRAPHS,
-    "state.traced_stages._MODULES": GRAPHS,
+    "state.traced_stages._PLANNERS": GRAPHS,
     "state.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,
 }

@@ -16,7 +16,7 @@ from duotone.compat import (
 from duotone.conversion import PlanRow, assign_names, convert, convert_parameters, plan, revert
 from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
-from duotone.planned.delayed_states import load_recipe_state, recipe_state
+from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
 from duotone.recipes import (
     CustomRecipe,
     DelayedScaling,

@@ -162,7 +162,7 @@ def train_each(linears: list[duotone.Linear], x: Tensor, dy: Tensor, splits: lis
 
 
 def stage_of(m: duotone.GroupedLinear) -> GroupedStage:
-    return m._last[1]  # type: ignore[index, return-value]
+    return m.plans.last[1]  # type: ignore[index, return-value]
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -14,7 +14,9 @@ from duotone.errors import RecipeError
 from duotone.formats import ROW, TENSOR, Block
 from duotone.linear import PlanRequest, build_plan
 from duotone.linear.plane_source import HIGH_PRECISION
+from duotone.planned.planner import Planner
 from duotone.recipes import QuantizerRole, Rule
+from duotone.state.traced_stages import Call
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")
 
@@ -180,8 +182,8 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, na
     recipe = replace(recipes.load(name), min_weight_elements="measured")
     module = duotone.Linear(96, 64, params_dtype=torch.bfloat16, recipe=recipe)
     module.load_state_dict(plain.state_dict(), strict=False)
-    own = type(module).setting
-    monkeypatch.setattr(type(module), "setting", lambda self, *args: replace(own(self, *args), device="sm90"))
+    own = Planner.request
+    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(own(self, *args), device="sm90"))
     module.forget_plans()
     plan = module.plan_for(x)
     assert "left in bf16" in plan.wgrad.reason and not plan.is_delayed
@@ -202,16 +204,16 @@ def test_a_linear_that_is_left_in_bf16_has_the_bits_of_nn_linear(monkeypatch, na
 )
 def test_a_module_tells_its_plan_the_shape_of_one_weight(make) -> None:
     """A grouped linear that of one expert, whatever the number of rows."""
-    module = make(SMALL)
-    assert module.setting(SMALL, "sm90", torch.bfloat16).weight_shape == (64, 96)
-    assert "= 6144 is below 6145" in module.plan_of(SMALL, "sm90", torch.bfloat16).fprop.reason
+    module, on_hopper = make(SMALL), Call("sm90", torch.bfloat16)
+    assert module.plans.request(SMALL, on_hopper).weight_shape == (64, 96)
+    assert "= 6144 is below 6145" in module.plans.plan(SMALL, on_hopper).fprop.reason
     enough = replace(SMALL, min_weight_elements=6144)
-    assert module.plan_of(enough, "sm90", torch.bfloat16).fprop.rule.name == FAST
+    assert module.plans.plan(enough, on_hopper).fprop.rule.name == FAST
 
 
 def test_quantized_model_init_leaves_weights_plain_that_are_too_small(monkeypatch) -> None:
-    own = duotone.Linear.setting
-    monkeypatch.setattr(duotone.Linear, "setting", lambda self, *args: replace(own(self, *args), device="sm90"))
+    own = Planner.request
+    monkeypatch.setattr(Planner, "request", lambda self, *args: replace(own(self, *args), device="sm90"))
     for work, kind in ((6145, nn.Parameter), (6144, duotone.QuantizedTensor)):
         with duotone.quantized_model_init(recipe=replace(SMALL, min_weight_elements=work)):
             module = duotone.Linear(96, 64, params_dtype=torch.bfloat16)

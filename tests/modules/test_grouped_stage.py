@@ -249,7 +249,7 @@ def test_modules_on_a_cpu_have_the_loop() -> None:
     recipe = recipes.load("fp8-rowwise")
     m = GroupedLinear(2, 32, 64, bias=False, params_dtype=torch.bfloat16, recipe=recipe)
     m(torch.zeros(4, 32, dtype=torch.bfloat16), torch.tensor([1, 3]))
-    assert [type(one) for one in m._stages.values()] == [GroupedStage]
+    assert [type(one) for one in m.plans.stages.values()] == [GroupedStage]
 
 
 @pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2).int()])

@@ -173,9 +173,9 @@ def test_op_kwargs_go_to_their_module_by_object_and_by_index() -> None:
         out.zero_()
         y = model(x, [8, 24], op_kwargs={key: {"out": out}, 0: {"is_first_microbatch": True}})
         assert torch.equal(y, wanted) and y.data_ptr() == out.data_ptr()
-    planes = first._caches[0]
+    planes = first.plans.options.caches[0]
     assert planes is not None  # the first microbatch reached its op and no other one
-    assert "_caches" not in grouped.__dict__
+    assert not grouped.plans.options.caches
     assert torch.equal(model(x, [8, 24], op_kwargs={first: {"is_first_microbatch": False}}), wanted)
 
 

@@ -227,7 +227,7 @@ def test_evaluation_builds_no_plan_twice() -> None:
         step(m, x)
         with torch.no_grad():
             call(m.eval(), x)
-        made.append([*(id(s) for op in m if hasattr(op, "_stages") for s in op._stages.values()), len(m._rewritten)])
+        made.append([*(id(s) for op in m if hasattr(op, "plans") for s in op.plans.stages.values()), len(m._rewritten)])
     assert made[0] == made[1] == made[2]
 
 

@@ -26,17 +26,17 @@ def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
         with duotone.autocast(recipe=CustomRecipe(qfactory=lambda role: IdentityQuantizer())):
             m(x, is_first_microbatch=True).sum().backward()
         gc.collect()
-    assert len(m._stages) <= 2 and len(m._given) <= 2 and len(m._variants) <= 3
+    assert len(m.plans.stages) <= 2 and len(m.plans.answers) <= 2 and len(m.plans.variants) <= 3
 
 
 def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
     m = linear(recipes.load("bf16"))
     for _ in range(12):
         recipe = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
-        traced.plan_name(m._number, recipe.key, True, True, True, "cpu", "torch.float32", "")
+        traced.plan_name(m.plans.number, recipe.key, True, True, True, "cpu", "torch.float32", "")
         del recipe
         gc.collect()
-    assert len(names_of(m._number)) <= 2
+    assert len(names_of(m.plans.number)) <= 2
 
 
 def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
@@ -44,7 +44,7 @@ def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
     m = linear(recipes.load("mxfp8"))
     run = torch.compile(m, fullgraph=True, backend="aot_eager")
     run(torch.randn(32, 16)).sum().backward()
-    number = m._number
+    number = m.plans.number
     assert names_of(number)
     del m, run
     torch._dynamo.reset()
@@ -55,7 +55,7 @@ def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
 def test_a_module_with_a_new_number_drops_what_was_traced_under_the_old_one() -> None:
     recipe = recipes.load("mxfp8")
     m = linear(recipe)
-    number = m._number
+    number = m.plans.number
     traced.plan_name(number, recipe.key, True, True, True, "cpu", "torch.float32", "")
     assert names_of(number)
     m.forget_plans()

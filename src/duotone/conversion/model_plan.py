@@ -14,6 +14,7 @@ from duotone.conversion.naming import require_model, sites_of
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.state.traced_stages import Call
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _require_converted(model: nn.Module) -> None:
 def _rows(
     name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None
 ) -> Iterator[PlanRow]:
-    made = module.plan_of(recipe, device or str(module.weight.device), dtype or module.weight.dtype)
+    made = module.plans.plan(recipe, Call(device or str(module.weight.device), dtype or module.weight.dtype))
     for gemm in made.gemms:
         yield PlanRow(
             name, gemm.gemm, gemm.a.name, gemm.b.name, module.kernel_of(made, gemm), gemm.rule.native, gemm.reason

@@ -58,8 +58,8 @@ def convert_parameters(
         if not plan.is_delayed:
             delayed_states.drop(module)
         module.forget_plans()
-        module._given[recipe.key] = given
-        module.prepare(recipe)
+        module.plans.answers[recipe.key] = given
+        module.plans.prepare(recipe)
     for conversion in made.values():
         if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
             record(conversion.old.context, conversion.values)
@@ -71,7 +71,7 @@ Plans = Sequence[tuple[str, Planned, LinearPlan, dict[str, Quantizer]]]
 
 def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, Quantizer]]:
     """The plan as if no weight were held, and what the recipe gave the slots."""
-    setting = module.setting(recipe, str(module.weight.device), module.weight.dtype).without_held()
+    setting = module.plans.request(recipe).without_held()
     given = ask_recipe(setting)
     plan = build_plan(setting, given)
     delayed_states.agreed_history(plan)

@@ -17,6 +17,7 @@ from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import Site
 from duotone.recipes.rules import Rule
 from duotone.recipes.schedule import Phase
+from duotone.state.traced_stages import Call
 from duotone.tensor import Quantizer
 
 CONVERTED = "_converted"
@@ -50,7 +51,7 @@ class Target:
     def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], given: dict[str, Quantizer]) -> None:
         module = self.take()
         module.adopt(recipe, rules, self.name, self.site, given)
-        module.prepare(recipe)
+        module.plans.prepare(recipe)
         hooked.settle(module)
 
     def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
@@ -59,7 +60,7 @@ class Target:
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
             own = (self.name, self.module_type, device, dtype)
             return PlanRequest(recipe, rules, *own, site=self.site, linears=linears)
-        own = self.planned.setting(recipe, device, dtype)
+        own = self.planned.plans.request(recipe, Call(device, dtype))
         return replace(own, rules=rules, name=self.name, site=self.site)
 
 

@@ -102,7 +102,7 @@ class Trainer:
         """Make the delayed-scaling states of a phase, which its checkpoints hold; raises where it could not run."""
         for module in self.model.modules():
             if isinstance(module, Planned):
-                module.prepare(recipe)
+                module.plans.prepare(recipe)
 
     @property
     def recipe(self) -> Recipe:

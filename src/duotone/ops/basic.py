@@ -13,10 +13,10 @@ from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.backward_operand import BACKWARD_OPERANDS
 from duotone.linear.core import as_matrix
-from duotone.pipeline.op import Op, TensorInfo, region_of_call
+from duotone.pipeline.op import CallRegion, Op, TensorInfo
 from duotone.pipeline.stage import Kept, Stage
 from duotone.planned.initialisation import materialise
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
 from duotone.state.amax_mode import mode_now
@@ -340,24 +340,33 @@ class Quantize(BasicOp):
         if backward:
             seed = seeds.initial_seed(f"Quantize_{next(_NUMBERS)}")
             self.register_buffer(seeds.BUFFER, seed, persistent=False)
-        self._by_recipe: dict[Any, QuantizeStage] = {}
-        self._region: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stages: dict[tuple[str, bool], QuantizeStage] = {}
+        self._region = CallRegion()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_by_recipe": {}, "_region": None}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_stages", "_region")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
 
     def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        region = active_region() if torch.compiler.is_compiling() else region_of_call(self, mode_now())
+        region = active_region() if torch.compiler.is_compiling() else self._region.now(mode_now())
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         key = (recipe.key, signal.requires_grad)
-        if key not in self._by_recipe:
+        stage = self._stages.get(key)
+        if stage is None:
             forward, backward = (None if role is None else self._quantizer(recipe, role) for role in self.roles)
             if not BACKWARD_OPERANDS[recipe.backward_override].quantizes_gradient:
                 backward = None
-            self._by_recipe[key] = QuantizeStage(forward, backward, signal.requires_grad, recipe.propagate_nonfinite)
-        stage = self._by_recipe[key]
+            stage = QuantizeStage(forward, backward, signal.requires_grad, recipe.propagate_nonfinite)
+            drop_dead(self._stages)
+            self._stages[key] = stage
         return stage, signal if stage.forward_to is None else signal._replace(held=stage.forward_to)
 
     def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:

@@ -229,21 +229,28 @@ def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
         )
 
 
-def region_of_call(module: Any, mode: AmaxMode) -> AutocastRegion | None:
-    """The region whose recipe a call follows: for a recompute that of its forward, which may have ended."""
-    key = ("region", id(module))
-    running = in_backward()
-    record = frames.recomputed() if running else None
-    if record is not None and record.holds(key):
-        region = record.take(key)
-    elif running and module._region is not None:
-        region = module._region[0]
-    else:
-        region = active_region()
-    frames.remember(key, region)
-    if mode is not AmaxMode.USE and not running and (module._region is None or module._region[0] is not region):
-        module._region = (region,)
-    return region
+class CallRegion:
+    """The region whose recipe the calls of one module follow."""
+
+    def __init__(self) -> None:
+        self.newest: tuple[AutocastRegion | None] | None = None
+        """Where the newest forward ran that a backward may follow."""
+
+    def now(self, mode: AmaxMode) -> AutocastRegion | None:
+        """The region of this call: for a recompute that of its forward, which may have ended."""
+        key = ("region", id(self))
+        running = mode is AmaxMode.RECOMPUTE or (mode is not AmaxMode.RECORD and in_backward())
+        record = frames.recomputed() if running else None
+        if record is not None and record.holds(key):
+            region: AutocastRegion | None = record.take(key)
+        elif running and self.newest is not None:
+            region = self.newest[0]
+        else:
+            region = active_region()
+        frames.remember(key, region)
+        if mode is not AmaxMode.USE and not running and (self.newest is None or self.newest[0] is not region):
+            self.newest = (region,)
+        return region
 
 
 def held(x: Tensor) -> Quantizer | None:

@@ -47,7 +47,7 @@ BOUNDARY_ROLES = ("output_quantizer_role", "grad_input_quantizer_role")
 class BoundaryRoles:
     """Mixed in before an nn.Module that asks recipes for its boundary slots. Roles are None where nobody is known."""
 
-    _roles: Roles
+    _roles: Roles = (None, None)
 
     @property
     def output_quantizer_role(self) -> Role:

@@ -1,17 +1,20 @@
 """The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed import DelayedState
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
@@ -36,7 +39,7 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
         )
 
 
-def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
+def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
     history = agreed_history(plan)
     members = len(module.weights)
@@ -47,12 +50,12 @@ def states_for(module: Any, plan: LinearPlan) -> tuple[str, str]:
     return forward.number, backward.number
 
 
-def _state(module: Any, name: str, history: History) -> DelayedState:
+def _state(module: "Planned", name: str, history: History) -> DelayedState:
     state = module._modules.get(name)
     if state is None:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
             state = DelayedState(STATES[name] * len(module.weights), history, module.weight.device)
-            saved = module._saved.pop(name, None)
+            saved = module.saved_states.pop(name, None)
             if saved is not None:
                 state.load_state_dict(saved)
         module._modules[name] = state
@@ -63,13 +66,13 @@ def _state(module: Any, name: str, history: History) -> DelayedState:
     return state
 
 
-def drop(module: Any) -> None:
+def drop(module: "Planned") -> None:
     """Give up both states; plans that name them have to be forgotten too."""
     for name in STATES:
         module._modules.pop(name, None)
 
 
-def set_aside(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+def set_aside(module: "Planned", state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
     """Take the states out of a checkpoint that the module does not have (yet), by name."""
     found: dict[str, dict[str, Tensor]] = {}
     for name in STATES:
@@ -79,81 +82,7 @@ def set_aside(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> dic
     return found
 
 
-class Place(NamedTuple):
-    """A delayed-scaling state that a module has, or may get: then its tensors wait in `saved` under `name`."""
-
-    state: DelayedState | None
-    saved: dict[str, dict[str, Tensor]]
-    name: str
-
-
-def recipe_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies on the CPU of all scales fp32 (n,) and amax histories fp32 (L, n) of delayed scaling, by full name."""
-    found: dict[str, Tensor] = {}
-    for prefix, (state, saved, name) in _places(model).items():
-        parts = saved.get(name, {}) if state is None else {part: state.get_buffer(part) for part in PARTS}
-        found.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
-    return found
-
-
-def load_recipe_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Write the scales and histories of `recipe_state` back; those that no recipe has asked for yet wait for one.
-
-    Raises UserError, before anything changes, unless `state` fits and has each state that the model has.
-    """
-    if not isinstance(state, dict):
-        raise UserError(
-            f"load_recipe_state takes what recipe_state gave, a dict of tensors; got {type(state).__name__}"
-        )
-    places = _places(model)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in state.items():
-        prefix, _, part = str(key).rpartition(".")
-        if prefix not in places or part not in PARTS:
-            raise UserError(f"{key!r} is no state of the model; convert it as it was when recipe_state was taken")
-        if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or tensor.dim() != PARTS[part]:
-            raise UserError(f"{key!r} must be an fp32 tensor of {PARTS[part]} dimensions, as recipe_state gives it")
-        parts.setdefault(prefix, {})[part] = tensor
-    for prefix, place in places.items():
-        if place.state is not None or prefix in parts:
-            _require_whole(prefix, place.state, parts.get(prefix, {}))
-    for prefix, tensors in parts.items():
-        place = places[prefix]
-        if place.state is not None:
-            place.state.load_state_dict(tensors)
-        else:
-            place.saved[place.name] = {part: tensor.detach().clone() for part, tensor in tensors.items()}
-
-
-PARTS = {"scale": 1, "amax_history": 2}
-"""The tensors of a state and their dimensions."""
-
-
-def _require_whole(prefix: str, state: DelayedState | None, parts: dict[str, Tensor]) -> None:
-    slots = {tensor.shape[-1] for tensor in parts.values()} | ({state.scale.numel()} if state is not None else set())
-    if parts.keys() != PARTS.keys() or len(slots) > 1 or parts["amax_history"].shape[0] == 0:
-        raise UserError(f"{prefix!r} is not whole or has other slots; take recipe_state of a model like this one")
-    if not bool((torch.isfinite(parts["scale"]) & (parts["scale"] > 0)).all()):
-        raise UserError(f"'{prefix}.scale' holds what is no scale; it must be positive and finite")
-
-
-def _places(model: nn.Module) -> dict[str, Place]:
-    """Each state that the model has or may get, by full name."""
-    if not isinstance(model, nn.Module):
-        raise UserError(f"the states of a model were asked for; got {type(model).__name__}: pass the nn.Module")
-    found: dict[str, Place] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, DelayedState):
-            found[name] = Place(module, {}, "")
-        saved = module.__dict__.get("_saved")
-        if not isinstance(saved, dict):
-            continue
-        for state in STATES:
-            found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, saved, state))
-    return found
-
-
-def weight_context(module: Any, plan: LinearPlan, member: int = 0) -> QuantizeContext:
+def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """How to encode a weight with the scales that a state has already, recording nothing."""
     state = module._modules.get(FORWARD_STATE)
     return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context if state is not None else LOCAL

@@ -14,10 +14,10 @@ from duotone.linear.segmented import grouped_stage
 from duotone.pipeline.op import Op, TensorInfo, held, require_fit, run, signal_of
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
-from duotone.planned import weight_options
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
 from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.quantized_parameters import quantize_weights
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
@@ -68,9 +68,9 @@ class PlannedGroup(Planned):
         biases = self.biases[:1] if self.single_grouped_bias else self.biases
         self._require_alike("bias", biases, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
-        stage = self.stage_for(signal)
+        stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self.weight_held)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            stage = weight_options.variant(self, stage, is_first_microbatch)
+            stage = self.plans.variant(stage, is_first_microbatch)
         trained = any(p is not None and p.requires_grad for p in (*weights, *self.biases))
         tracked = torch.is_grad_enabled() and trained
         return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
@@ -122,7 +122,7 @@ class PlannedGroup(Planned):
 
     def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
-        made = [weight_options.linear_variant(self, one, i, first, overwrites) for i, one in enumerate(stage.linears)]
+        made = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
         return self.make_stage(made)
 
     def refuse_crossing(self, weight: Tensor) -> None:
@@ -189,7 +189,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             self._add("bias", (out_features,), single_grouped_bias, given)
         self.reset_parameters()
         self.adopt(recipe or HIGH_PRECISION, (), name)
-        self.quantize_weights()
+        quantize_weights(self)
 
     def _add(self, kind: str, shape: tuple[int, ...], packed: bool, given: dict[str, Any]) -> None:
         names = [kind] if packed else [f"{kind}{i}" for i in range(self.num_gemms)]

@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, TensorInfo, require_bias, require_fit, run
+from duotone.pipeline.op import Op, TensorInfo, held, require_bias, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.planned import boundary, weight_options
+from duotone.planned import boundary
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.quantized_parameters import quantize_weights
 from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
+from duotone.planned.tensor_parallel import local_sizes, parallel_layout
 from duotone.recipes.recipe import Recipe
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
@@ -62,10 +63,10 @@ class PlannedLinear(Planned):
 
     def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         (weight,) = self.weights
-        require_fit(self.module_name or "Linear", signal, weight)
-        stage = self.stage_for(signal)
+        require_fit(self.module_name, signal, weight)
+        stage = self.plans.stage(signal, weight.requires_grad, held(weight))
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            stage = weight_options.variant(self, stage, is_first_microbatch)
+            stage = self.plans.variant(stage, is_first_microbatch)
         tracked = signal.requires_grad
         if not tracked and torch.is_grad_enabled():
             bias = None if self.return_bias else self._bias
@@ -78,14 +79,10 @@ class PlannedLinear(Planned):
         if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(signal.dtype)
         if bias is not None:
-            require_bias(self.module_name or "Linear", weight, bias)
+            require_bias(self.module_name, weight, bias)
             bias = bias if bias.dtype is signal.dtype else bias.to(signal.dtype)
         plan = stage.plan
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
-
-    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
-        assert isinstance(stage, LinearStage)
-        return weight_options.linear_variant(self, stage, 0, first, overwrites)
 
     @property
     def _bias(self) -> nn.Parameter | None:
@@ -126,8 +123,8 @@ class Linear(PlannedLinear, nn.Linear):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        layout = weight_options.layout(parallel_mode, tp_group, sequence_parallel, tp_size)
-        local_in, local_out = weight_options.local_sizes(layout, in_features, out_features, tp_group)
+        layout = parallel_layout(parallel_mode, tp_group, sequence_parallel, tp_size)
+        local_in, local_out = local_sizes(layout, in_features, out_features, tp_group)
         if parameters_split is not None and (fuse_wgrad_accumulation or delay_wgrad_compute):
             raise UserError(
                 "parameters_split gives its gradients to autograd; leave it out to accumulate or delay them"
@@ -140,7 +137,7 @@ class Linear(PlannedLinear, nn.Linear):
         self.layout = layout
         self.adopt(recipe or HIGH_PRECISION, (), name)
         split_parameters(self, parameters_split, out_features)
-        self.quantize_weights()
+        quantize_weights(self)
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew, as at construction; a quantized weight is written in its formats."""
@@ -161,7 +158,7 @@ class Linear(PlannedLinear, nn.Linear):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
-        self.layout: Layout = weight_options.layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
+        self.layout: Layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
         self.forget_plans()
 
 

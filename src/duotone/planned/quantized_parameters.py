@@ -2,16 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
+from duotone.formats import IDENTITY
+from duotone.linear.core import record
+from duotone.planned.split_parameters import is_split
+from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
+from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import INIT_VALUE
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
 
 INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells")
 """What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
@@ -30,6 +38,32 @@ def quantized_parameter(
     if preserve:
         setattr(made, INIT_VALUE, weight.detach().to("cpu", copy=True))
     return made
+
+
+def quantize_weights(module: "Planned") -> None:
+    """Inside of `quantized_model_init`, keep planes of the module's weights only."""
+    region = construction()
+    if region is None or not region.enabled:
+        return
+    if is_split(module):
+        remedy = "use one (attention: fuse_qkv_params=True)"
+        raise UserError(f"{module.module_name}: parameters_split excludes quantized_model_init; {remedy}")
+    recipe = region.recipe or (DEFAULT_RECIPE if module.recipe == HIGH_PRECISION else module.recipe)
+    quantizer = module.plans.plan(recipe).weight.quantizer
+    module.recipe = recipe if module.recipe == HIGH_PRECISION else module.recipe
+    if quantizer.rowwise == quantizer.columnwise == IDENTITY:
+        return
+    values = {id(weight): weight.detach() for weight in module.weight_parameters}
+    for name, weight in list(module.named_parameters(recurse=False)):
+        if id(weight) in values:
+            parameter = quantized_parameter(weight, quantizer, preserve=region.preserve_high_precision_init_val)
+            module.refuse_held(parameter)
+            setattr(module, name, parameter)
+    if any(quantizer.delayed):
+        module.plans.prepare(recipe)
+        for weight, value in zip(module.weight_parameters, values.values(), strict=True):
+            assert isinstance(weight, QuantizedTensor)
+            record(weight.context, value)
 
 
 def replace(old: nn.Parameter, new: nn.Parameter) -> None:

@@ -1,36 +1,48 @@
 """Stages of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
 
 import weakref
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.amax_mode import AmaxMode
+from duotone.tensor.quantizer import Quantizer
 
 
-class Resolver(Protocol):
-    def resolve(self, recipe: Recipe, call: tuple[object, ...], group: str, mode: AmaxMode) -> Any: ...
+class Call(NamedTuple):
+    """What decides the plan of a call besides the recipe. `grads`: whether input and weight need gradients."""
+
+    device: str
+    dtype: torch.dtype
+    grads: tuple[bool, bool] = (True, True)
+    input_held: Quantizer | None = None
 
 
-_MODULES: Numbered[Resolver] = Numbered()
+class Planner(Protocol):
+    """Builds the stages of one module."""
+
+    def resolve(self, recipe: Recipe, call: Call, group: str, mode: AmaxMode) -> object: ...
 
 
-def register(module: Resolver, old: str | None = None) -> str:
-    """A new number for a module; graphs that were traced under its old one are traced again.
+_PLANNERS: Numbered[Planner] = Numbered()
 
-    What traces of a number read goes with the number, and with the module.
+
+def register(planner: Planner, old: str | None = None) -> str:
+    """A new number for a planner; graphs that were traced under its old one are traced again.
+
+    What traces of a number read goes with the number, and with the planner.
     """
     if old is not None:
         _forget(old)
-    number = _MODULES.add(module)
-    weakref.finalize(module, _forget, number).atexit = False
+    number = _PLANNERS.add(planner)
+    weakref.finalize(planner, _forget, number).atexit = False
     return number
 
 
 def _forget(number: str) -> None:
-    _MODULES.pop(number, None)
+    _PLANNERS.pop(number, None)
     for name in _NAMES.pop(number, {}).values():
         delattr(PLANS, name)
 
@@ -41,20 +53,20 @@ class TracedPlans:
 
 PLANS = TracedPlans()
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
-"""By the number of a module: the names of its stages, by the recipe and what else decides them."""
+"""By the number of a planner: the names of its stages, by the recipe and what else decides them."""
 
 
 def plan_name(
-    module: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
+    planner: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
 ) -> str:
     """Build the stage of a traced call outside of the trace; the name under which `PLANS` holds it is a constant."""
-    call = (device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad), None)
-    parts = (module, recipe, input_grad, weight_grad, tracked, device, dtype, group)
+    call = Call(device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad))
+    parts = (planner, recipe, input_grad, weight_grad, tracked, device, dtype, group)
     name = "_".join(map(str, parts)).replace(".", "_").replace(":", "_")  # an attribute's name holds neither
     if not hasattr(PLANS, name):
-        stage = _MODULES[module].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
-        _drop_dead(_NAMES.setdefault(module, {}))
-        _NAMES[module][recipe, name] = name
+        stage = _PLANNERS[planner].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
+        _drop_dead(_NAMES.setdefault(planner, {}))
+        _NAMES[planner][recipe, name] = name
         setattr(PLANS, name, stage)
     return name
 

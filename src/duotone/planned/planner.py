@@ -1,0 +1,220 @@
+"""Planner: the plans of one module under each recipe, and the stage that a call follows."""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from duotone.errors import UserError
+from duotone.linear.core import Calibrating, LinearStage
+from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe, build_plan
+from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
+from duotone.linear.sink import main_grad
+from duotone.pipeline.op import KEEPS, CallRegion, TensorInfo
+from duotone.pipeline.stage import Stage
+from duotone.planned import delayed_states
+from duotone.planned.quantized_parameters import demand, follow
+from duotone.planned.weight_options import WeightOptions
+from duotone.recipes.recipe import Recipe, drop_dead
+from duotone.state import seeds, traced_stages
+from duotone.state.amax_mode import AmaxMode, in_backward, mode_now
+from duotone.state.autocast_context import active_region
+from duotone.state.traced_stages import Call
+from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.context import QuantizeContext
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
+
+StageKey = tuple[object, ...]
+
+
+class Planner:
+    """Asks each recipe once, builds plans, and remembers stages by kind of call.
+
+    All of it follows from the module and its recipes. So it is not copied or pickled with the module.
+    """
+
+    def __init__(self, module: "Planned") -> None:
+        self._module = weakref.ref(module)
+        self.options = WeightOptions(self._module)
+        self.warned = False
+        """Whether the user knows that a quantized weight computes in high precision."""
+        self.number: str | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Build plans anew at the next call. Compiled code follows: its constants go by the planner's number."""
+        self.number = traced_stages.register(self, self.number)
+        self.answers: dict[str, dict[str, Quantizer]] = {}
+        """What a recipe gave each slot, by the key of the recipe."""
+        self.variants: dict[tuple[Stage, bool | None, bool], Stage] = {}
+        """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
+        self.region = CallRegion()
+        self.forget_stages()
+
+    def forget_stages(self) -> None:
+        """Build stages anew at the next eager call, from the same answers."""
+        self.stages: dict[StageKey, Stage] = {}
+        self.last: tuple[StageKey, Stage] | None = None
+
+    @property
+    def module(self) -> "Planned":
+        module = self._module()
+        assert module is not None
+        return module
+
+    def request(self, recipe: Recipe, call: Call | None = None) -> PlanRequest:
+        """What decides the module's plan under a recipe. `call` is one on the weight's device by default."""
+        module = self.module
+        weight = module.weights[0]
+        call = call or Call(str(weight.device), weight.dtype)
+        return PlanRequest(
+            recipe,
+            module.rules,
+            module.module_name,
+            module.module_type,
+            call.device,
+            call.dtype,
+            *call.grads,
+            site=module.site,
+            layout=module.layout,
+            weight_held=module.weight_held,
+            input_held=call.input_held,
+            output_role=module.output_quantizer_role,
+            grad_input_role=module.grad_input_quantizer_role,
+            save_original_input=module.save_original_input,
+            weight_shape=weight.shape,
+            weight_dtype=weight.dtype,
+            linears=module.num_gemms,
+        )
+
+    def plan(self, recipe: Recipe, call: Call | None = None) -> LinearPlan:
+        """The plan under a recipe. A recipe that is a function is asked once per slot and never again."""
+        request = self.request(recipe, call)
+        if recipe.key not in self.answers:
+            self.answers[recipe.key] = ask_recipe(request)
+        return build_plan(request, self.answers[recipe.key])
+
+    def stage(self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None) -> Stage:
+        """The stage of a call, built once for each recipe, dtype, device and pattern of gradients.
+
+        `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
+        """
+        compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        module = self.module
+        mode = AmaxMode.USE if compiling else mode_now()
+        region = active_region() if compiling else self.region.now(mode)
+        recipe, group = (module.recipe, "") if region is None else (region.recipe, region.group)
+        if recipe.evaluation is not None and not module.training:
+            recipe = recipe.evaluation
+        grads = (tracked and info.requires_grad, tracked and weight_grad)
+        if compiling:
+            where = (info.place, str(info.dtype), group)
+            return getattr(  # type: ignore[no-any-return]
+                traced_stages.PLANS, traced_stages.plan_name(self.number, recipe.key, *grads, tracked, *where)
+            )
+        recorded = None
+        if region is not None and region.calibrating is not None and not in_backward():
+            recorded = region.calibrating
+        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.held, weight_held, recorded)
+        last = self.last
+        if last is not None and last[0] == key:
+            return last[1]
+        stage = self.stages.get(key)
+        if stage is None:
+            call = Call(info.place, info.dtype, grads, info.held)
+            stage = self.resolve(recipe, call, group, mode, recorded)
+            self._drop_dead_plans()
+            self.stages[key] = stage
+        self._switch_to(stage.plan, mode)
+        self.last = (key, stage)
+        return stage
+
+    def _drop_dead_plans(self) -> None:
+        """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
+        drop_dead(self.stages)
+        drop_dead(self.answers)
+        live = {id(stage) for stage in self.stages.values()}
+        self.variants = {key: stage for key, stage in self.variants.items() if id(key[0]) in live}
+
+    def _switch_to(self, plan: LinearPlan, mode: AmaxMode) -> None:
+        """Bring delayed states, and the next write into quantized weights, in line with the plan that calls follow."""
+        module = self.module
+        if plan.is_delayed and mode is not AmaxMode.USE:
+            delayed_states.states_for(module, plan)  # another recipe may have given the states other parameters since
+        for weight in module.weights:
+            if not isinstance(weight, QuantizedTensor):
+                return
+            if plan.weight.source is DEQUANTIZE_HELD and not self.warned:
+                self.warned = True
+                message = f"{module.module_name}: the weight is held quantized and computes here in high precision"
+                warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)
+            if plan.weight.source is USE_HELD:
+                demand(weight, plan.weight.usage, module.module_name)
+                if mode is not AmaxMode.USE:
+                    follow(weight, plan.weight.quantizer)
+
+    def resolve(
+        self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE, recorded: Recipe | None = None
+    ) -> Stage:
+        """The stage of a call, with the states that delayed scaling needs.
+
+        `recorded` is the recipe whose delayed scales the call calibrates.
+        """
+        module = self.module
+        module.require_whole(module.weights)
+        plans = self.bind(recipe, call, group, mode)
+        seeds.warn_of_load(module, plans[0].seeds)
+        if plans[0].is_delayed:
+            delayed_states.require_reduction(module.module_name, plans[0], group)
+        if recorded is None:
+            return module.make_stage([LinearStage(plan) for plan in plans])
+        calibrated = self.bind(recorded, Call(call.device, call.dtype, (False, False)), group, AmaxMode.RECORD)
+        if calibrated[0].is_delayed:
+            delayed_states.require_reduction(module.module_name, calibrated[0], group)
+        pairs = zip(plans, calibrated, strict=True)
+        return module.make_stage([Calibrating(plan, recording=other) for plan, other in pairs])
+
+    def bind(
+        self, recipe: Recipe, call: Call | None, group: str = "", mode: AmaxMode = AmaxMode.USE
+    ) -> Sequence[LinearPlan]:
+        """The plan of each linear of the module, with its places in the delayed states."""
+        module, plan = self.module, self.plan(recipe, call)
+        weights = module.weights
+        if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
+            plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
+        if not plan.is_delayed:
+            return [plan] * len(weights)
+        numbers = delayed_states.states_for(module, plan)
+        for member, weight in enumerate(weights):
+            if isinstance(weight, QuantizedTensor):
+                slots = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight.context.slots
+                weight.context = QuantizeContext(weight.context.shard, slots, propagate=recipe.propagate_nonfinite)
+        return [plan.with_slots(*numbers, group, mode, member) for member in range(len(weights))]
+
+    def prepare(self, recipe: Recipe) -> None:
+        """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
+        self.bind(recipe, None)
+
+    def variant(self, stage: Stage, first: bool | None) -> Stage:
+        """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
+        module = self.module
+        if torch.compiler.is_compiling():  # an export that does not ask Dynamo, which leaves such calls alone
+            raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
+        if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            for weight in module.weights:
+                if weight.requires_grad:
+                    main_grad(weight)
+        key = (
+            stage,
+            first,
+            first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER),
+        )  # a recompute is no new microbatch
+        variant = self.variants.get(key)
+        if variant is None:
+            variant = self.variants[key] = module.make_variant(*key)
+        return variant
