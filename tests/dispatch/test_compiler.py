@@ -124,6 +124,17 @@ print(torch.equal(COMPILED.amax(x.view(1, 64, 1, 64)), x.abs().amax().view(1, 1)
 
 
 @needs_compiler
+def test_a_compiler_that_hangs_after_the_probe_is_one_warning(tmp_path) -> None:
+    works = f'case "$*" in *probe.cpp*|*--version*|*-v*) exec {CXX} "$@";; esac'
+    names = {"PYTHONPATH": os.pathsep.join(sys.path), compiler.FOLDER: str(tmp_path / "cache")}
+    hangs = {**os.environ, **names, "CXX": fake(tmp_path, f"{works}\nexec sleep 600")}
+    code = "from duotone.dispatch import compiler\ncompiler.LIMIT = 3.0\n" + AMAX
+    run = subprocess.run([sys.executable, "-c", code], env=hangs, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "True\n", run.stderr
+    assert run.stderr.count("casts on the CPU run in plain torch") == 1 and "timed out after" in run.stderr
+
+
+@needs_compiler
 def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
     """A process fills the cache; the libraries are cut short; the next one computes the same."""
     path = {"PYTHONPATH": os.pathsep.join(sys.path), compiler.FOLDER: str(tmp_path), "CXX": str(CXX)}

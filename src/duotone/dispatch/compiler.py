@@ -1,6 +1,7 @@
 """Whether and how inductor compiles for the CPU here: a compiler that works, a cache folder that only its user writes.
 
-What goes wrong later (a full disk, a damaged library in the cache) leaves plain torch, with one warning.
+What goes wrong later leaves plain torch, with one warning: a full disk, a damaged library in the cache, a compiler that
+hangs.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 PATIENCE = 60.0
 """Seconds after which a compiler counts as one that hangs; building the probe takes less than one."""
+LIMIT = 300.0
+"""Seconds for all that the compiler does for one graph; most take 5 to 20."""
 
 _SOURCE = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return 41 + (omp_get_max_threads() > 0); }\n'
 _FAILURES: list[str] = []
@@ -79,7 +83,7 @@ def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
 
     if not _FAILURES:
         try:
-            with _own_cache():
+            with _own_cache(), _limited():
                 return compile_fx(graph, inputs, config_patches=OPTIONS)  # type: ignore[return-value]
         except RestartAnalysis:  # no failure: Dynamo traces again and comes back
             raise
@@ -89,6 +93,36 @@ def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
             _FAILURES.append(f"inductor failed with {type(error).__name__}: {detail[0] if detail else ''}")
             _warn(_FAILURES[0])
     return graph.forward
+
+
+class _Limited:
+    """The module `subprocess` whose calls end at a time, in `time.monotonic` seconds, if they name no timeout."""
+
+    def __init__(self, end: float) -> None:
+        self.end = end
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(subprocess, name)
+        if name not in ("run", "check_call", "check_output"):
+            return value
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            options.setdefault("timeout", max(self.end - time.monotonic(), 0.01))
+            return value(*arguments, **options)
+
+        return call
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Stop the C++ compiler of inductor at the limit. Dynamo compiles in one thread at a time."""
+    from torch._inductor import cpp_builder
+
+    cpp_builder.subprocess = _Limited(time.monotonic() + LIMIT)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        cpp_builder.subprocess = subprocess  # type: ignore[attr-defined]
 
 
 @contextmanager
