@@ -47,10 +47,10 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).remo
 Expected = tuple[Parts | None, Parts | None]
 
 
-def planes_of(q: Quantizer, x: Tensor, usage: Usage = BOTH) -> Expected:
-    """The parts of both planes of a matrix, out of nothing but the formats."""
+def planes_of(q: Quantizer, x: Tensor, usage: Usage = BOTH, nominal: torch.dtype | None = None) -> Expected:
+    """The parts of both planes of a matrix, out of nothing but the formats; `nominal` is x's dtype unless given."""
     row = q.rowwise.encode(x)
-    source = x if q.columnwise_source == "original" else values_of(q.rowwise, row, x)
+    source = x if q.columnwise_source == "original" else values_of(q.rowwise, row, x.to(nominal or x.dtype))
     col = (
         q.columnwise.derive(q.columnwise.encode(source), x.shape[1])
         if q.columnwise.is_derivable

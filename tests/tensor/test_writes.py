@@ -19,6 +19,7 @@ from tensor_cases import (
     snapshot,
 )
 
+from duotone import formats
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
@@ -370,7 +371,8 @@ def test_fp32_values_are_rounded_once(write, nominal) -> None:
     for name in ("fp8", "fp8_row", "1x128", "128x128", "mxfp8", "nvfp4", "nvfp4_rht", "nvfp4|mxfp8", "mxfp8>nvfp4"):
         t = QUANTIZERS[name].quantize(torch.ones(64, 96, dtype=nominal))
         write(t, x)
-        assert t.dtype is nominal and same_parts(parts_of(t), planes_of(QUANTIZERS[name], x)), name
+        assert t.dtype is nominal
+        assert same_parts(parts_of(t), planes_of(QUANTIZERS[name], x, nominal=nominal)), name
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
@@ -419,3 +421,29 @@ def test_wider_reads_are_rounded_once(read) -> None:
         assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
         with torch.inference_mode():
             assert same_bits(read(t), values if name != "nvfp4|mxfp8" else values.t().contiguous()), name
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4"])
+def test_a_step_of_torch_rounds_once(name) -> None:
+    """SGD on a bf16 weight encodes the fp32 result, not its bf16 rounding."""
+    q = Quantizer(formats.get(name), formats.get(name))
+    weight = torch.nn.Parameter(q.quantize(torch.randn(64, 96).bfloat16()))
+    start = weight.detach().dequantize(torch.float32)
+    weight.grad = torch.randn(64, 96).bfloat16()
+    torch.optim.SGD([weight], lr=0.1).step()
+    want = q.quantize(start.add(weight.grad.float(), alpha=-0.1))
+    assert torch.equal(weight.detach().rowwise_codes, want.rowwise_codes)
+
+
+@pytest.mark.parametrize("write", ["quantize_", "copy_", "add_"])
+def test_the_plane_that_follows_encodes_the_nominal_dtype_however_it_is_written(write) -> None:
+    """The rowwise plane is of the fp32 values, the columnwise one of what that plane says in bf16."""
+    row, col = formats.get("nvfp4"), formats.get("mxfp8_e4m3")
+    q = Quantizer(row, col, columnwise_source="rowwise_dequantized")
+    t, values = q.quantize(torch.zeros(64, 96, dtype=torch.bfloat16)), torch.randn(64, 96)
+    getattr(t, write)(values)
+    whole = Quantizer(row, None).quantize(values)
+    assert torch.equal(t.rowwise_codes, whole.rowwise_codes)
+    want = Quantizer(None, col).quantize(t.planes.rowwise.dequantize(torch.bfloat16))
+    for name, part in want.planes.columnwise.parts.items():
+        assert torch.equal(t.planes.columnwise.parts[name], part), name

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class QuantizerHandle:
 
     def _context(self, ctx: QuantizeContext, seed: Tensor | None) -> QuantizeContext:
         slots = self.slots if self._is_bound else ctx.slots
-        return QuantizeContext(ctx.shard, slots, ctx.seed if seed is None else seed, propagate=ctx.propagate)
+        return replace(ctx, slots=slots, seed=ctx.seed if seed is None else seed)
 
     @property
     def _is_bound(self) -> bool:

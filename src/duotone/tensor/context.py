@@ -41,7 +41,8 @@ class QuantizeContext:
 
     `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both
     planes, which was found when the plan was built, because tracing cannot look. `propagate`: elements that are not
-    finite make the products that read them non-finite (see `Format.encode`).
+    finite make the products that read them non-finite (see `Format.encode`). `nominal`: the dtype of the tensor that is
+    written, and of the dequantized plane that another plane encodes; None where it is the dtype of the values.
     """
 
     shard: ShardContext | None = None
@@ -49,11 +50,12 @@ class QuantizeContext:
     seed: Tensor | None = None
     traces_kernel: bool = False
     propagate: bool = True
+    nominal: torch.dtype | None = None
 
     def with_seed(self, seed: Tensor | None) -> "QuantizeContext":
         if seed is None:
             return self
-        return QuantizeContext(self.shard, self.slots, seed, self.traces_kernel, self.propagate)
+        return QuantizeContext(self.shard, self.slots, seed, self.traces_kernel, self.propagate, self.nominal)
 
     def fixed(self) -> "QuantizeContext":
         """The context that encodes later as this one does now."""
@@ -61,7 +63,7 @@ class QuantizeContext:
         if row is col is None:
             return self
         slots = row and row.fixed(), col and col.fixed()
-        return QuantizeContext(self.shard, slots, self.seed, self.traces_kernel, self.propagate)
+        return QuantizeContext(self.shard, slots, self.seed, self.traces_kernel, self.propagate, self.nominal)
 
 
 LOCAL = QuantizeContext()

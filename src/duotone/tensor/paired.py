@@ -27,7 +27,7 @@ class PairedQuantizer(Quantizer):
         wants_col = usage.columnwise and self.columnwise is not None
         follows = wants_col and self.columnwise_source != "original" and self.rowwise is not None
         row = self.of_row.encode(x, Usage(True, False), ctx).rowwise if wants_row or follows else None
-        source = row.dequantize(x.dtype) if follows and row is not None else x
+        source = row.dequantize(ctx.nominal or x.dtype) if follows and row is not None else x
         col = self.of_col.encode(source, Usage(False, True), ctx).columnwise if wants_col else None
         return Planes(row if wants_row else None, col)
 

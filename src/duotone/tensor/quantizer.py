@@ -102,7 +102,7 @@ class Quantizer:
             row = Plane.encode(self.rowwise, x, ctx)
         col = None
         if wants_col:
-            source = row.dequantize(x.dtype) if follows and row is not None else x
+            source = row.dequantize(ctx.nominal or x.dtype) if follows and row is not None else x
             col = self._columnwise(source, None if follows else row, ctx)
         return Planes(row if wants_row else None, col)
 
@@ -205,7 +205,7 @@ class Quantizer:
         own = ctx.slots[1] if self.columnwise.is_delayed else None
         if row is None or row.format != self.columnwise or own is not None:
             if own is not None:
-                ctx = QuantizeContext(ctx.shard, (own, None), ctx.seed, propagate=ctx.propagate)
+                ctx = replace(ctx, slots=(own, None))
             row = Plane.encode(self.columnwise, x, ctx)
         col = row.transposed()
         assert col is not None

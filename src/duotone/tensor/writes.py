@@ -55,7 +55,7 @@ class Writes(Tensor):
         row, col = self.planes
         held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
         values = source.values(torch.float32) if isinstance(source, Writes) else source.detach()
-        dtype = self._encoded_dtype(values.dtype, written)
+        dtype = torch.promote_types(values.dtype, self.dtype)  # codes are rounded once
         matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
         if any(p is not None and same_memory(matrix, p.parts["codes"]) for p in self.planes):
             matrix = matrix.clone()  # of an Identity plane: bytes are not copied onto themselves
@@ -81,15 +81,6 @@ class Writes(Tensor):
             for mine, new in zip(self.planes, fresh, strict=True)
         )
         self._rowwise, self._columnwise = row, col
-
-    def _encoded_dtype(self, source: torch.dtype, written: "Quantizer") -> torch.dtype:
-        """What values in `source` are encoded in: no narrower than they are, so that codes are rounded once.
-
-        Where a columnwise plane encodes a rowwise one in high precision, that one has the nominal dtype.
-        """
-        if written.rowwise == IDENTITY and written.columnwise_source != "original":
-            return self.dtype
-        return torch.promote_types(source, self.dtype)
 
     @property
     def shares_scale(self) -> bool:
@@ -124,7 +115,8 @@ class Writes(Tensor):
             row, col = slots
             slots = (row and _AgreedSlot(row, shard), col and _AgreedSlot(col, shard))
         seed = own.seed if given.seed is None else given.seed
-        return QuantizeContext(shard, slots, seed, propagate=given.propagate and own.propagate)
+        propagate = given.propagate and own.propagate
+        return QuantizeContext(shard, slots, seed, propagate=propagate, nominal=given.nominal or self.dtype)
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
@@ -145,7 +137,7 @@ class Writes(Tensor):
         shape = self.matrix_shape if new.shape == self.shape else matrix_shape(new.shape)
         matrix = plain(new.detach()).reshape(shape)
         usage = Usage(*(plane is not None for plane in self.planes))
-        planes = self.quantizer.encode(matrix, usage, self._write_context())
+        planes = self.quantizer.encode(matrix, usage, self._write_context(QuantizeContext(nominal=new.dtype)))
         return self.with_memory(planes, new.shape, dtype=new.dtype, device=new.device)  # type: ignore[attr-defined]
 
     def _adopt(self, made: Any) -> None:
@@ -265,13 +257,32 @@ def written_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def _computes_in_fp32(target: Any) -> bool:
+    """Whether what an operation writes is encoded, and not kept in high precision."""
+    return isinstance(target, Writes) and all(p is None or p.format != IDENTITY for p in target.planes)
+
+
 def run_in_place(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a writing operation on dequantized values and requantize every argument that it wrote."""
+    """Run a writing operation on dequantized values and requantize every argument that it wrote.
+
+    Values and operands are fp32, so that what is encoded was rounded once. Random numbers are drawn in the nominal
+    dtype, and Identity planes compute in it.
+    """
     targets = written_arguments(func, args, kwargs)
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    plain_args, plain_kwargs = tree_map(unshared, (args, kwargs))
+    widens = torch.Tag.nondeterministic_seeded not in func.tags and all(map(_computes_in_fp32, targets))
+
+    def operand(value: Any) -> Any:
+        if widens and isinstance(value, Tensor) and value.dtype in NARROW:
+            return values_as(value, torch.float32) if isinstance(value, Writes) else value.to(torch.float32)
+        return unshared(value)
+
+    plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     returned: dict[int, Any] = {}
     for target, value in zip(targets, written_arguments(func, plain_args, plain_kwargs), strict=True):
