@@ -15,26 +15,29 @@ from duotone.state import rolling
 from duotone.state.region import STACK, AutocastRegion
 from duotone.state.region import active_recipe as active_recipe
 from duotone.state.region import active_region as active_region
-from duotone.state.stack import enter, leave
+from duotone.state.stack import RegionManager
 
 DEFAULT_RECIPE = Float8CurrentScaling()
 HIGH_PRECISION = HighPrecision()
 
 
-class autocast:
+class autocast(RegionManager[AutocastRegion]):
     """Run planned modules under `recipe`, which may come first: `autocast(recipe)`.
 
-    Backward uses what forward resolved and never looks here.
+    - `enabled=False`: high precision. With `calibrating=True`, it also records the amaxes that delayed scaling under
+      `recipe` needs.
+    - `recipe=None`: FP8 current scaling.
+    - `amax_reduction_group`: a process group or its name. Delayed scaling takes the maximum of amaxes over it.
 
-    `enabled=False` means high precision, and with `calibrating=True` high precision that records the amaxes which
-    delayed scaling under `recipe` needs. `recipe=None` means FP8 current scaling. `amax_reduction_group`, a process
-    group or its name, is where delayed scaling takes its largest amaxes. Regions nest, and the innermost decides;
-    delayed scales of forward roll once, when the outermost region ends without an exception.
+    Regions nest, and the innermost decides. Backward uses what its forward resolved. Delayed scales of forward roll
+    once, when the outermost region ends without an exception.
 
-    A region holds for the thread and the async task that enter it, and for those that are started in it. Where a
-    thread starts while regions of several threads or tasks are open that differ, it raises UserError until it enters
-    one. As a decorator, each call of a function or of a coroutine function is a region.
+    A region holds for the thread and the async task that enter it, and for threads and tasks that are started in it. A
+    thread that starts while threads or tasks have different regions open raises UserError until it enters a region.
+    As a decorator of a function or a coroutine function, each call is a region.
     """
+
+    stack = STACK
 
     def __init__(
         self,
@@ -56,24 +59,16 @@ class autocast:
             _group_name(amax_reduction_group),
             chosen if calibrating and not enabled else None,
         )
-        self._region: AutocastRegion | None = None
 
-    def __enter__(self) -> "autocast":
-        if self._region is not None:
-            raise RuntimeError("this autocast is entered already; make a new one for each nested region")
-        region = self._region = AutocastRegion(*self._options)
-        enter(STACK, region)
-        return self
+    def new_region(self) -> AutocastRegion:
+        return AutocastRegion(*self._options)
 
-    def __exit__(self, kind: Any, *exception: object) -> None:
-        region, self._region = self._region, None
-        assert region is not None
-        leave(STACK, region)
+    def end(self, region: AutocastRegion, *, failed: bool) -> None:
         if region.recorded:
-            rolling.end_of_region(region, failed=kind is not None)
+            rolling.end_of_region(region, failed=failed)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, or coroutine function, of which each call is a region like this one."""
+        """The function or coroutine function, with each call inside a region like this one."""
         if not inspect.isroutine(function):
             raise UserError(f"autocast decorates functions; got {type(function).__name__}: decorate its method")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -101,7 +96,7 @@ class autocast:
 
 
 def _group_name(group: Any) -> str:
-    """The name of a process group, which may be the name. UserError where this process has no such group."""
+    """The name of a process group, given as such or by its name. UserError if this process has no such group."""
     if group is None:
         return ""
     name = group if isinstance(group, str) else getattr(group, "group_name", None)

@@ -1,12 +1,11 @@
 """quantized_model_init: the context in which modules are built with quantized weights alone."""
 
-from duotone.errors import UserError
 from duotone.recipes.recipe import Recipe, require_recipe
-from duotone.state.stack import UNKNOWN, Region, Stack, enter, leave
+from duotone.state.stack import Region, RegionManager, Stack, innermost
 
 
 class Construction(Region):
-    """How weights are made at present: under which recipe (None is the module's own), and whether values are kept."""
+    """How weights are made: under which recipe (None is the module's own), and whether their values are kept."""
 
     def __init__(self, enabled: bool, recipe: Recipe | None, preserve_high_precision_init_val: bool) -> None:
         self.enabled = enabled
@@ -18,30 +17,23 @@ class Construction(Region):
         return self.enabled, self.recipe and self.recipe.key, self.preserve_high_precision_init_val
 
 
-STACK = Stack("duotone.quantized_model_init")
-"""A stack of its own: it never touches the recipe of an autocast."""
+STACK: Stack[Construction] = Stack("duotone.quantized_model_init")
+"""Apart from the stack of autocast, whose recipe it never touches."""
 
 
 def construction() -> Construction | None:
-    """The innermost enclosing region, or None outside of any.
+    """The innermost enclosing region, or None outside of any. Raises UserError where `innermost` does."""
+    return innermost(STACK.regions, "quantized_model_init")
 
-    Raises UserError in a thread that was started while several threads or tasks had regions open that differ.
+
+class quantized_model_init(RegionManager[Construction]):
+    """Modules built inside keep quantized weights only, in the formats of `recipe` (None: FP8 current scaling).
+
+    With `preserve_high_precision_init_val`, each weight also keeps a copy of its values in high precision on the CPU:
+    `param.get_high_precision_init_val()` returns it, `param.clear_high_precision_init_val()` drops it.
     """
-    regions = STACK.regions
-    if regions and regions[-1] is UNKNOWN:
-        raise UserError(
-            "this thread was started while quantized_model_init regions of several threads or tasks were open, and "
-            "they differ; enter duotone.quantized_model_init in this thread"
-        )
-    return regions[-1] if regions else None
 
-
-class quantized_model_init:
-    """Modules built inside keep quantized weights only, in the formats of `recipe` (FP8 current scaling where None).
-
-    `preserve_high_precision_init_val` keeps a copy of each weight in high precision on the CPU:
-    `param.get_high_precision_init_val()` gives it, `param.clear_high_precision_init_val()` drops it.
-    """
+    stack = STACK
 
     def __init__(
         self, enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
@@ -49,16 +41,6 @@ class quantized_model_init:
         if recipe is not None:
             require_recipe("quantized_model_init", recipe)
         self._options = enabled, recipe, preserve_high_precision_init_val
-        self._region: Construction | None = None
 
-    def __enter__(self) -> "quantized_model_init":
-        if self._region is not None:
-            raise RuntimeError("this quantized_model_init is entered already; make a new one for each nested region")
-        region = self._region = Construction(*self._options)
-        enter(STACK, region)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        region, self._region = self._region, None
-        assert region is not None
-        leave(STACK, region)
+    def new_region(self) -> Construction:
+        return Construction(*self._options)

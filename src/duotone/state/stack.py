@@ -1,28 +1,29 @@
-"""Regions that are open around a call: one stack for each thread and async task, in eager and in traced code.
+"""Open regions: one stack for each thread and async task, in eager and in traced code.
 
-Stacks live in a ContextVar, so that an async task starts with what its creator had. Dynamo traces no ContextVar, but
-its guards read an attribute of a module object anew at every call, computed ones too: so a `Stack` is such an object.
+A stack lives in a ContextVar, so an async task starts with the regions of its creator. Dynamo traces no ContextVar, but
+its guards read the attributes of a module object at every call, computed ones too: so a `Stack` is such an object.
 """
 
 import types
 import warnings
 from contextvars import ContextVar, Token
-from typing import Any
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from duotone.errors import UserError
 from duotone.state.starts import Starts
 
 
 class Region:
-    """One entering of a context manager, compared by identity; `value` is what it decides."""
+    """One entering of a context manager, compared by identity. `value` is what it decides."""
 
     is_open = True
     is_void = False
-    """Whether it was left in another thread or task than it was entered in, so that it counts nowhere any more."""
+    """Whether another thread or task left it than the one that entered it. A void region counts nowhere."""
 
     token: "Token[tuple[Region, ...]] | None" = None
-    """Tells the context in which it was entered; None in traced code."""
+    """Identifies the context that entered it; None in traced code."""
 
     @property
     def value(self) -> object:
@@ -30,26 +31,29 @@ class Region:
 
 
 class Unknown(Region):
-    """The region of a thread that was started while regions of several threads or tasks were open, which differ."""
+    """The region of a thread that was started while threads or tasks had different regions open."""
 
     is_open = False
 
 
 UNKNOWN = Unknown()
+R = TypeVar("R", bound=Region)
 
 
-class Stack(types.ModuleType):
+class Stack(types.ModuleType, Generic[R]):
     """The open regions of the calling thread and task as `regions`, innermost last."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.variable: ContextVar[tuple[Any, ...]] = ContextVar(name)
-        self.starts: Starts = Starts(UNKNOWN)
+        self.starts = Starts(UNKNOWN)
 
     @property
-    def regions(self) -> tuple[Any, ...]:
-        regions = self.current()
-        if not regions and self.starts.leaves_out_thread():
+    def regions(self) -> tuple[R, ...]:
+        regions = self.variable.get(None)
+        if regions is None or (regions and regions[-1].is_void):
+            regions = self.current()
+        if not regions and self.starts.open and self.starts.leaves_out_thread():
             warnings.warn(
                 f"this thread was started outside of {self.__name__}, so it goes by what its modules have themselves, "
                 f"while a region is open in another thread; enter {self.__name__} in this thread to choose",
@@ -58,11 +62,11 @@ class Stack(types.ModuleType):
         return regions
 
     @regions.setter
-    def regions(self, regions: tuple[Any, ...]) -> None:
+    def regions(self, regions: tuple[R, ...]) -> None:
         self.variable.set(regions)
 
-    def current(self) -> tuple[Any, ...]:
-        """As `regions`, without a warning where a thread has none."""
+    def current(self) -> tuple[R, ...]:
+        """`regions`, without the warning for a thread that has none."""
         regions = self.variable.get(None)
         if regions is None:
             regions, is_final = self.starts.regions_of_thread()
@@ -73,39 +77,71 @@ class Stack(types.ModuleType):
             self.variable.set(regions)
         return regions
 
-    def enter(self, region: Region) -> None:
+    def enter(self, region: R) -> None:
         regions = (*self.current(), region)
         region.token = self.variable.set(regions)
         self.starts.entered(region, regions)
 
-    def leave(self, region: Region) -> None:
+    def leave(self, region: R) -> None:
         rest = without(self.current(), region)
         self.starts.left(region)
         region.is_open = False
         if region.token is not None:
             try:
                 self.variable.reset(region.token)
-            except ValueError:  # of another context, whose stack cannot be reached from here
+            except ValueError:  # another context entered it, and its stack cannot be reached from here
                 region.is_void = True
         self.variable.set(rest)
 
 
-def without(regions: tuple[Any, ...], region: Region) -> tuple[Any, ...]:
-    """The regions but that very one, wherever it is."""
+def without(regions: tuple[R, ...], region: R) -> tuple[R, ...]:
+    """The regions except this one, wherever it is."""
     return tuple([each for each in regions if each is not region])
 
 
-def enter(stack: Stack, region: Region) -> None:
-    """Open the region innermost in this thread and task."""
-    if torch.compiler.is_compiling():
-        stack.regions = (*stack.regions, region)
-    else:
-        stack.enter(region)
+def innermost(regions: tuple[R, ...], name: str) -> R | None:
+    """The innermost of the regions of `name`, None without any.
+
+    Raises UserError in a thread that was started while threads or tasks had different regions open.
+    """
+    if not regions:
+        return None
+    if regions[-1] is UNKNOWN:
+        raise UserError(
+            f"this thread was started while {name} regions of several threads or tasks were open, and they differ; "
+            f"enter duotone.{name} in this thread"
+        )
+    return regions[-1]
 
 
-def leave(stack: Stack, region: Region) -> None:
-    """Close the region wherever it is in the stack; what is left never comes from a copy."""
-    if torch.compiler.is_compiling():
-        stack.regions = without(stack.regions, region)
-    else:
-        stack.leave(region)
+class RegionManager(Generic[R]):
+    """A context manager that opens a region of `stack`, one at a time. No exit brings back a copy of the stack."""
+
+    stack: Stack[R]
+    _region: R | None = None
+
+    def new_region(self) -> R:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        if self._region is not None:
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} is entered already; make a new one for each nested region")
+        region = self._region = self.new_region()
+        if torch.compiler.is_compiling():
+            self.stack.regions = (*self.stack.regions, region)
+        else:
+            self.stack.enter(region)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        region, self._region = self._region, None
+        assert region is not None
+        if torch.compiler.is_compiling():
+            self.stack.regions = without(self.stack.regions, region)
+        else:
+            self.stack.leave(region)
+        self.end(region, failed=exception[0] is not None)
+
+    def end(self, region: R, *, failed: bool) -> None:
+        """What else happens when a region has ended, with an exception or without."""

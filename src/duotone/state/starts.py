@@ -1,25 +1,30 @@
-"""What a thread starts from: the regions that were open when it was started.
+"""The regions that a thread starts from: those that were open when it was started.
 
-Python does not tell who started a thread. But each entering and leaving of a region looks at the threads that are
-alive, so that it is known for each thread which regions were open at its start. Who started it is taken to be the main
-thread, or one that had a region open. If these all had the same, the thread starts from that; else it has to enter its
-own.
+Python does not tell who started a thread. So each entering and leaving of a region looks at the threads that are alive.
+This tells for each thread which regions were open at its start. Its creator is taken to be the main thread or a thread
+with an open region. If all of these had the same regions, the thread starts from them; else it has to enter its own.
 """
 
 import asyncio
 import math
 import threading
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from duotone.state.stack import Region
 
 Regions = tuple[Any, ...]
+
+
+Owner = tuple[threading.Thread, asyncio.Task[Any] | None]
 
 
 class Entered(NamedTuple):
     """`time` counts enterings; `owner` is the thread and the task; `regions` is the stack with this one innermost."""
 
     time: int
-    owner: tuple[threading.Thread, Any]
+    owner: "Owner"
     regions: Regions
 
     @property
@@ -29,39 +34,39 @@ class Entered(NamedTuple):
 
 
 class Starts:
-    def __init__(self, unknown: Any) -> None:
+    def __init__(self, unknown: "Region") -> None:
         self.unknown = unknown
         self._time = 0
-        self._open: dict[Any, Entered] = {}
+        self.open: dict[Region, Entered] = {}
         self._first_seen: weakref.WeakKeyDictionary[threading.Thread, int] = weakref.WeakKeyDictionary()
         self._start: weakref.WeakKeyDictionary[threading.Thread, Regions] = weakref.WeakKeyDictionary()
         self._choosing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._lock = threading.RLock()  # a generator that is collected may leave its region at any time
 
-    def entered(self, region: Any, regions: Regions) -> None:
+    def entered(self, region: "Region", regions: Regions) -> None:
         with self._lock:
             self._time += 1
             for thread in threading.enumerate():
                 self._first_seen.setdefault(thread, self._time)
             thread = threading.current_thread()
             self._choosing.add(thread)
-            self._open[region] = Entered(self._time, (thread, _task()), regions)
+            self.open[region] = Entered(self._time, (thread, _task()), regions)
 
-    def left(self, region: Any) -> None:
+    def left(self, region: "Region") -> None:
         """Threads that were started in the region keep what they started from."""
         with self._lock:
-            entered = self._open.get(region)
+            entered = self.open.get(region)
             if entered is None:
                 return
             for thread in threading.enumerate():
                 if entered.time < self._first_seen.get(thread, math.inf) and thread not in self._start:
                     self._start[thread] = self._regions_at_start(thread)
-            del self._open[region]
+            del self.open[region]
 
     def regions_of_thread(self) -> tuple[Regions, bool]:
         """What the calling thread started from, and whether that is final.
 
-        It is not for threads from outside of Python, whose start nobody sees: they go by what is open now.
+        It is not final for threads from outside of Python: nobody sees their start, so they use what is open now.
         """
         with self._lock:
             thread = threading.current_thread()
@@ -74,16 +79,14 @@ class Starts:
             return regions, True
 
     def leaves_out_thread(self) -> bool:
-        """Whether regions are open in other threads, and the calling one is not the main one and never entered any."""
-        if not self._open:
-            return False
+        """Whether the calling thread is not the main one and never entered a region."""
         thread = threading.current_thread()
         return thread is not threading.main_thread() and thread not in self._choosing
 
     def _regions_at_start(self, thread: threading.Thread) -> Regions:
         seen = self._first_seen.get(thread, math.inf)
-        innermost: dict[Any, Regions] = {}
-        for entered in list(self._open.values()):
+        innermost: dict[Owner, Regions] = {}
+        for entered in list(self.open.values()):
             if entered.time < seen and entered.lives and entered.owner[0] is not thread:
                 innermost[entered.owner] = tuple([region for region in entered.regions if region.is_open])
         if innermost:
@@ -92,7 +95,7 @@ class Starts:
         return (self.unknown,) if len(decisions) > 1 else next(iter(innermost.values()), ())
 
 
-def _task() -> Any:
+def _task() -> asyncio.Task[Any] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread
