@@ -13,9 +13,8 @@ from duotone import formats, recipes
 from duotone.dispatch import segments as native
 from duotone.dispatch.casts import segment_cast
 from duotone.dispatch.segment_products import grouped_product
-from duotone.linear import segmented
+from duotone.linear import grouped
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.segmented import SegmentedStage
 from duotone.recipes import DelayedScaling
 from duotone.tensor import Quantizer
 from duotone.tensor.plane import Usage
@@ -77,7 +76,7 @@ def awkward(m: int, k: int) -> Tensor:
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product for each linear, as for large weights."""
-    monkeypatch.setattr(segmented, "SMALL", 0)
+    monkeypatch.setattr(grouped, "SMALL", 0)
 
 
 @pytest.mark.parametrize("how", ["host", "together", "device", "table"])
@@ -174,7 +173,7 @@ def test_host_splits_give_the_bits_of_separate_linears(name, bias, apart) -> Non
     for step, splits in enumerate(SPLITS):
         x, dy = inputs(splits, step)
         same(train(m, x, dy, splits), train_each(linears, x, dy, splits))
-        assert type(stage_of(m)) is SegmentedStage
+        assert stage_of(m).is_joint
         if name == "fp8-delayed":
             for state, buffer in itertools.product(("duotone_forward", "duotone_backward"), ("scale", "amax_history")):
                 each = [getattr(getattr(one, state), buffer) for one in linears]
@@ -189,7 +188,7 @@ def test_other_dtypes_give_the_bits_of_the_loop(name, dtype, monkeypatch, apart)
     monkeypatch.setattr(twin, "make_stage", lambda linears: GroupedStage(tuple(linears)))
     x, dy = (t.to(dtype) for t in inputs(SPLITS[1]))
     same(train(m, x, dy, SPLITS[1]), train(twin, x, dy, SPLITS[1]))
-    assert type(stage_of(m)) is SegmentedStage and type(stage_of(twin)) is GroupedStage
+    assert stage_of(m).is_joint and not stage_of(twin).is_joint
 
 
 @pytest.mark.parametrize("name", SEGMENTED)

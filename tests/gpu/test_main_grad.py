@@ -15,7 +15,7 @@ from duotone.dispatch import gemms
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.scaled import ScaledProduct
 from duotone.dispatch.target import target
-from duotone.linear import segmented
+from duotone.linear import grouped
 from duotone.recipes import Recipe
 from duotone.tensor.plane import Plane
 
@@ -213,7 +213,7 @@ MAKES: dict[str, Callable[[], Tensor]] = {
 def test_counts_on_the_device_are_not_waited_for_and_add_what_host_counts_do(name, splits, where, monkeypatch) -> None:
     apart, m = group(RECIPES[name]), group(RECIPES[name])
     with monkeypatch.context() as patch:
-        patch.setattr(segmented, "SMALL", 0)
+        patch.setattr(grouped, "SMALL", 0)
         places(apart, MAKES["fp32"], 2.0)
         want = [step(apart, splits, sum(splits)) for _ in range(2)]
     counts = torch.tensor(splits, device="cuda")

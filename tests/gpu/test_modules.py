@@ -63,7 +63,7 @@ def test_a_pipeline_gives_the_bits_of_its_ops(name) -> None:
 @pytest.mark.parametrize("name", [name for name in recipes.names() if "row-scaled" not in name])  # asks for the type
 def test_grouped_gives_the_bits_of_linears(name, monkeypatch) -> None:
     """Where each expert has a product of its own, as with large weights."""
-    monkeypatch.setattr("duotone.linear.segmented.SMALL", 0)
+    monkeypatch.setattr("duotone.linear.grouped.SMALL", 0)
     grouped = duotone.GroupedLinear(3, 256, 128, name="g", **CUDA)
     x = torch.randn(200, 256, device="cuda").bfloat16().requires_grad_()
     dy = torch.randn(200, 128, device="cuda").bfloat16()
@@ -114,7 +114,7 @@ def test_moe_of_small_experts_does_not_wait_for_its_row_counts(name, monkeypatch
         y = module(x)
         return [y, *torch.autograd.grad(y, [*module.parameters()], dy)]
 
-    monkeypatch.setattr("duotone.linear.segmented.SMALL", 0)
+    monkeypatch.setattr("duotone.linear.grouped.SMALL", 0)
     wanted = [train(twin) for _ in range(2)]
     monkeypatch.undo()
     train(moe)  # compiles

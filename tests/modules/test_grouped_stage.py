@@ -12,9 +12,9 @@ from duotone.dispatch import segment_products, segments
 from duotone.dispatch.rule import JoinedOperand
 from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
-from duotone.linear.grouped import GroupedStage, device_splits
+from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import LinearPlan, PlanRequest, build_plan
-from duotone.linear.segmented import SegmentedStage, grouped_stage
+from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
 from duotone.state.amax_mode import AmaxMode
@@ -48,66 +48,61 @@ def from_caches(members: list[LinearStage], caches: list[WeightCache], kind: str
 
 
 def stage(*args, shape: tuple[int, int] = SHAPE, **given) -> GroupedStage:
-    return grouped_stage(linears(plan(*args, **given)), shape)
+    return GroupedStage.of(linears(plan(*args, **given)), shape)
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-rowwise"])
 def test_native_products_of_whole_scales_take_segments(name) -> None:
     for grads in ((True, True), (True, False), (False, True), (False, False)):
-        assert type(stage(name, input_grad=grads[0], weight_grad=grads[1])) is SegmentedStage
-    assert type(stage(name, device="cpu")) is GroupedStage
+        assert stage(name, input_grad=grads[0], weight_grad=grads[1]).is_joint
+    assert not stage(name, device="cpu").is_joint
     for shape in ((64, 24), (24, 64), (0, 64)):
-        assert type(stage(name, shape=shape)) is GroupedStage
+        assert not stage(name, shape=shape).is_joint
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-bf16-bwd"])
 def test_other_formats_keep_the_loop(name) -> None:
-    assert type(stage(name)) is GroupedStage
+    assert not stage(name).is_joint
 
 
 def test_options_that_do_more_keep_the_loop() -> None:
     saving = stage("fp8-current", save_original_input=True)
-    assert type(saving) is GroupedStage
+    assert not saving.is_joint
     calibrating = [Calibrating(one, recording=one) for one in [plan()] * 3]
-    assert type(grouped_stage(calibrating, SHAPE)) is GroupedStage
+    assert not GroupedStage.of(calibrating, SHAPE).is_joint
     quantizer = plan().weight.quantizer
-    assert type(stage(weight_held=quantizer)) is GroupedStage
+    assert not stage(weight_held=quantizer).is_joint
 
 
 def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
-    made = stage("fp8-delayed")
-    assert isinstance(made, SegmentedStage)
-    assert [(one.slot.index, one.distance) for one in (made.input, made.weight.encoder, made.gradient)] == [
-        (0, 4),
-        (2, 4),
-        (0, 2),
-    ]
-    members = linears(plan("fp8-delayed"))
-    members[2] = LinearStage(members[2].plan.with_slots("f", "b", "", AmaxMode.RECORD, 5))
-    assert type(grouped_stage(members, SHAPE)) is GroupedStage
+    members = stage("fp8-delayed").linears
+    for i, operands in enumerate(zip(*[one.plan.operands.values() for one in members], strict=True)):
+        first, distance = ((0, 4), (2, 4), (0, 2))[i]
+        assert [one.context.slots[0].index for one in operands] == [first + n * distance for n in range(3)]
+        assert all(one.slot_distance == distance for one in operands)
 
 
 def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch) -> None:
     assert stage("fp8-rowwise").takes_device_splits and stage("fp8-delayed").takes_device_splits
     weight = torch.nn.Parameter(torch.zeros(SHAPE))
     for sink, stays in ((ToMainGrad(lambda: weight), True), (Deferred(deque()), False)):
-        made = grouped_stage([replace(one, sink=sink) for one in linears(plan())], SHAPE)
-        assert type(made) is SegmentedStage and made.takes_device_splits is stays
-        made = grouped_stage([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
+        made = GroupedStage.of([replace(one, sink=sink) for one in linears(plan())], SHAPE)
+        assert made.is_joint and made.takes_device_splits is stays
+        made = GroupedStage.of([replace(one, sink=sink) for one in linears(plan(weight_grad=False))], SHAPE)
         assert made.takes_device_splits
     made = stage(device="sm100")
-    assert type(made) is SegmentedStage and not made.takes_device_splits
+    assert made.is_joint and not made.takes_device_splits
 
 
 def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
     small, beyond = (4096, 4096), (4096, 4112)
-    assert grouped_stage(linears(plan()), small).grouped
-    assert not grouped_stage(linears(plan()), beyond).grouped
+    assert GroupedStage.of(linears(plan()), small).grouped
+    assert not GroupedStage.of(linears(plan()), beyond).grouped
     cache = WeightCache(tuple)
     cached = from_caches(linears(plan()), [cache] * 3, "refreshed")
-    assert not grouped_stage(cached, small).grouped
+    assert not GroupedStage.of(cached, small).grouped
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
-    assert not grouped_stage(deferred, small).grouped
+    assert not GroupedStage.of(deferred, small).grouped
 
 
 class Columns:
@@ -144,13 +139,12 @@ def fill(monkeypatch):
         monkeypatch.setattr(segment_products, "table", list)
         monkeypatch.setattr(segment_products, "grouped_product", lambda *kind: columns)
         sinks = [ToMainGrad(lambda weight=weight: weight) for weight in made]
-        group = grouped_stage(
+        group = GroupedStage.of(
             [replace(one, sink=sink) for one, sink in zip(linears(plan()), sinks, strict=True)], SHAPE
         )
         codes, like = torch.zeros(9, 16, dtype=torch.uint8), torch.zeros(1, dtype=torch.bfloat16)
         row = group.plan.wgrad.a
         operands = JoinedOperand(row, codes[:4], codes), JoinedOperand(row, codes[4:], codes)
-        assert isinstance(group, SegmentedStage)
         where = Segments(torch.zeros(6), 3, 16, 16, grouped=True)
         found = group.weight_gradients(*operands, where, like, [weight is not None for weight in made])
         assert found == [None] * 3
@@ -242,14 +236,14 @@ def test_cached_weights_take_segments() -> None:
     caches = [WeightCache(tuple) for _ in range(3)]
     for kind in ("refreshed", "reused"):
         members = from_caches(linears(plan()), caches, kind)
-        assert type(grouped_stage(members, SHAPE)) is SegmentedStage
+        assert GroupedStage.of(members, SHAPE).is_joint
 
 
 def test_modules_on_a_cpu_have_the_loop() -> None:
     recipe = recipes.load("fp8-rowwise")
     m = GroupedLinear(2, 32, 64, bias=False, params_dtype=torch.bfloat16, recipe=recipe)
     m(torch.zeros(4, 32, dtype=torch.bfloat16), torch.tensor([1, 3]))
-    assert [type(one) for one in m.plans.stages.values()] == [GroupedStage]
+    assert [one.is_joint for one in m.plans.stages.values()] == [False]
 
 
 @pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.zeros(1, 2).int()])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -90,6 +91,7 @@ class Refreshed:
     """The operand of a first microbatch: encoded, and kept."""
 
     cache: WeightCache
+    encodes: ClassVar[bool] = True
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return self.cache.make(x, quantizer, usage, ctx)
@@ -100,6 +102,7 @@ class Reused:
     """The operand of a later microbatch: what is kept, where it still stands for the weight."""
 
     cache: WeightCache
+    encodes: ClassVar[bool] = True
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return self.cache.take(x, quantizer, usage, ctx)

@@ -92,9 +92,10 @@ class LinearStage(Stage):
             dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(kept_w.materialize(), like.dtype), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
-        if kept_x is not None and col is not None and needs[1]:
+        _, needs_weight, needs_bias, _ = needs
+        if kept_x is not None and col is not None and needs_weight:
             dw = self.sink.take(WeightGradient(self, col, kept), like)
-        if needs[2]:
+        if needs_bias:
             db = layout.reduce_grad_bias(flat.sum(0))
         return dx, dw, db, None
 

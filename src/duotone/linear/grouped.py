@@ -1,42 +1,69 @@
-"""Several linears over consecutive rows of one input: what each does alone, one after the other."""
+"""Linears over consecutive rows of one input, such as the experts of a mixture: the linear core with segments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.errors import UserError
+from duotone.dispatch import segments as native
+from duotone.dispatch.products import put
+from duotone.dispatch.rule import JoinedOperand, JoinedWeights
+from duotone.dispatch.segment_products import SMALL
 from duotone.linear.core import LinearStage, as_matrix, with_lead
+from duotone.linear.layout import WHOLE
+from duotone.linear.operand_plan import join
 from duotone.linear.plan import LinearPlan
+from duotone.linear.plane_source import ENCODE_NOW
+from duotone.linear.row_counts import host_splits
+from duotone.linear.sink import GRADIENT
 from duotone.pipeline.stage import Kept, Stage
+from duotone.tensor.plane import Plane
 
+if TYPE_CHECKING:
+    from duotone.kernels.segment_cast import Segments
+
+Item = TypeVar("Item")
 PER_LINEAR = 3
-"""Things that each linear keeps."""
+"""Things that a linear keeps for its backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedStage(Stage):
     """x (*lead, K), rows of each linear (n,), seed or None, n weights (N, K), n biases (N,) or None -> (*lead, N).
 
-    No block, scale or Hadamard group crosses two linears, because each encodes its own rows.
+    No block, scale or Hadamard group crosses two linears. The linears run one after the other or, with `is_joint`, by
+    one cast for each operand and rules that multiply all segments. Codes and scales are the same bits.
     """
 
     linears: tuple[LinearStage, ...]
+    is_joint: bool = False
+    takes_device_splits: bool = False
+    """Whether the rows of each linear may stay on the device, as int32 or int64 (n,)."""
 
-    @property
-    def takes_device_splits(self) -> bool:
-        """Whether the rows of each linear may stay on the device."""
-        return False
+    grouped: bool = False
+    """Whether one product takes all segments if the host knows their rows, too. Sums then run in another order."""
+
+    @staticmethod
+    def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
+        """The fastest stage for linears with weights (N, K) under one plan."""
+        linears, plan = tuple(linears), linears[0].plan
+        gemms = [gemm for gemm, owed in zip(plan.gemms, (True, plan.input_grad, plan.weight_grad), strict=True) if owed]
+        if not _takes_segments(linears) or any(gemm.rule.refuse_segments(gemm.problem, shape) for gemm in gemms):
+            return GroupedStage(linears)
+        at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
+        on_device = at_once and all(gemm.rule.groups_segments(gemm.problem, len(linears)) for gemm in gemms)
+        grouped = on_device and plan.weight.source is ENCODE_NOW and shape[0] * shape[1] <= SMALL
+        return GroupedStage(linears, True, on_device, grouped)
 
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)
 
-    @property
+    @cached_property
     def plan(self) -> LinearPlan:
         return self.linears[0].plan
 
@@ -53,81 +80,181 @@ class GroupedStage(Stage):
         x, weight, bias, _ = self.linears[0].reads
         return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
-        splits, _, *parameters = operands
-        count = len(self.linears)
-        each = zip(as_matrix(x).split(splits), parameters[:count], parameters[count:], strict=True)
+    def replay(self, x: Tensor, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+        splits, _, weights, biases = self._named(operands)
+        each = zip(as_matrix(x).split(splits), weights, biases, strict=True)
         return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        splits, seed, weights, biases = self._named(operands)
+        if not self.is_joint:
+            return self._forward_each(x, splits, seed, weights, biases)
+        if native.are_real(x, weights):
+            return self._forward_joint(x, splits, weights, biases)
+        if isinstance(splits, Tensor):
+            count = len(self.linears)
+            splits = host_splits(splits, count, None) if x.numel() else (0,) * count
+        return self._forward_each(x, splits, seed, weights, biases)
+
+    def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...], *extra: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, ((splits, segments),) = kept
+        _, _, weights, biases = self._named(needs[1:])
+        if segments is None:
+            return self._backward_each(dy, tensors, splits, needs[0], weights, biases)
+        return self._backward_joint(dy, tensors, segments, weights, biases)
+
+    def _named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
+        """Of the operands, or of anything that there is for each: row counts, seed, weights and biases."""
         splits, seed, *parameters = operands
-        count, flat = len(self.linears), as_matrix(x)
-        outputs, kept = [], []
-        for i, (linear, rows) in enumerate(zip(self.linears, flat.split(splits), strict=True)):
-            own = None if seed is None else seed + i * self.plan.seeds
-            y, kept_here = linear.forward(rows, parameters[i], parameters[count + i], own)
+        count = len(self.linears)
+        return splits, seed, parameters[:count], parameters[count:]
+
+    def _forward_each(
+        self,
+        x: Tensor,
+        splits: tuple[int, ...],
+        seed: Tensor | None,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> tuple[Any, ...]:
+        outputs: list[Tensor] = []
+        kept: list[Any] = []
+        each = zip(self.linears, as_matrix(x).split(splits), weights, biases, strict=True)
+        for i, (linear, rows, weight, bias) in enumerate(each):
+            first = None if seed is None else seed + i * self.plan.seeds
+            y, kept_here = linear.forward(rows, weight, bias, first)
             outputs.append(y)
             kept += kept_here
-        return with_lead(torch.cat(outputs), x), (*kept, (splits,))
+        return with_lead(torch.cat(outputs), x), (*kept, ((splits, None),))
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        *of_linears, (splits,) = kept
-        count, flat = len(self.linears), as_matrix(dy)
-        dx, dw, db = [], [], []
-        for i, (linear, rows) in enumerate(zip(self.linears, flat.split(splits), strict=True)):
-            asked = (needs[0], needs[3 + i], needs[3 + count + i], False)
-            kept_here = tuple(of_linears[PER_LINEAR * i : PER_LINEAR * (i + 1)])
-            found = linear.backward(rows, kept_here, asked)
-            dx.append(found[0])
-            dw.append(found[1])
-            db.append(found[2])
-        whole = None if dx[0] is None else with_lead(torch.cat(dx), dy)
-        return whole, None, None, *dw, *db
+    def _backward_each(
+        self,
+        dy: Tensor,
+        kept: Sequence[Any],
+        splits: tuple[int, ...],
+        needs_input: bool,
+        needs_weights: Sequence[bool],
+        needs_biases: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        kept_of_each = zip(*[iter(kept)] * PER_LINEAR, strict=True)
+        each = zip(self.linears, as_matrix(dy).split(splits), kept_of_each, needs_weights, needs_biases, strict=True)
+        gradients = [
+            linear.backward(rows, kept_here, (needs_input, weight, bias, False))
+            for linear, rows, kept_here, weight, bias in each
+        ]
+        dx, dw, db, _ = zip(*gradients, strict=True)
+        return None if dx[0] is None else with_lead(torch.cat(dx), dy), None, None, *dw, *db
+
+    def _forward_joint(
+        self,
+        x: Tensor,
+        splits: tuple[int, ...] | Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> tuple[Any, ...]:
+        plan, flat = self.plan, as_matrix(x).contiguous()
+        segments = native.segments_of(splits, flat, self.grouped or isinstance(splits, Tensor))
+        row, *kept_x = plan.input.encode_segments(flat, segments)
+        weight, kept_w = self._encode_weights(weights)
+        for linear in self.linears:
+            linear.sink.begin()
+        assert row is not None
+        y = plan.fprop.rule.run_segments(row, weight, segments, x.dtype, biases)
+        return with_lead(y, x), (*kept_x, *kept_w, ((None, segments),))
+
+    def _encode_weights(self, weights: Sequence[Tensor]) -> tuple[JoinedWeights, Sequence[Tensor | None]]:
+        """The rowwise operand, and the columnwise codes and scales: of all weights together, or of each cached one."""
+        operand = self.plan.weight
+        if operand.source is ENCODE_NOW:
+            return operand.encode_weights(weights)
+        pairs = zip(self.linears, weights, strict=True)
+        rows, cols = zip(*[linear.plan.weight.encode(weight, None) for linear, weight in pairs], strict=True)
+        kept = () if cols[0] is None else (*_codes(cols), *_scales(cols))
+        return JoinedWeights(rows[0].format, _codes(rows), _scales(rows)), kept
+
+    def _kept_weights(self, kept: Sequence[Tensor]) -> JoinedWeights:
+        """The columnwise operand of what `_encode_weights` kept."""
+        fmt, count = self.plan.dgrad.b, len(self.linears)
+        if self.plan.weight.source is ENCODE_NOW:
+            return JoinedWeights(*join(fmt, kept[0], kept[1]))
+        return JoinedWeights(fmt, kept[:count], kept[count:])
+
+    def _backward_joint(
+        self,
+        dy: Tensor,
+        kept: Sequence[Tensor],
+        segments: "Segments",
+        needs_weights: Sequence[bool],
+        needs_biases: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        plan, count = self.plan, len(self.linears)
+        flat = as_matrix(dy).contiguous()
+        row, col, col_scale = plan.gradient.encode_segments(flat, segments)
+        dx, dw, db = None, [None] * count, [None] * count
+        if plan.input_grad:
+            assert row is not None
+            dx = plan.dgrad.rule.run_segments(row, self._kept_weights(kept[2:]), segments, dy.dtype, [None] * count)
+            dx = with_lead(dx, dy)
+        if plan.weight_grad:
+            left, right = join(plan.wgrad.a, col, col_scale), join(plan.wgrad.b, kept[0], kept[1])
+            row = col = None
+            dw = self.weight_gradients(left, right, segments, flat, needs_weights)
+        if any(needs_biases):
+            db = _bias_gradients(flat, segments, needs_biases)
+        return dx, None, None, *dw, *db
+
+    def weight_gradients(
+        self, dy: JoinedOperand, x: JoinedOperand, segments: "Segments", like: Tensor, needs: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """What autograd is given for each weight, from columnwise codes and scales."""
+        rule = self.plan.wgrad.rule
+        sinks: list[Any] = [linear.sink for linear in self.linears]
+        if not segments.grouped:
+            products = rule.segment_products(dy, x, segments)
+            each = zip(sinks, products, needs, strict=True)
+            return [sink.take(product, like) if needed else None for sink, product, needed in each]
+        if sinks[0] is GRADIENT:
+            gradients = rule.contract_segments(dy, x, segments, like.dtype)
+            return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
+        places = [sink.place() if needed else None for sink, needed in zip(sinks, needs, strict=True)]
+        rest = rule.contract_segments_into(dy, x, segments, places)
+        return [
+            None if place is None else sink.filled(place[0]) if dw is None else sink.take(Computed(dw), like)
+            for sink, place, dw in zip(sinks, places, rest, strict=True)
+        ]
 
 
-class Rows:
-    """How many rows each of `experts` linears has, `total` in all: `counts` int64 on the device, `splits` on the host,
-    which waits."""
+class Computed(NamedTuple):
+    """A weight gradient (N, K) that is computed already."""
 
-    experts: int
-    total: int
-    counts: Tensor
-    splits: tuple[int, ...]
+    gradient: Tensor
 
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
+        return self.gradient.to(dtype)
 
-def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:
-    """The rows of each of `count` linears as integers; a tensor on a device is waited for.
-
-    UserError unless they are as many as the linears, not negative, and sum to `rows`.
-    """
-    if isinstance(splits, Tensor):
-        if splits.dtype not in (torch.int64, torch.int32) or splits.dim() != 1:
-            got = f"{tuple(splits.shape)} in {splits.dtype}"
-            raise UserError(f"m_splits is a list of integers or an int tensor of one dimension; got {got}")
-        if splits.is_meta:
-            raise UserError("m_splits is on meta, where it has no values; give a list of integers")
-        splits = splits.tolist()
-    if not isinstance(splits, Sequence) or isinstance(splits, str):
-        raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
-    if len(splits) != count or not whole:
-        raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(splits)}")
-    given = tuple(map(int, splits))
-    if rows is not None and sum(given) != rows:
-        raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
-    return given
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
+        put(self.gradient, out, adds)
 
 
-def device_splits(splits: Tensor, count: int) -> Tensor:
-    """The rows of each of `count` linears as they are on the device, not waited for: their sum is not looked at.
-
-    UserError unless they are as many as the linears.
-    """
-    if splits.dtype not in (torch.int64, torch.int32) or splits.shape != (count,):
-        got = f"{tuple(splits.shape)} in {splits.dtype}"
-        raise UserError(f"m_splits is {count} row counts, a list of integers or an int tensor; got {got}")
-    return splits
+def _takes_segments(linears: Sequence[LinearStage]) -> bool:
+    """Whether one cast encodes all segments of each operand, and nothing else happens to them."""
+    plan = linears[0].plan
+    joint = all(operand.takes_segments for operand in plan.operands.values())
+    return joint and plan.layout == WHOLE and all(type(one) is LinearStage for one in linears)
 
 
-def _short(given: Sequence[Any]) -> str:
-    return str(list(given)) if len(given) <= 16 else f"{len(given)} values from {given[0]} to {given[-1]}"
+def _bias_gradients(dy: Tensor, segments: "Segments", needs: Sequence[bool]) -> list[Tensor | None]:
+    if segments.grouped or segments.counts is None:
+        sums: Sequence[Tensor] = native.row_sums(dy, segments).unbind(0)
+        return [total if needed else None for total, needed in zip(sums, needs, strict=True)]
+    return [rows.sum(0) if needed else None for rows, needed in zip(dy.split(segments.counts), needs, strict=True)]
+
+
+def _codes(planes: Sequence[Plane]) -> list[Tensor]:
+    dtype = planes[0].format.code_dtype
+    assert dtype is not None
+    return [plane.parts["codes"].contiguous().view(dtype) for plane in planes]
+
+
+def _scales(planes: Sequence[Plane]) -> list[Tensor]:
+    return [plane.parts["scale"].view(-1) for plane in planes]

@@ -141,12 +141,11 @@ class LinearPlan:
 
     def with_slots(self, forward: str, backward: str, group: str, mode: AmaxMode, member: int = 0) -> "LinearPlan":
         """The plan whose delayed directions use the module's states of these numbers; `member` of its linears."""
-        first, of_gradient = member * FORWARD_SLOTS, member * BACKWARD_SLOTS
         return replace(
             self,
-            input=self.input.with_slots(forward, first, group, mode),
-            weight=self.weight.with_slots(forward, first + 2, group, mode),
-            gradient=self.gradient.with_slots(backward, of_gradient, group, AmaxMode.RECORD, True),
+            input=self.input.with_slots(forward, member, 0, FORWARD_SLOTS, group, mode),
+            weight=self.weight.with_slots(forward, member, 2, FORWARD_SLOTS, group, mode),
+            gradient=self.gradient.with_slots(backward, member, 0, BACKWARD_SLOTS, group, AmaxMode.RECORD, True),
             rolls_forward_alone=not any(self.gradient.quantizer.delayed),
         )
 

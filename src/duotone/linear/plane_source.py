@@ -3,7 +3,7 @@
 Chosen when the plan is built; execution only calls `planes`.
 """
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from duotone.tensor.quantizer import Quantizer
 
 
 class PlaneSource(Protocol):
+    encodes: ClassVar[bool]
+    """Whether the planes are those that the quantizer makes of a plain tensor, now or earlier."""
+
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes of the matrix `x` that `usage` names."""
         ...
@@ -24,12 +27,16 @@ class PlaneSource(Protocol):
 class EncodeNow:
     """A plain tensor: the quantizer encodes it."""
 
+    encodes: ClassVar[bool] = True
+
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return quantizer.encode(x, usage, ctx)
 
 
 class HighPrecision:
     """A plain tensor that stays in high precision: what the quantizer would give, at the least cost to the host."""
+
+    encodes: ClassVar[bool] = False
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         row = Plane.of(x) if usage.rowwise else None
@@ -38,6 +45,8 @@ class HighPrecision:
 
 class UseHeld:
     """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
+
+    encodes: ClassVar[bool] = False
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
@@ -51,6 +60,8 @@ class UseHeld:
 
 class DequantizeHeld:
     """A quantized tensor in a plan that keeps it in high precision: the planes of its values."""
+
+    encodes: ClassVar[bool] = False
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)

@@ -9,17 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from duotone.dispatch.rule import Place, Product
 from duotone.errors import MissingPlaneError
-
-
-class Product(Protocol):
-    """A weight gradient that is not computed yet."""
-
-    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor: ...
-
-    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
-        """Written over `out` or, `adds`, added to it."""
-        ...
 
 
 class Sink(Protocol):
@@ -74,7 +65,7 @@ class ToMainGrad:
         product.compute_into(out, adds, dy.dtype)
         return self.filled(out)
 
-    def place(self) -> tuple[Tensor, bool]:
+    def place(self) -> Place:
         """Where the next gradient goes, and whether it is added."""
         weight = self._held()
         overwrites = vars(weight).get("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False)

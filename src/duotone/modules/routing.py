@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.linear.grouped import Rows
+from duotone.linear.row_counts import Rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.grouped import GroupedStage, Rows, device_splits, host_splits
+from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.linear.segmented import grouped_stage
+from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.pipeline.op import Op, TensorInfo, held, require_fit, run, signal_of
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
@@ -92,7 +92,7 @@ class PlannedGroup(Planned):
         plans = [
             plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
         ]
-        stage: Any = grouped_stage([LinearStage(one) for one in plans], self.weights[0].shape)
+        stage: Any = GroupedStage.of([LinearStage(one) for one in plans], self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class PlannedGroup(Planned):
         return splits, seed, *weights, *biases
 
     def make_stage(self, linears: list[LinearStage]) -> Stage:
-        return grouped_stage(linears, self.weights[0].shape)
+        return GroupedStage.of(linears, self.weights[0].shape)
 
     def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)

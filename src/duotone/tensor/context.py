@@ -1,5 +1,6 @@
 """QuantizeContext: what a quantize needs besides the tensor, passed at the point of use and kept by no quantizer."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ class Slot:
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """As `scale_for`, but the cast itself records where there is a second result: int32 bits (1,) to enlarge."""
         return self.scale_for(x), None
+
+    def place_each(
+        self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Like `place`, for the first of `count` slots that far apart. `amaxes` measures theirs, fp32 (count,)."""
+        raise NotImplementedError
 
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
         """In traced code: the codes and scales of both planes in formats of these names ("" for none)."""

@@ -1,0 +1,58 @@
+"""How many rows each linear of a group has: checked before anything runs."""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+
+
+class Rows:
+    """How many rows each of `experts` linears has, `total` in all: `counts` int64 on the device, `splits` on the host,
+    which waits."""
+
+    experts: int
+    total: int
+    counts: Tensor
+    splits: tuple[int, ...]
+
+
+def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:
+    """The rows of each of `count` linears as integers; a tensor on a device is waited for.
+
+    UserError unless they are as many as the linears, not negative, and sum to `rows`.
+    """
+    if isinstance(splits, Tensor):
+        if splits.dtype not in (torch.int64, torch.int32) or splits.dim() != 1:
+            got = f"{tuple(splits.shape)} in {splits.dtype}"
+            raise UserError(f"m_splits is a list of integers or an int tensor of one dimension; got {got}")
+        if splits.is_meta:
+            raise UserError("m_splits is on meta, where it has no values; give a list of integers")
+        splits = splits.tolist()
+    if not isinstance(splits, Sequence) or isinstance(splits, str):
+        raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
+    if len(splits) != count or not whole:
+        raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(splits)}")
+    given = tuple(map(int, splits))
+    if rows is not None and sum(given) != rows:
+        raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
+    return given
+
+
+def device_splits(splits: Tensor, count: int) -> Tensor:
+    """The rows of each of `count` linears as they are on the device, not waited for: their sum is not looked at.
+
+    UserError unless they are as many as the linears.
+    """
+    if splits.dtype not in (torch.int64, torch.int32) or splits.shape != (count,):
+        got = f"{tuple(splits.shape)} in {splits.dtype}"
+        raise UserError(f"m_splits is {count} row counts, a list of integers or an int tensor; got {got}")
+    return splits
+
+
+def _short(given: Sequence[Any]) -> str:
+    return str(list(given)) if len(given) <= 16 else f"{len(given)} values from {given[0]} to {given[-1]}"
