@@ -294,9 +294,9 @@ def test_parameters_made_under_a_tap_carry_no_store() -> None:
     assert {row["role"] for row in store.rows()} == {"input"}  # what the weight was before is gone
 
 
-@pytest.mark.parametrize(("recipe", "store"), [("mxfp8", observe.Tap()), (recipes.load("mxfp8"), [])])
+@pytest.mark.parametrize(("recipe", "store"), [(8, observe.Tap()), (recipes.load("mxfp8"), [])])
 def test_what_is_no_recipe_or_no_store_is_refused(recipe, store) -> None:
-    with pytest.raises(duotone.UserError, match=r"with_statistics takes a recipe and a Tap; got (str|list)"):
+    with pytest.raises(duotone.UserError, match=r"with_statistics takes a (recipe or its name; got int|Tap; got list)"):
         observe.with_statistics(recipe, store)
 
 

@@ -255,9 +255,9 @@ def test_the_history_of_a_recipe_goes_to_its_delayed_formats_alone():
         ({"rules": [Rule(**IDENTITY)]}, "give a tuple of duotone.recipes.Rule"),
         ({"rules": ("mxfp8",)}, "rules is ('mxfp8',); give a tuple"),
         ({"rules": (), "title": 3}, "title is 3; it must be a string"),
-        ({"rules": (), "base": "mxfp8"}, "base is 'mxfp8'; give a recipe"),
+        ({"rules": (), "base": 8}, "base takes a recipe or its name; got int"),
         ({"rules": (), "history": {"margin": 1}}, "history is {'margin': 1}; give a duotone.tensor.History"),
-        ({"rules": (), "evaluation": "bf16"}, "evaluation is 'bf16'; give a recipe"),
+        ({"rules": (), "evaluation": 16}, "evaluation takes a recipe or its name; got int"),
         (
             {"rules": (), "evaluation": recipes.MXFP8BlockScaling(evaluation=recipes.HighPrecision())},
             "the evaluation recipe mxfp8 (evaluation = bf16) has an evaluation recipe itself; leave that out",

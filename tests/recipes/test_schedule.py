@@ -86,7 +86,8 @@ def test_a_step_is_an_integer_from_zero_on(step):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Phase("mxfp8", 0), "a phase takes a recipe; got str: use duotone.recipes.load(name)"),
+        (lambda: Phase(8, 0), "a phase takes a recipe or its name; got int: use one of the classes of"),
+        (lambda: Phase("mxfp9", 0), "recipe 'mxfp9' is unknown; did you mean mxfp8?"),
         (lambda: Phase(MXFP8, 1.0), "a phase starts at 1.0; give a step such as 900, or a fraction"),
         (lambda: Phase(MXFP8, float("nan")), "a phase starts at nan"),
         (lambda: Phase(MXFP8, -1), "a phase starts at -1"),

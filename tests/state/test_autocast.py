@@ -68,15 +68,17 @@ def test_backward_outside_the_region_follows_forward() -> None:
 
 
 def test_autocast_takes_recipes_only() -> None:
-    with pytest.raises(UserError, match="autocast takes a recipe; got str"):
-        duotone.autocast(recipe="mxfp8")
+    with pytest.raises(UserError, match="autocast takes a recipe or its name; got list"):
+        duotone.autocast(recipe=["mxfp8"])
+    with pytest.raises(UserError, match="recipe 'mxfp9' is unknown"):
+        duotone.autocast(recipe="mxfp9")
 
 
 def test_a_recipe_may_come_first_and_anything_else_there_is_an_error() -> None:
     """core 69: `autocast(schedule.at(step))` never runs under another recipe without a word."""
     with duotone.autocast(NV):
         assert active_recipe() is NV
-    for wrong in ("mxfp8", 1, None):
+    for wrong in (b"mxfp8", 1, None):
         with pytest.raises(UserError, match="allowed are true and false"):
             duotone.autocast(wrong)
     with pytest.raises(UserError, match="enabled is"):

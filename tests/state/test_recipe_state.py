@@ -75,8 +75,8 @@ def test_arguments_that_do_not_fit_are_a_value_error(arguments, message) -> None
     """hybrid 82."""
     with pytest.raises(ValueError, match=re.escape(message)):
         RecipeState.create(recipes.load("mxfp8"), **arguments)
-    with pytest.raises(ValueError, match="takes a recipe; got str"):
-        RecipeState.create("mxfp8", mode="forward")
+    with pytest.raises(ValueError, match="takes a recipe or its name; got int"):
+        RecipeState.create(8, mode="forward")
 
 
 def test_a_factory_that_returns_none_is_a_value_error_with_its_slot() -> None:

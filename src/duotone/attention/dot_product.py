@@ -13,7 +13,7 @@ from duotone.attention.request import SLOTS, answer
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
@@ -52,7 +52,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         softmax_scale: float | None = None,
         qkv_format: str = "sbhd",
         name: str = "",
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__()
         groups = num_gqa_groups or num_attention_heads
@@ -66,8 +66,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self.attention_dropout, self.softmax_scale = attention_dropout, softmax_scale
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
-        self.recipe = recipe or HIGH_PRECISION
-        require_recipe(type(self).__name__, self.recipe)
+        self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)
         self._roles: tuple[QuantizerRole | None, QuantizerRole | None] = (None, None)
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 

@@ -12,7 +12,7 @@ from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError
 from duotone.modules import LayerNorm, LayerNormMLP, RMSNorm
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import RecipeLike
 
 
 class TransformerLayer(InnerBoundaryRoles, nn.Module):
@@ -58,7 +58,7 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
         activation_params: dict[str, Any] | None = None,
         attn_input_format: str = "sbhd",
         device: torch.device | str | None = None,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         name: str = "",
         **attention: Any,
     ) -> None:

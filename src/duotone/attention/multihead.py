@@ -14,7 +14,7 @@ from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, RecipeLike
 from duotone.recipes.roles import QuantizerRole
 
 Init = Callable[[Tensor], Any]
@@ -74,7 +74,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
         tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         name: str = "",
     ) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from duotone.compat.quantizers import QuantizerHandle
 from duotone.errors import UserError
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast_context import active_region
@@ -39,7 +39,7 @@ class RecipeState:
     @classmethod
     def create(
         cls,
-        recipe: Recipe,
+        recipe: RecipeLike,
         *,
         mode: str,
         num_quantizers: int = 1,
@@ -50,7 +50,7 @@ class RecipeState:
         grad_input, in turn; so are slots whose role names no tensor of a linear. Raises UserError, a ValueError, where
         the arguments do not fit each other.
         """
-        require_recipe("RecipeState", recipe)
+        recipe = as_recipe("RecipeState", recipe)
         if mode not in SLOTS:
             raise UserError(f"mode {mode!r} is unknown; allowed are 'forward' and 'backward'")
         if not isinstance(num_quantizers, int) or num_quantizers < 0:

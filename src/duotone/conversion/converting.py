@@ -20,7 +20,7 @@ from duotone.conversion.notices import warn_of_surprises
 from duotone.conversion.targets import CONVERTED, Target, original_class, parametrized_since, targets
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
@@ -28,7 +28,7 @@ from duotone.tensor import Quantizer
 
 
 def convert(
-    model: nn.Module, recipe: Recipe, rules: Sequence[Rule] = OUTPUT_HEAD, *, schedule: Schedule | None = None
+    model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule] = OUTPUT_HEAD, *, schedule: Schedule | None = None
 ) -> nn.Module:
     """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
 
@@ -39,7 +39,7 @@ def convert(
     unless rule or recipe asks for high precision. Rules that match nothing are a warning and a plan row. Raises before
     it changes anything where a recipe cannot be used.
     """
-    _validate(model, recipe, rules, schedule)
+    recipe = _validated(model, recipe, rules, schedule)
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     all_rules = with_kept(rules, model, sites, [phase.recipe for phase in phases])
@@ -112,14 +112,15 @@ def _release(module: Any) -> None:
         module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
 
 
-def _validate(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule: Schedule | None) -> None:
+def _validated(model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule], schedule: Schedule | None) -> Recipe:
+    """The recipe. UserError where an argument is of another kind, or does not fit the others."""
     require_model("convert", model)
     if isinstance(recipe, Schedule):
         raise UserError(
             f"convert takes a recipe, and schedule {recipe.title} one for each step: call convert(model, "
             "schedule.at(0), schedule=schedule), and train step i under duotone.autocast(recipe=schedule.at(i))"
         )
-    require_recipe("convert", recipe)
+    recipe = as_recipe("convert", recipe)
     if not isinstance(schedule, Schedule | None):
         raise UserError(f"schedule is a duotone.recipes.Schedule; got {type(schedule).__name__}")
     if schedule is not None and schedule.phases[0].recipe != recipe:
@@ -129,3 +130,4 @@ def _validate(model: nn.Module, recipe: Recipe, rules: Sequence[Rule], schedule:
     wrong = [rule for rule in rules if not isinstance(rule, Rule)]
     if wrong:
         raise UserError(f"rules are duotone.recipes.Rule values; got {type(wrong[0]).__name__}")
+    return recipe

@@ -13,7 +13,7 @@ from duotone.conversion.matching import unmatched_rules
 from duotone.conversion.naming import require_model, sites_of
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.traced_stages import Call
 
 
@@ -35,7 +35,7 @@ class PlanRow:
 
 def plan(
     model: nn.Module,
-    recipe: Recipe | None = None,
+    recipe: RecipeLike | None = None,
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
@@ -47,7 +47,7 @@ def plan(
     """
     require_model("plan", model)
     if recipe is not None:
-        require_recipe("plan", recipe)
+        recipe = as_recipe("plan", recipe)
         _require_converted(model)
     rows: list[PlanRow] = []
     left = left_alone(model)

@@ -18,7 +18,7 @@ from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.quantized_parameters import quantized_parameter, replace
 from duotone.planned.split_parameters import is_split
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
 
@@ -34,7 +34,7 @@ class Conversion:
 
 
 def convert_parameters(
-    model: nn.Module, recipe: Recipe, *, masters: Mapping[str, Tensor] | None = None, preserve: bool = False
+    model: nn.Module, recipe: RecipeLike, *, masters: Mapping[str, Tensor] | None = None, preserve: bool = False
 ) -> nn.Module:
     """Hold the weight of every planned module in the formats that `recipe` gives it, in place; returns the model.
 
@@ -43,7 +43,7 @@ def convert_parameters(
     modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
     """
     require_model("convert_parameters", model)
-    require_recipe("convert_parameters", recipe)
+    recipe = as_recipe("convert_parameters", recipe)
     planned = [(name, module) for name, module in model.named_modules() if isinstance(module, Planned)]
     if not planned:
         kind = type(model).__name__

@@ -17,7 +17,7 @@ from duotone.planned.initialisation import materialise
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
 from duotone.planned.quantized_parameters import drop_empty_extra_state
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 
 
@@ -59,7 +59,7 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         delay_wgrad_compute: bool = False,
         checkpoint: bool = False,
         name: str = "",
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__()
         self.activation = ActivationOp(activation, activation_params)

@@ -15,7 +15,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.planned.grouped_linear import GroupedLinear
 from duotone.planned.initialisation import materialise
 from duotone.planned.planned import below
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import RecipeLike
 
 
 class Router(nn.Module):
@@ -67,7 +67,7 @@ class MoE(KnownRoles, nn.Module):
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str = "",
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:

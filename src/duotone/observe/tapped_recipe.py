@@ -13,7 +13,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.observe.statistics import measure, summary
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
@@ -158,13 +158,12 @@ def _untapped(inner: Any) -> Any:
     return inner
 
 
-def with_statistics(recipe: Recipe, store: Tap) -> TappedRecipe:
+def with_statistics(recipe: RecipeLike, store: Tap) -> TappedRecipe:
     """The recipe with the same bits that records into `store`."""
-    if not isinstance(recipe, Recipe) or not isinstance(store, Tap):
-        given = type(recipe).__name__ if not isinstance(recipe, Recipe) else type(store).__name__
-        raise UserError(
-            f"with_statistics takes a recipe and a Tap; got {given}: call with_statistics(recipe, observe.Tap())"
-        )
+    recipe = as_recipe("with_statistics", recipe)
+    if not isinstance(store, Tap):
+        got = type(store).__name__
+        raise UserError(f"with_statistics takes a Tap; got {got}: call with_statistics(recipe, observe.Tap())")
     evaluation = None if recipe.evaluation is None else with_statistics(recipe.evaluation, store)
     own = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
     return TappedRecipe(inner=recipe, store=store, **{**own, "evaluation": evaluation})

@@ -16,7 +16,7 @@ from duotone.linear.core import as_matrix
 from duotone.pipeline.op import CallRegion, Op, TensorInfo
 from duotone.pipeline.stage import Kept, Stage
 from duotone.planned.initialisation import materialise
-from duotone.recipes.recipe import Recipe, drop_dead
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
 from duotone.state.amax_mode import mode_now
@@ -332,11 +332,11 @@ class Quantize(BasicOp):
         *,
         role: QuantizerRole = INPUT,
         grad_role: QuantizerRole = GRAD_OUTPUT,
-        recipe: Recipe = HIGH_PRECISION,
+        recipe: RecipeLike = HIGH_PRECISION,
     ) -> None:
         super().__init__()
         self.roles = (role if forward else None, grad_role if backward else None)
-        self.recipe = recipe
+        self.recipe = as_recipe("Quantize", recipe)
         if backward:
             seed = seeds.initial_seed(f"Quantize_{next(_NUMBERS)}")
             self.register_buffer(seeds.BUFFER, seed, persistent=False)

@@ -18,7 +18,7 @@ from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
 from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.quantized_parameters import quantize_weights
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.state.amax_mode import AmaxMode
@@ -168,7 +168,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         save_original_input: bool = False,
         tp_size: int = 1,
         name: str = "",
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
     ) -> None:
         if not isinstance(num_gemms, int) or num_gemms < 1:
             raise UserError(f"num_gemms is {num_gemms!r}; give a whole number, one or more")

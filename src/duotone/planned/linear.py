@@ -16,7 +16,7 @@ from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.quantized_parameters import quantize_weights
 from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
 from duotone.planned.tensor_parallel import local_sizes, parallel_layout
-from duotone.recipes.recipe import Recipe
+from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
 
@@ -114,7 +114,7 @@ class Linear(PlannedLinear, nn.Linear):
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         name: str = "",
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         parallel_mode: str | None = None,
         tp_group: Any = None,
         tp_size: int = 1,

@@ -19,7 +19,7 @@ from duotone.planned import delayed_states
 from duotone.planned.planner import Planner
 from duotone.planned.quantized_parameters import drop_empty_extra_state, moved
 from duotone.planned.sharded_parameters import ShardedParameters
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
@@ -64,14 +64,14 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def adopt(
         self,
-        recipe: Recipe,
+        recipe: RecipeLike,
         rules: tuple[Rule, ...],
         name: str = "",
         site: Site | None = None,
         answers: dict[str, Quantizer] | None = None,
     ) -> None:
         """Take a recipe, rules and a place; a seed stays. `answers` is what the recipe gave the slots, if known."""
-        require_recipe(type(self).__name__, recipe)
+        recipe = as_recipe(type(self).__name__, recipe)
         if "plans" not in self.__dict__:
             self.plans = Planner(self)
         self.recipe, self.rules, self.plans.warned = recipe, rules, False

@@ -12,7 +12,7 @@ from duotone.recipes.builtin import (
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import DelayedScalingRequest, Format, check_requests
 from duotone.recipes.library import any_from_dict, from_dict, load, load_any, load_schedule, names, schedule_names
-from duotone.recipes.recipe import Recipe, align_size
+from duotone.recipes.recipe import Recipe, RecipeLike, align_size
 from duotone.recipes.roles import QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, RuleRecipe, first_match, unmatched
 from duotone.recipes.schedule import Phase, Schedule
@@ -21,7 +21,7 @@ from duotone.recipes.writing import dumps
 __all__ = [
     "OUTPUT_HEAD", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling",
     "Float8CurrentScaling", "Float8RowwiseScaling", "Format", "HighPrecision", "MXFP8BlockScaling",
-    "NVFP4BlockScaling", "Phase", "QuantizerRole", "Recipe", "Rule", "RuleRecipe", "Schedule", "Site", "align_size",
-    "any_from_dict", "check_requests", "dumps", "first_match", "from_dict", "load", "load_any", "load_schedule",
-    "names", "schedule_names", "unmatched",
+    "NVFP4BlockScaling", "Phase", "QuantizerRole", "Recipe", "RecipeLike", "Rule", "RuleRecipe", "Schedule", "Site",
+    "align_size", "any_from_dict", "check_requests", "dumps", "first_match", "from_dict", "load", "load_any",
+    "load_schedule", "names", "schedule_names", "unmatched",
 ]  # fmt: skip

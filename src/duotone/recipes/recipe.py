@@ -2,7 +2,8 @@
 
 import weakref
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar, Union
 
 from duotone.errors import RecipeError
 from duotone.numbered import Numbered
@@ -11,6 +12,8 @@ from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")
+RecipeLike = Union["Recipe", str, Path]
+"""A recipe, its name, or the path of its file."""
 
 OVERRIDES = (None, "high_precision", "dequantized")
 MEASURED = "measured"
@@ -100,13 +103,12 @@ class Recipe(metaclass=RecipeClass):
             )
 
     def _check_evaluation(self) -> None:
-        given = self.evaluation
-        if given is None:
+        if self.evaluation is None:
             return
-        if not isinstance(given, Recipe):
-            raise RecipeError(f"evaluation is {given!r}; give a recipe, such as duotone.recipes.load('bf16')")
-        if given.evaluation is not None:
-            raise RecipeError(f"the evaluation recipe {given.name} has an evaluation recipe itself; leave that out")
+        recipe = as_recipe("evaluation", self.evaluation)
+        object.__setattr__(self, "evaluation", recipe)
+        if recipe.evaluation is not None:
+            raise RecipeError(f"the evaluation recipe {recipe.name} has an evaluation recipe itself; leave that out")
 
     @property
     def name(self) -> str:
@@ -224,9 +226,9 @@ def drop_dead(table: dict[Any, Any]) -> None:
         del table[key]
 
 
-def align_size(recipe: Recipe) -> int:
+def align_size(recipe: RecipeLike) -> int:
     """Tokens per group of a grouped linear are padded to a multiple of this; asks no factory."""
-    return recipe.alignment
+    return as_recipe("align_size", recipe).alignment
 
 
 def plain(value: Any) -> Any:
@@ -238,12 +240,25 @@ def plain(value: Any) -> Any:
     return value
 
 
-def require_recipe(taker: str, value: Any) -> None:
-    """RecipeError unless `value` is a recipe; `taker` was given it."""
-    if not isinstance(value, Recipe):
-        raise RecipeError(
-            f"{taker} takes a recipe; got {type(value).__name__}: use duotone.recipes.load(name) or one of its classes"
-        )
+def as_recipe(taker: str, value: "RecipeLike") -> "Recipe":
+    """`value`, or the recipe of that name or file. RecipeError where it is neither; `taker` is who asks."""
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, str | Path):
+        return _loaded(str(value))
+    raise RecipeError(
+        f"{taker} takes a recipe or its name; got {type(value).__name__}: use one of the classes of duotone.recipes"
+    )
+
+
+def _loaded(name_or_path: str) -> "Recipe":
+    from duotone.recipes.library import load  # which imports this file
+
+    return load(name_or_path)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ from duotone.errors import RecipeError
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, check_number, check_text, check_title
 from duotone.recipes.patterns import expression, glob
-from duotone.recipes.recipe import Recipe, one_of, plain
+from duotone.recipes.recipe import Recipe, as_recipe, one_of, plain
 from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
@@ -195,14 +195,14 @@ class RuleRecipe(Recipe):
         check_number("rules", len(self.rules), RULES)
         if self.history is not None and not isinstance(self.history, History):
             raise RecipeError(f"history is {self.history!r}; give a duotone.tensor.History")
+        if self.base is not None:
+            object.__setattr__(self, "base", as_recipe("base", self.base))
         super().__post_init__()
         self._check_base()
 
     def _check_base(self) -> None:
         if self.base is None:
             return
-        if not isinstance(self.base, Recipe):
-            raise RecipeError(f"base is {self.base!r}; give a recipe, such as duotone.recipes.load('mxfp8')")
         below: Any = self.base
         for _ in range(BASES):
             below = getattr(below, "base", None)

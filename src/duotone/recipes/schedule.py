@@ -8,12 +8,12 @@ from typing import Any
 
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.limits import PHASES, check_number, check_title
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, as_recipe
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`recipe` from `start` on: a step, counted from 0, or a fraction of the run, at least 0 and below 1.
+    """`recipe`, or the one of that name, from `start` on: a step, counted from 0, or a fraction of the run below 1.
 
     `convert_parameters` allows the phase to change the format of quantized parameters.
     """
@@ -23,7 +23,7 @@ class Phase:
     convert_parameters: bool = False
 
     def __post_init__(self) -> None:
-        require_recipe("a phase", self.recipe)
+        object.__setattr__(self, "recipe", as_recipe("a phase", self.recipe))
         start = self.start
         fraction = isinstance(start, float) and 0 <= start < 1
         if not fraction and (not isinstance(start, int) or isinstance(start, bool) or start < 0):

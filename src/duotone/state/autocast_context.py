@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state import rolling
 from duotone.state.region import STACK, AutocastRegion
 from duotone.state.region import active_recipe as active_recipe
@@ -41,19 +42,17 @@ class autocast(RegionManager[AutocastRegion]):
 
     def __init__(
         self,
-        enabled: bool | Recipe = True,
+        enabled: bool | RecipeLike = True,
         *,
         calibrating: bool = False,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
-        if isinstance(enabled, Recipe) and recipe is None:
+        if isinstance(enabled, Recipe | str | Path) and recipe is None:
             enabled, recipe = True, enabled
         if not isinstance(enabled, bool):
             raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe once, as recipe=")
-        if recipe is not None:
-            require_recipe("autocast", recipe)
-        chosen = recipe or DEFAULT_RECIPE
+        chosen = DEFAULT_RECIPE if recipe is None else as_recipe("autocast", recipe)
         self._options = (
             chosen if enabled else HIGH_PRECISION,
             _group_name(amax_reduction_group),

@@ -1,6 +1,6 @@
 """quantized_model_init: the context in which modules are built with quantized weights alone."""
 
-from duotone.recipes.recipe import Recipe, require_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.stack import Region, RegionManager, Stack, innermost
 
 
@@ -36,11 +36,10 @@ class quantized_model_init(RegionManager[Construction]):
     stack = STACK
 
     def __init__(
-        self, enabled: bool = True, *, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+        self, enabled: bool = True, *, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if recipe is not None:
-            require_recipe("quantized_model_init", recipe)
-        self._options = enabled, recipe, preserve_high_precision_init_val
+        chosen = None if recipe is None else as_recipe("quantized_model_init", recipe)
+        self._options = enabled, chosen, preserve_high_precision_init_val
 
     def new_region(self) -> Construction:
         return Construction(*self._options)
