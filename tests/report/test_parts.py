@@ -139,7 +139,7 @@ def test_the_colour_scale_runs_from_violet_to_yellow_with_readable_text() -> Non
 
 
 def test_many_runs_get_styles_that_differ() -> None:
-    assert len({*styles([{}] * 18)}) == 18
+    assert len({*styles([{"is_reference": False, "is_noise": False}] * 18)}) == 18
 
 
 def test_long_names_lose_their_middle() -> None:

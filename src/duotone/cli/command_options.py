@@ -2,21 +2,24 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import click
 
 from duotone.lab.models import DEFAULT, MODELS
 from duotone.lab.presets import PRESETS
 
-Command = Callable[..., Any]
+Typed = str | int | tuple[str, ...] | None
+"""The value of an option; None or () where it was not typed."""
+
+Command = TypeVar("Command", bound=Callable[..., object] | click.Command)
 
 
 class ListOption(click.Option):
     """An option of several values: repeated, separated by commas, or by spaces in a `ListCommand`."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, multiple=True, callback=_split_commas, **kwargs)
+    def __init__(self, names: Sequence[str], metavar: str | None = None, help: str | None = None) -> None:
+        super().__init__(names, metavar=metavar, help=help, multiple=True, callback=_split_commas)
 
 
 class ListCommand(click.Command):
@@ -46,44 +49,42 @@ def spread(args: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def _split_commas(_: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    parts = (part for value in values for part in ([value] if os.path.exists(value) else value.split(",")))
-    found = tuple(part.strip() for part in parts if part.strip())
-    if values and not found:
+    texts = (text for value in values for text in ([value] if os.path.exists(value) else value.split(",")))
+    parts = tuple(text.strip() for text in texts if text.strip())
+    if values and not parts:
         raise click.BadParameter("give at least one value", param=parameter)
-    return found
+    return parts
 
 
-def preset(command: Command) -> Command:
-    return click.option("--preset", metavar="NAME", help=f"Sizes of model and batch: {', '.join(PRESETS)}.")(command)
-
-
-def model(command: Command) -> Command:
-    names = f"{', '.join(MODELS)}, or a model of transformers by folder or class; {DEFAULT} unless given."
-    return click.option("--model", metavar="NAME|hf:PATH_OR_CLASS", help=f"What to train: {names}")(command)
-
-
-def device(command: Command) -> Command:
-    return click.option("--device", metavar="cpu|cuda", help="Where to train; cpu unless given.")(command)
-
-
-def strict(command: Command) -> Command:
-    text = "Fail before the first step where a product would stay in high precision unasked."
-    return click.option("--strict", is_flag=True, help=text)(command)
+preset = click.option("--preset", metavar="NAME", help=f"Sizes of model and batch: {', '.join(PRESETS)}.")
+model = click.option(
+    "--model",
+    metavar="NAME|hf:PATH_OR_CLASS",
+    help=f"What to train: {', '.join(MODELS)}, or a model of transformers by folder or class; {DEFAULT} unless given.",
+)
+device = click.option("--device", metavar="cpu|cuda", help="Where to train; cpu unless given.")
+strict = click.option(
+    "--strict", is_flag=True, help="Fail before the first step where a product would stay in high precision unasked."
+)
+data = click.option(
+    "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
+)
+TRAINING = (
+    click.option("--out", metavar="DIR", help="Folder for the results."),
+    strict,
+    preset,
+    model,
+    click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
+    device,
+    click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),
+    click.option(
+        "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
+    ),
+)
 
 
 def training(command: Command) -> Command:
     """What every command that trains takes."""
-    for add in (
-        click.option("--out", metavar="DIR", help="Folder for the results."),
-        strict,
-        preset,
-        model,
-        click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights, batches and rounding; 0."),
-        device,
-        click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),
-        click.option(
-            "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
-        ),
-    ):
-        command = add(command)
+    for option in TRAINING:
+        command = option(command)
     return command

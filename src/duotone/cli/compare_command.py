@@ -1,7 +1,6 @@
 """`duotone compare`: the same model once per recipe, and a report."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -9,6 +8,7 @@ from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
 from duotone.lab.presets import DEFAULT_RECIPES
+from duotone.lab.schema import Document
 
 
 @click.command(cls=options.ListCommand)
@@ -21,11 +21,7 @@ from duotone.lab.presets import DEFAULT_RECIPES
 @options.training
 @click.pass_context
 def compare(
-    context: click.Context,
-    recipes: tuple[str, ...],
-    out: str | None,
-    strict: bool,
-    **given: object,
+    context: click.Context, recipes: tuple[str, ...], out: str | None, strict: bool, **typed: options.Typed
 ) -> None:
     """Train the same small language model once per recipe and report what happened.
 
@@ -38,7 +34,7 @@ def compare(
     from duotone.cli.inputs import config_from, make_strict
     from duotone.lab import comparison, data, files
 
-    config = config_from(given)
+    config = config_from(typed)
     chosen = [make_strict(library.load(name), strict) for name in recipes or DEFAULT_RECIPES]
     comparison.plan_runs(config, chosen)
     folder = Path(out or "runs/compare")
@@ -46,7 +42,7 @@ def compare(
     corpus = data.load(config.data, context=config.preset.model.context)
     files.make_folder(folder)
 
-    def keep(partial: dict[str, Any]) -> None:
+    def publish(partial: Document) -> None:
         try:
             summary.write_numbers(partial, folder)
         except UserError as error:
@@ -55,7 +51,7 @@ def compare(
     with files.locked(folder), Interrupt() as interrupt:
         with run_display.choose() as display:
             result = comparison.compare(
-                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=keep
+                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=publish
             )
         summary.print_summary(result)
         summary.write_result(result, folder)

@@ -1,17 +1,21 @@
 """From what was typed to what the laboratory takes; every failure is a UserError."""
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
+from duotone.cli.command_options import Typed
 from duotone.lab import models, presets
 from duotone.lab.trainer import TrainConfig, require_device
-from duotone.recipes import Recipe
+from duotone.recipes import Recipe, Schedule
+
+Chosen = TypeVar("Chosen", Recipe, Recipe | Schedule)
 
 
-def config_from(given: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The config of the options `given`; where one is None it is that of `stored`, else its default."""
-    chosen = {**(stored or {}), **{key: value for key, value in given.items() if value not in (None, ())}}
+def config_from(typed: Mapping[str, Typed], stored: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The config of the options; where one was not typed it is that of `stored`, else its default."""
+    chosen: dict[str, Any] = dict(stored or {})
+    chosen |= {key: value for key, value in typed.items() if value not in (None, ())}
     name = chosen.get("preset", "demo")
     preset = presets.get(name if isinstance(name, str) else name["name"])
     device, model = chosen.get("device", "cpu"), chosen.get("model", models.DEFAULT)
@@ -27,6 +31,10 @@ def config_from(given: Mapping[str, Any], stored: Mapping[str, Any] | None = Non
     )
 
 
-def make_strict(recipe: Recipe, strict: bool) -> Recipe:
-    """The recipe, for which with `strict` a fallback to high precision is an error."""
-    return dataclasses.replace(recipe, strict=True) if strict else recipe
+def make_strict(chosen: Chosen, strict: bool) -> Chosen:
+    """The recipe, or each recipe of the schedule, for which with `strict` a fallback is an error."""
+    if not strict:
+        return chosen
+    if isinstance(chosen, Schedule):
+        return chosen.map(lambda recipe: replace(recipe, strict=True))
+    return replace(chosen, strict=True)

@@ -4,7 +4,6 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 import click
 import rich.progress
@@ -22,7 +21,7 @@ class Meter:
     def __init__(self, name: str, steps: int, done: int, tokens_per_step: int) -> None:
         self.name, self.steps, self.done, self.tokens_per_step = name, steps, done, tokens_per_step
         self.loss: float | None = None
-        self.status = ""
+        self.status = "starting"
         self.started = time.monotonic()
         self._timed_from: tuple[int, float] | None = None
 
@@ -31,30 +30,29 @@ class Meter:
         self._timed_from = self._timed_from or (number, time.monotonic())
 
     @property
-    def seconds_per_step(self) -> float | None:
+    def _pace(self) -> float | None:
+        """Seconds of a step."""
         if self._timed_from is None or self.done == self._timed_from[0]:
             return None
         return (time.monotonic() - self._timed_from[1]) / (self.done - self._timed_from[0])
 
     @property
     def speed(self) -> str:
-        pace = self.seconds_per_step
-        return f"{self.tokens_per_step / pace:,.0f} tokens/s" if pace else ""
+        return f"{self.tokens_per_step / pace:,.0f} tokens/s" if (pace := self._pace) else ""
 
     @property
     def remaining(self) -> str:
-        pace = self.seconds_per_step
-        return f"ETA {clock(pace * (self.steps - self.done))}" if pace else ""
+        return f"ETA {clock(pace * (self.steps - self.done))}" if (pace := self._pace) else ""
 
     def line(self) -> str:
         """The run in one line: what it does before the first step ends, how far and fast it is after."""
         if self.loss is None:
-            return f"{self.name}: {self.status or 'starting'} ({clock(time.monotonic() - self.started)})"
+            return f"{self.name}: {self.status} ({clock(time.monotonic() - self.started)})"
         parts = (f"{self.name}: step {self.done}/{self.steps}", f"loss {self.loss:.4f}", self.speed, self.remaining)
         return ", ".join(filter(None, parts))
 
 
-class PlainProgress(Progress, AbstractContextManager):
+class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     """Lines on stderr: the start and the end of each run, every note, and one line each `interval` seconds."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
@@ -67,9 +65,7 @@ class PlainProgress(Progress, AbstractContextManager):
         self._beat.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._closing.set()
         self._beat.join()
 
@@ -84,8 +80,8 @@ class PlainProgress(Progress, AbstractContextManager):
             self._print(f"{self._meter.name}: {text}")
 
     def step(self, number: int, loss: float) -> None:
-        assert self._meter is not None
-        self._meter.step(number, loss)
+        if self._meter is not None:
+            self._meter.step(number, loss)
 
     def end(self) -> None:
         meter, self._meter = self._meter, None
@@ -94,15 +90,14 @@ class PlainProgress(Progress, AbstractContextManager):
 
     def _repeat(self) -> None:
         while not self._closing.wait(self.interval):
-            meter = self._meter
-            if meter is not None:
+            if (meter := self._meter) is not None:
                 self._print(meter.line())
 
     def _print(self, line: str) -> None:
         click.echo(line, err=True)
 
 
-class LiveProgress(Progress, AbstractContextManager):
+class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
     """A display of all runs that redraws itself; notes scroll by above it."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -114,16 +109,14 @@ class LiveProgress(Progress, AbstractContextManager):
             TextColumn("{task.fields[facts]}", markup=False),
             console=console or Console(stderr=True),
         )
-        self._meter: Meter | None = None
+        self._meter = Meter("", 0, 0, 0)
         self._task = rich.progress.TaskID(0)
 
     def __enter__(self) -> "LiveProgress":
         self._display.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._display.stop()
 
     def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
@@ -131,13 +124,12 @@ class LiveProgress(Progress, AbstractContextManager):
         self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=done, facts="starting")
 
     def note(self, text: str) -> None:
-        if self._meter is not None and self._meter.loss is None:
+        if self._meter.loss is None:
             self._display.update(self._task, facts=text)
         else:
             self._display.console.print(text, markup=False, highlight=False)
 
     def step(self, number: int, loss: float) -> None:
-        assert self._meter is not None
         self._meter.step(number, loss)
         facts = (f"loss {loss:.4f}", self._meter.speed, self._meter.remaining)
         self._display.update(self._task, completed=number, facts="  ".join(filter(None, facts)))

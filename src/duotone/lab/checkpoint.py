@@ -8,11 +8,9 @@ A folder `step-00000100` holds `model.safetensors` (the parameters by state dict
 import hashlib
 import json
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import safetensors.torch
@@ -26,7 +24,6 @@ MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "m
 LAYOUT = 1
 KEPT = 3
 STEP_NAME = re.compile(r"step-[0-9]{8,}")
-EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -73,28 +70,26 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
             for name, content in {**contents, DIGESTS: digests.encode()}.items():
                 files.write_synced(temporary / name, content)
     except OSError as error:
-        kept = "earlier ones are kept; make room and resume" if steps(folder) else "no other is saved; make room"
-        raise UserError(f"cannot save the checkpoint {target} ({error.strerror}): {kept}") from error
+        remedy = "earlier ones are kept; make room and resume" if steps(folder) else "no other is saved; make room"
+        raise UserError(f"cannot save the checkpoint {target} ({error.strerror}): {remedy}") from error
     for old in steps(folder)[:-keep]:
         try:
             files.remove_folder(old)
         except OSError as error:
-            raise UserError(
-                f"the checkpoint {target} is saved, but {old} cannot be removed ({error.strerror}): remove it by hand"
-            ) from error
+            problem = f"{old} cannot be removed ({error.strerror}): remove it by hand"
+            raise UserError(f"the checkpoint {target} is saved, but {problem}") from error
     return target
 
 
 def load(path: Path) -> Checkpoint:
     """Read and verify the checkpoint in the folder `path`; UserError where it is incomplete or damaged."""
-    contents = {name: _read(path, name) for name in (DIGESTS, MODEL, TRAINING, META)}
-    lines = contents[DIGESTS].decode(errors="replace").splitlines()
-    expected = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    for name in (MODEL, TRAINING, META):
-        if _digest(contents[name]) != expected.get(name):
+    digests, *contents = (_read(path, name) for name in (DIGESTS, MODEL, TRAINING, META))
+    lines = digests.decode(errors="replace").splitlines()
+    for name, content in zip((MODEL, TRAINING, META), contents, strict=True):
+        if f"{_digest(content)}  {name}" not in lines:
             raise damaged(path, f"{name} does not match {DIGESTS}")
-    meta = parse_meta(contents[META], path)
-    model, training = (_tensors(contents[name], name, path) for name in (MODEL, TRAINING))
+    meta = parse_meta(contents[-1], path)
+    model, training = _tensors(contents[0], MODEL, path), _tensors(contents[1], TRAINING, path)
     return Checkpoint(meta.pop("step"), model, meta.pop("aliases"), training, meta)
 
 
@@ -127,43 +122,35 @@ def require_tensors(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], 
         raise UserError(f"the checkpoint {path} lacks {missing[0]}: {_remedy(path)}")
     if unknown := sorted(stored.keys() - wanted.keys()):
         raise damaged(path, f"{unknown[0]} belongs to no tensor of this run")
-    here, there = _in_words(wanted), _in_words(stored)
-    if name := next((name for name in here if here[name] != there[name]), ""):
-        raise damaged(path, f"{name} is {there[name]} there and {here[name]} here")
+    expected, actual = _in_words(wanted), _in_words(stored)
+    if name := next((name for name in expected if expected[name] != actual[name]), ""):
+        raise damaged(path, f"{name} is {actual[name]} there and {expected[name]} here")
 
 
 def require_same_model(checkpoint: Checkpoint, model: nn.Module, path: Path) -> None:
     """UserError unless the tensors of `checkpoint` have the names, shapes, dtypes and ties of `model`."""
     tensors, aliases = unique_state(model)
-    there, here = _in_words(checkpoint.model, checkpoint.aliases), _in_words(tensors, aliases)
-    if there == here:
-        return
-    name = min(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
-    raise UserError(
-        f"the checkpoint {path} is of another model: {name} is {there.get(name, 'absent')} there and "
-        f"{here.get(name, 'absent')} here; resume with the model and preset that it was made with"
-    )
+    actual, expected = _in_words(checkpoint.model, checkpoint.aliases), _in_words(tensors, aliases)
+    for name in sorted(actual.keys() | expected.keys()):
+        words = [tensors.get(name, "absent") for tensors in (actual, expected)]
+        if words[0] != words[1]:
+            raise UserError(
+                f"the checkpoint {path} is of another model: {name} is {words[0]} there and {words[1]} here; resume "
+                "with the model and preset that it was made with"
+            )
 
 
 def steps(folder: Path) -> list[Path]:
     """The checkpoints below `folder`, the oldest first."""
-    found = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves left below `folder`, which the caller has locked."""
-    files.remove_leftovers(folder, STEP_NAME)
+    paths = [path for path in folder.glob("step-*") if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def latest(folder: Path) -> Path:
     """The newest checkpoint below `folder`; UserError when there is none."""
-    found = steps(folder)
-    if not found:
-        raise UserError(
-            f"no checkpoint to resume from in {folder}: train without --resume, or give the --out of that run"
-        )
-    return found[-1]
+    if paths := steps(folder):
+        return paths[-1]
+    raise UserError(f"no checkpoint to resume from in {folder}: train without --resume, or give the --out of that run")
 
 
 def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -172,7 +159,7 @@ def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _read(path: Path, name: str) -> bytes:
     try:
-        if not stat.S_ISREG((path / name).stat().st_mode):
+        if (path / name).exists() and not (path / name).is_file():
             raise damaged(path, f"{name} is no file")
         return (path / name).read_bytes()
     except OSError as error:
@@ -195,7 +182,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _in_words(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] = EMPTY) -> dict[str, str]:
+def _in_words(tensors: Mapping[str, Tensor], aliases: Mapping[str, str] | None = None) -> dict[str, str]:
     """The shape and dtype of each tensor, and what each other name is tied to."""
     kinds = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
-    return kinds | {name: f"tied to {first}" for name, first in aliases.items()}
+    return kinds | {name: f"tied to {first}" for name, first in (aliases or {}).items()}

@@ -1,7 +1,6 @@
 """The same model, weights and batches once per recipe."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from duotone.lab.data import Corpus
 from duotone.lab.document import PERTURBATION, Run, document
 from duotone.lab.loop import RunResult, train
 from duotone.lab.progress import Progress
+from duotone.lab.schema import Document
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe
 
@@ -37,8 +37,8 @@ def compare(
     command: str = "",
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    publish: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> dict[str, Any]:
+    publish: Callable[[Document], None] = lambda _: None,
+) -> Document:
     """Train bf16, bf16 from perturbed weights, and each other recipe; gives the document of all runs.
 
     `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe

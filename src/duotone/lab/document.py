@@ -1,11 +1,10 @@
-"""The JSON-ready document of a comparison or a training run, which the report page reads."""
+"""The document of a comparison or a training run, of the types in `schema`."""
 
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from duotone.dispatch import compiled_casts
 from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import RunResult
+from duotone.lab.schema import Document, Json, RunEntry
 from duotone.lab.trainer import TrainConfig
 from duotone.recipes import Recipe, Schedule
 
@@ -23,7 +23,7 @@ PERTURBATION = 1e-6
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a document: a recipe or a schedule by name, what it is there for, and what came of it."""
+    """One run of a document: a recipe or a schedule by name, its part in the comparison, and what came of it."""
 
     name: str
     recipe: Recipe | Schedule
@@ -32,9 +32,7 @@ class Run:
     is_noise: bool = False
 
 
-def document(
-    config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool
-) -> dict[str, Any]:
+def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool) -> Document:
     """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None."""
     reference = next((run.result for run in runs if run.is_reference), None)
     entries = [_entry(run, reference, config) for run in runs]
@@ -62,7 +60,7 @@ def document(
     }
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str) -> Json:
     """What the numbers were measured on."""
     return {
         "torch": torch.__version__,
@@ -73,7 +71,7 @@ def machine(device: str) -> dict[str, Any]:
     }
 
 
-def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> dict[str, Any]:
+def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> RunEntry:
     result, memory, step_ms = run.result, run.result.memory, run.result.step_ms
     return {
         "name": run.name,
@@ -98,16 +96,16 @@ def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> dict[s
 
 def _gap_percent(result: RunResult, reference: RunResult | None, steps: int) -> float | None:
     """Held-out loss above the reference's, where both reached the last step."""
-    finals = [found.heldout_loss[-1] if found and found.heldout_loss else [0, None] for found in (result, reference)]
-    (step, loss), (reference_step, reference_loss) = finals
-    if loss is None or reference_loss is None or not step == reference_step == steps:
+    runs = (result, reference) if reference is not None else ()
+    if not runs or not all(run.heldout_loss and run.heldout_loss[-1][0] == steps for run in runs):
         return None
-    return 100.0 * (loss - reference_loss) / reference_loss
+    loss, base = (run.final_heldout_loss for run in runs)
+    return None if loss is None or base is None else 100.0 * (loss - base) / base
 
 
 def _processor() -> str:
     """The name of the processor, as far as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

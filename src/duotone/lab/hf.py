@@ -3,6 +3,8 @@
 import hashlib
 import inspect
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,18 +41,16 @@ class HuggingFace:
     Weights are those of the folder where it has any, in fp32; else they are random. Modules keep their names.
     """
 
-    given: str
+    source: str
 
     def outline(self, preset: Preset) -> nn.Module:
         """The model on torch's current default device, with random weights."""
-        auto, config = _transformers(self.given).AutoModelForCausalLM, self.config(preset)
-        try:
+        auto, config = self._transformers().AutoModelForCausalLM, self.config(preset)
+        with self._usable():
             return _next_byte(auto.from_config(config, dtype=torch.float32, trust_remote_code=False))
-        except Exception as error:
-            raise _unusable(self.given, error) from error
 
     def build(self, preset: Preset, seed: int) -> nn.Module:
-        """The model on the CPU, a function of the preset and the seed alone."""
+        """The model with fp32 parameters on the CPU, a function of the arguments alone."""
         if self.has_weights:
             return self._load(preset)
         with torch.random.fork_rng(devices=[]):
@@ -64,53 +64,76 @@ class HuggingFace:
         return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, {weights}"
 
     def digest(self, preset: Preset) -> str:
-        """Of the config, as far as it decides what the model computes."""
-        kept = {k: v for k, v in self.config(preset).to_dict().items() if k not in ("transformers_version", "dtype")}
-        return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+        """Of the config, as far as it decides what the model computes besides its name and the preset."""
+        entries = self.config(preset).to_dict().items()
+        decisive = {key: value for key, value in entries if key not in ("transformers_version", "dtype")}
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
 
     @property
     def has_weights(self) -> bool:
-        return any(path for pattern in WEIGHTS for path in Path(self.given).glob(pattern))
+        return any(path for pattern in WEIGHTS for path in Path(self.source).glob(pattern))
 
     def config(self, preset: Preset) -> Any:
         """The config, without dropout; UserError where it cannot take the bytes and the context of the preset."""
-        transformers = _transformers(self.given)
-        try:
-            if Path(self.given, CONFIG).is_file():
-                config = transformers.AutoConfig.from_pretrained(
-                    self.given, local_files_only=True, trust_remote_code=False
-                )
+        transformers = self._transformers()
+        with self._usable():
+            if Path(self.source, CONFIG).is_file():
+                options = {"local_files_only": True, "trust_remote_code": False}
+                config = transformers.AutoConfig.from_pretrained(self.source, **options)
             else:
-                kind = _class(transformers, self.given).config_class
+                kind = self._class(transformers).config_class
                 known = {*inspect.signature(kind).parameters, *kind.attribute_map}
                 config = kind(**{name: size for name, size in _sizes(preset).items() if name in known})
-        except UserError:
-            raise
-        except Exception as error:
-            raise _unusable(self.given, error) from error
         if hasattr(config, "is_decoder"):
             config.is_decoder = True  # an encoder would see the byte that it is to predict
         for name, value in config.to_dict().items():
             if isinstance(value, float) and any(part in name for part in RANDOM):
                 setattr(config, name, 0.0)
         for field, least in {"vocab_size": VOCABULARY, "max_position_embeddings": preset.model.context}.items():
-            found = getattr(config, field, least)
-            if found < least:
+            if (size := getattr(config, field, least)) < least:
                 needs = f"the preset {preset.name} trains on bytes and needs at least {least}"
-                raise UserError(f"hf:{self.given} has {field} {found}, but {needs}: give another model or preset")
+                raise UserError(f"hf:{self.source} has {field} {size}, but {needs}: give another model or preset")
         return config
 
     def _load(self, preset: Preset) -> nn.Module:
-        auto, config = _transformers(self.given).AutoModelForCausalLM, self.config(preset)
+        auto, config = self._transformers().AutoModelForCausalLM, self.config(preset)
         options = {"local_files_only": True, "trust_remote_code": False, "output_loading_info": True}
-        try:
-            model, info = auto.from_pretrained(self.given, config=config, dtype=torch.float32, **options)
-        except Exception as error:
-            raise _unusable(self.given, error) from error
+        with self._usable():
+            model, info = auto.from_pretrained(self.source, config=config, dtype=torch.float32, **options)
         if missing := sorted(info["missing_keys"]):
             remedy = "give a folder that a causal language model was saved to"
-            raise UserError(f"the weights in {self.given} lack {missing[0]} of {type(model).__name__}: {remedy}")
+            raise UserError(f"the weights in {self.source} lack {missing[0]} of {type(model).__name__}: {remedy}")
         return _next_byte(model)
+
+    def _class(self, transformers: ModuleType) -> Any:
+        names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if self.source not in names:
+            what = "a folder with a config.json nor a causal language model of transformers"
+            remedy = "give such a folder, or a class such as LlamaForCausalLM"
+            raise UserError(f"hf:{self.source} is neither {what}: {remedy}")
+        return getattr(transformers, self.source)
+
+    def _transformers(self) -> ModuleType:
+        """The package, which then reports errors alone; UserError where it is not installed."""
+        try:
+            import transformers
+        except ImportError as error:
+            remedy = "pip install 'transformers>=5'"
+            raise UserError(f"--model hf:{self.source} needs transformers, which is not installed: {remedy}") from error
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        return transformers
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        """Whatever transformers raises is a UserError of one line."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            first = next(iter(str(error).splitlines()), type(error).__name__)
+            raise UserError(f"hf:{self.source} cannot be built ({first}): give another folder or class") from error
 
 
 def _next_byte(model: nn.Module) -> nn.Module:
@@ -120,50 +143,19 @@ def _next_byte(model: nn.Module) -> nn.Module:
     return model.train()
 
 
-def _sizes(preset: Preset) -> dict[str, Any]:
+def _sizes(preset: Preset) -> dict[str, object]:
     """The preset in the words of a config."""
     model = preset.model
     return {
+        **dict.fromkeys(("num_experts", "num_local_experts"), EXPERTS),
+        **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), model.hidden),
+        **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), model.heads),
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         "vocab_size": VOCABULARY,
         "hidden_size": model.dim,
-        "intermediate_size": model.hidden,
-        "moe_intermediate_size": model.hidden,
-        "num_experts": EXPERTS,
-        "num_local_experts": EXPERTS,
         "num_experts_per_tok": CHOSEN,
         "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.heads,
         "head_dim": model.dim // model.heads,
         "max_position_embeddings": model.context,
         "tie_word_embeddings": model.tied,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
     }
-
-
-def _class(transformers: ModuleType, name: str) -> Any:
-    """The causal language model called `name`; UserError where there is none."""
-    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if name not in names:
-        what = "a folder with a config.json nor a causal language model of transformers"
-        raise UserError(f"hf:{name} is neither {what}: give such a folder, or a class such as LlamaForCausalLM")
-    return getattr(transformers, name)
-
-
-def _transformers(given: str) -> ModuleType:
-    """The package, which then reports errors alone; UserError where it is not installed."""
-    try:
-        import transformers
-    except ImportError as error:
-        remedy = "pip install 'transformers>=5'"
-        raise UserError(f"--model hf:{given} needs transformers, which is not installed: {remedy}") from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return transformers
-
-
-def _unusable(given: str, error: Exception) -> UserError:
-    first = next(iter(str(error).splitlines()), type(error).__name__)
-    return UserError(f"hf:{given} cannot be built ({first}): give another folder or class")

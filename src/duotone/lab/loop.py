@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import duotone
 from duotone import observe
@@ -16,6 +16,7 @@ from duotone.errors import UserError
 from duotone.lab import checkpoint
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
+from duotone.lab.schema import GemmEntry, Loss, PlaneEntry
 from duotone.lab.trainer import Trainer
 
 UNTIMED = 3
@@ -26,16 +27,23 @@ HELDOUT_POINTS = 4
 SAMPLES = 3
 
 
+class History(TypedDict):
+    """The curves of a run, which a checkpoint holds."""
+
+    train_loss: list[Loss]
+    heldout_loss: list[Loss]
+
+
 @dataclass
 class RunResult:
-    """What one run gave. Steps count from one; losses are in nats, None where they were not finite."""
+    """What one run gave."""
 
-    train_loss: list[list[Any]] = field(default_factory=list)
-    heldout_loss: list[list[Any]] = field(default_factory=list)
+    train_loss: list[Loss] = field(default_factory=list)
+    heldout_loss: list[Loss] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     memory: StepMemory | None = None
-    plan: list[dict[str, Any]] = field(default_factory=list)
-    statistics: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[GemmEntry] = field(default_factory=list)
+    statistics: list[PlaneEntry] = field(default_factory=list)
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
@@ -44,7 +52,8 @@ class RunResult:
     def final_train_loss(self) -> float | None:
         """The mean training loss of the last ten steps."""
         losses = [loss for _, loss in self.train_loss[-FINAL_STEPS:]]
-        return statistics.fmean(losses) if losses and None not in losses else None
+        finite = [loss for loss in losses if loss is not None]
+        return statistics.fmean(finite) if finite and len(finite) == len(losses) else None
 
     @property
     def final_heldout_loss(self) -> float | None:
@@ -56,7 +65,7 @@ class RunResult:
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
 
     @property
-    def history(self) -> dict[str, Any]:
+    def history(self) -> History:
         return {"train_loss": self.train_loss, "heldout_loss": self.heldout_loss}
 
 
@@ -83,7 +92,7 @@ def train(
     A checkpoint that cannot be written is a note, except the last one: a UserError.
     """
     result, progress = result or RunResult(), progress or Progress()
-    result.plan = [row.to_dict() for row in duotone.plan(trainer.model, trainer.recipe)]
+    result.plan = [cast(GemmEntry, row.to_dict()) for row in duotone.plan(trainer.model, trainer.recipe)]
     progress.begin(
         name,
         steps=trainer.config.steps,
@@ -127,7 +136,7 @@ def _steps(
             # A C++ compiler dies of the same Ctrl-C: the step is given up, and nothing is saved of it.
             result.stopped = result.abandoned = True
             break
-        result.train_loss.append([number, _finite(loss)])
+        result.train_loss.append(_point(number, loss))
         progress.step(number, loss)
         if not math.isfinite(loss):
             result.error = f"the loss is {loss} at step {number}"
@@ -136,7 +145,7 @@ def _steps(
             _heldout(trainer, result)
         result.stopped = number < steps and should_stop()
         _save(trainer, result, saving, progress)
-    result.statistics = store.rows()
+    result.statistics = cast(list[PlaneEntry], store.rows())
 
 
 def _first_step(result: RunResult) -> str:
@@ -169,7 +178,7 @@ def _measured_step(trainer: Trainer, result: RunResult) -> float:
 
 
 def _heldout(trainer: Trainer, result: RunResult) -> None:
-    result.heldout_loss.append([trainer.done, _finite(trainer.heldout_loss())])
+    result.heldout_loss.append(_point(trainer.done, trainer.heldout_loss()))
 
 
 def _save(trainer: Trainer, result: RunResult, saving: Saving | None, progress: Progress) -> None:
@@ -185,5 +194,6 @@ def _save(trainer: Trainer, result: RunResult, saving: Saving | None, progress: 
         progress.note(str(error))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _point(step: int, loss: float) -> Loss:
+    """A list, as JSON gives it back."""
+    return cast(Loss, [step, loss if math.isfinite(loss) else None])

@@ -112,10 +112,7 @@ class GPT(nn.Module):
         return self.lm_head(self.norm(x))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(self.logits(tokens), targets)
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1).float(), targets.flatten())
 
 
 class MoEGPT(GPT):

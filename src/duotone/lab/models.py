@@ -2,42 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from duotone.errors import UserError
 from duotone.lab import model
+from duotone.lab.hf import HuggingFace
 from duotone.lab.presets import ModelConfig, Preset
 
 DEFAULT = "gpt"
 HF = "hf:"
 
 
-class Builder(Protocol):
-    """How one model is made in the sizes of a preset."""
-
-    def outline(self, preset: Preset) -> nn.Module:
-        """The model on torch's current default device; its weights do not count."""
-        ...
-
-    def build(self, preset: Preset, seed: int) -> nn.Module:
-        """The model with fp32 parameters on the CPU, a function of the arguments alone."""
-        ...
-
-    def describe(self, preset: Preset) -> str:
-        """The model in one line."""
-        ...
-
-    def digest(self, preset: Preset) -> str:
-        """Of what decides the model besides its name and the preset."""
-        ...
-
-
 @dataclass(frozen=True)
 class Lab:
-    """A model of this package, made of a ModelConfig."""
+    """A model of this package, made of a ModelConfig; the methods are those of `HuggingFace`."""
 
     kind: Callable[[ModelConfig], nn.Module]
     mlp: str = "SwiGLU"
@@ -57,14 +37,12 @@ class Lab:
 
 
 EXPERTS = f"{model.MoEGPT.CHOSEN} of {model.MoEGPT.EXPERTS} experts of SwiGLU"
-MODELS: dict[str, Builder] = {"gpt": Lab(model.GPT), "moe": Lab(model.MoEGPT, EXPERTS)}
+MODELS = {"gpt": Lab(model.GPT), "moe": Lab(model.MoEGPT, EXPERTS)}
 
 
-def get(name: str) -> Builder:
+def get(name: str) -> Lab | HuggingFace:
     """The builder of the model called `name`, or hf:PATH_OR_CLASS; UserError when there is none."""
     if name.startswith(HF):
-        from duotone.lab.hf import HuggingFace
-
         return HuggingFace(name.removeprefix(HF))
     if name not in MODELS:
         raise UserError(f"unknown model {name!r}: choose one of {', '.join(MODELS)}, or {HF}PATH_OR_CLASS")

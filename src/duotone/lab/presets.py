@@ -37,37 +37,13 @@ class Preset:
         return self.batch * self.model.context
 
 
+_DEMO = ModelConfig(layers=2, dim=128, heads=2, hidden=256, context=128, tied=False)
+_TINY = ModelConfig(layers=2, dim=64, heads=2, hidden=96, context=32, tied=True)
+_SMALL = ModelConfig(layers=12, dim=768, heads=12, hidden=2048, context=1024, tied=False)
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset(
-            name="demo",
-            model=ModelConfig(layers=2, dim=128, heads=2, hidden=256, context=128, tied=False),
-            batch=16,
-            steps=100,
-            learning_rate=1e-3,
-            warmup=10,
-            heldout_batches=8,
-        ),
-        Preset(
-            name="tiny",
-            model=ModelConfig(layers=2, dim=64, heads=2, hidden=96, context=32, tied=True),
-            batch=4,
-            steps=8,
-            learning_rate=1e-3,
-            warmup=2,
-            heldout_batches=2,
-        ),
-        Preset(
-            name="small",
-            model=ModelConfig(layers=12, dim=768, heads=12, hidden=2048, context=1024, tied=False),
-            batch=16,
-            steps=2000,
-            learning_rate=6e-4,
-            warmup=100,
-            heldout_batches=16,
-        ),
-    )
+    "demo": Preset("demo", _DEMO, batch=16, steps=100, learning_rate=1e-3, warmup=10, heldout_batches=8),
+    "tiny": Preset("tiny", _TINY, batch=4, steps=8, learning_rate=1e-3, warmup=2, heldout_batches=2),
+    "small": Preset("small", _SMALL, batch=16, steps=2000, learning_rate=6e-4, warmup=100, heldout_batches=16),
 }
 
 

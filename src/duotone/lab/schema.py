@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 Json = Mapping[str, object]
-Losses = Sequence[tuple[int, float | None]]
-"""Steps, counted from one, with their losses in nats. None stands for a loss that was not finite."""
+Loss = tuple[int, float | None]
+"""A step, counted from one, and its loss in nats. None stands for a loss that was not finite."""
+
+Losses = Sequence[Loss]
 
 
 class GemmEntry(TypedDict):

@@ -3,6 +3,7 @@
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from duotone.lab.presets import Preset
 from duotone.planned.planned import Planned
 from duotone.recipes import Phase, Recipe, Schedule, any_from_dict
 
+SEEDS = "seeds/"
 FLOOR = 0.1
 """The learning rate ends at this share of its peak."""
 
@@ -54,9 +56,9 @@ class TrainConfig:
             f"those of a run of {self.steps}: the result is not that of one uninterrupted run of {self.steps}"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready; a checkpoint holds it."""
-        return {**asdict(self), "preset": asdict(self.preset), "data": list(self.data)}
+        return {**asdict(self), "data": list(self.data)}
 
 
 def require_device(name: str) -> None:
@@ -111,8 +113,10 @@ class Trainer:
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
         """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss."""
-        shape = {"count": self.config.preset.batch, "context": self.config.preset.model.context}
-        tokens, targets = self.corpus.batch(self.config.seed, self.done, **shape)
+        preset = self.config.preset
+        tokens, targets = self.corpus.batch(
+            self.config.seed, self.done, count=preset.batch, context=preset.model.context
+        )
         with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe):
             loss = self.model(tokens.to(self.device), targets.to(self.device))
         loss.backward()
@@ -127,8 +131,7 @@ class Trainer:
         The training goes on unmoved.
         """
         preset = self.config.preset
-        shape = {"count": preset.batch, "context": preset.model.context}
-        batches = self.corpus.heldout_batches(preset.heldout_batches, **shape)
+        batches = self.corpus.heldout_batches(preset.heldout_batches, count=preset.batch, context=preset.model.context)
         seeds = duotone.rng_state(self.model)
         with duotone.autocast(recipe=self.schedule.at(max(0, self.done - 1))):
             losses = [self.model(tokens.to(self.device), targets.to(self.device)) for tokens, targets in batches]
@@ -139,11 +142,10 @@ class Trainer:
         """Tensors besides the parameters that live between steps."""
         return [*self.optimizer.state().values(), *self.model.buffers()]
 
-    def checkpoint(self, history: dict[str, Any]) -> Checkpoint:
+    def checkpoint(self, history: Mapping[str, object]) -> Checkpoint:
         """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
         tensors, aliases = checkpoint.unique_state(self.model)
-        seeds = {f"seeds/{name}": seed for name, seed in duotone.rng_state(self.model).items()}
-        training = {**self.optimizer.state(), **seeds, "torch_rng": torch.get_rng_state()}
+        training = {**self.optimizer.state(), **self._random_state()}
         meta = {
             "config": self.config.to_dict(),
             "recipe": self.chosen.to_dict(),
@@ -165,7 +167,8 @@ class Trainer:
             for name, tensor in saved.model.items():
                 state[name].copy_(tensor)
         self.optimizer.load_state(saved.training)
-        duotone.load_rng_state(self.model, _below("seeds/", saved.training))
+        seeds = {name: seed for name, seed in saved.training.items() if name.startswith(SEEDS)}
+        duotone.load_rng_state(self.model, {name.removeprefix(SEEDS): seed for name, seed in seeds.items()})
         torch.set_rng_state(saved.training["torch_rng"])
         self.done = saved.step
 
@@ -195,8 +198,8 @@ class Trainer:
             )
 
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
-        there = saved.meta["config"]["steps"]
-        wanted = _as_json({"config": {**self.config.to_dict(), "steps": there}, "recipe": self.chosen.to_dict()})
+        config = {**self.config.to_dict(), "steps": saved.meta["config"]["steps"]}
+        wanted = _as_json({"config": config, "recipe": self.chosen.to_dict()})
         stored = {**saved.meta, "recipe": _as_written_now(saved.meta.get("recipe"))}
         for what, value in wanted.items():
             if stored.get(what) != value:
@@ -204,14 +207,14 @@ class Trainer:
                     f"the checkpoint {path} has another {what}: {_difference(stored.get(what), value)}; "
                     "resume with what it was made with, or train anew with another --out"
                 )
+        since = f"has changed since the checkpoint {path} was made"
         if saved.meta.get("data_digest") != self.corpus.digest:
-            raise UserError(f"the data has changed since the checkpoint {path} was made: restore it, or train anew")
+            raise UserError(f"the data {since}: restore it, or train anew")
         if saved.meta.get("model_digest") != self._model_digest:
-            what = f"{self.config.model} has changed since the checkpoint {path} was made"
-            raise UserError(f"{what}: restore its config.json, or train anew with another --out")
+            raise UserError(f"{self.config.model} {since}: restore its config.json, or train anew with another --out")
 
     def _require_same_state(self, saved: Checkpoint, path: Path) -> None:
-        checkpoint.require_tensors(saved.training, self._training_like(), path)
+        checkpoint.require_tensors(saved.training, {**self.optimizer.state_like(), **self._random_state()}, path)
         steps = [tensor.item() for name, tensor in saved.training.items() if name.startswith("step/")]
         if not all(0 <= step <= saved.step for step in steps):
             raise checkpoint.damaged(path, f"a parameter was updated more often than the {saved.step} steps of the run")
@@ -220,14 +223,10 @@ class Trainer:
         except RuntimeError as error:
             raise checkpoint.damaged(path, f"torch_rng is no state of a generator: {error}") from error
 
-    def _training_like(self) -> dict[str, Tensor]:
-        """The names of the training state, each with a tensor of its shape and dtype."""
-        seeds = {f"seeds/{name}": seed for name, seed in duotone.rng_state(self.model).items()}
-        return {**self.optimizer.state_like(), **seeds, "torch_rng": torch.get_rng_state()}
-
-
-def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    def _random_state(self) -> dict[str, Tensor]:
+        """The rounding seeds of the model and the state of torch's generator."""
+        seeds = {f"{SEEDS}{name}": seed for name, seed in duotone.rng_state(self.model).items()}
+        return {**seeds, "torch_rng": torch.get_rng_state()}
 
 
 def _as_written_now(recipe: Any) -> Any:
