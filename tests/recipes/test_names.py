@@ -103,3 +103,31 @@ def test_fields_of_nvfp4_choose_the_formats_and_forward_multiplies_them(fields, 
 def test_words_that_nvfp4_does_not_know_are_refused(field, value) -> None:
     with pytest.raises(RecipeError, match=f"{field} {value!r} is unknown; allowed are"):
         NVFP4BlockScaling(**{field: value})
+
+
+def newest(history: torch.Tensor) -> torch.Tensor:
+    return history[-1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        recipes.DelayedScaling(amax_compute_algo=newest),
+        recipes.DelayedScalingRequest(amax_compute_algo=newest),
+        recipes.DelayedScaling(amax_compute_algo=newest)(None),
+        CustomRecipe(qfactory=lambda role: Quantizer()),
+        CustomRecipe(qfactory=lambda role: Quantizer())(None),
+        recipes.Rule(module="*.up", format="nvfp4_rht_sr"),
+        recipes.load("mxfp8-fwd-nvfp4-bwd"),
+        recipes.Schedule((recipes.Phase(recipes.DelayedScaling(amax_compute_algo=newest), 0),)),
+        get("nvfp4_4over6_mse"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_no_repr_shows_an_address(value) -> None:
+    assert "0x" not in repr(value) and "0x" not in str(getattr(value, "name", ""))
+
+
+def test_a_repr_has_the_fields_that_differ_from_their_defaults() -> None:
+    assert repr(recipes.DelayedScaling(margin=1)) == "DelayedScaling(margin=1)"
+    assert repr(get("mxfp4")) == "duotone.formats.get('mxfp4')"

@@ -46,6 +46,9 @@ class Format:
     stored: tuple[object, ...]
     """What decides how parts are read. Two formats that share it differ in how the next write finds its scales."""
 
+    def __repr__(self) -> str:
+        return f"duotone.formats.get({self.name!r})"
+
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
 

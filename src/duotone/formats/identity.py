@@ -12,7 +12,7 @@ from duotone.formats.parts import Factors, Parts, PartSpec
 from duotone.formats.stages import PLAIN, Stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Identity(Format):
     """The matrix itself, aliased; its columnwise plane is a strided view."""
 

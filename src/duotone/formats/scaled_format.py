@@ -18,7 +18,7 @@ from duotone.formats.scale_rule import Blocked, Scaled, ScaleRule
 from duotone.formats.stages import PLAIN, Stages
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ScaledFormat(Format):
     """Codes of a small element under scales: every format but Identity is a row of these fields."""
 

@@ -1,19 +1,16 @@
 """The built-in recipes, each a few lines from role to formats. Names and defaults are Transformer Engine's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from duotone import formats
 from duotone.errors import RecipeError
-from duotone.recipes.delayed import FP8_FORMATS, delayed_quantizer, fp8_element, history_of
+from duotone.recipes.delayed import FP8_FORMATS, DelayedOptions, fp8_element
 from duotone.recipes.recipe import Recipe, one_of
 from duotone.recipes.roles import LINEAR, SLOTS, QuantizerRole
 from duotone.renamed import old_field
-from duotone.tensor.history import History
 from duotone.tensor.quantizer import Quantizer
 
 FP32_MAX = torch.finfo(torch.float32).max
@@ -27,12 +24,6 @@ def _is(role: QuantizerRole | None, tensor_type: str) -> bool:
     return role is not None and role.tensor_type == tensor_type
 
 
-def _check_epsilon(epsilon: Any) -> None:
-    number = isinstance(epsilon, int | float) and not isinstance(epsilon, bool)
-    if not number or not 0 <= epsilon <= FP32_MAX:
-        raise RecipeError(f"amax_epsilon is {epsilon!r}; it must be a number from 0 on that fp32 has, such as 1e-12")
-
-
 @dataclass(frozen=True, kw_only=True)
 class HighPrecision(Recipe):
     """No quantization: every GEMM in the dtype of its operands."""
@@ -44,19 +35,39 @@ class HighPrecision(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
-    """FP8 with one scale per tensor, from the tensor's own amax; an amax below `amax_epsilon` counts as that."""
+class Fp8Recipe(Recipe):
+    """Base of the recipes of FP8 elements."""
 
-    fp8_format: str = "HYBRID"
-    power_of_two_scales: bool = False
-    amax_epsilon: float = 0.0
-    kind: ClassVar[str] = "fp8-current"
-    granularity: ClassVar[str] = "tensor"
+    fp8_format: str = "E4M3"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        _check_epsilon(self.amax_epsilon)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp32ScaledRecipe(Fp8Recipe):
+    """Base of the recipes of fp32 scales. An amax below `amax_epsilon` counts as `amax_epsilon`."""
+
+    power_of_two_scales: bool = False
+    amax_epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        epsilon = self.amax_epsilon
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 <= epsilon <= FP32_MAX:
+            raise RecipeError(
+                f"amax_epsilon is {epsilon!r}; it must be a number from 0 on that fp32 has, such as 1e-12"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Fp32ScaledRecipe):
+    """FP8 with one scale per tensor, from the tensor's amax."""
+
+    fp8_format: str = "HYBRID"
+    kind: ClassVar[str] = "fp8-current"
+    granularity: ClassVar[str] = "tensor"
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         stem = f"fp8_{fp8_element(self.fp8_format, role)}_{self.granularity}"
@@ -73,24 +84,14 @@ class Float8RowwiseScaling(Float8CurrentScaling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(DelayedOptions, Recipe):
     """FP8 with one scale per tensor that follows from the amaxes of earlier steps; see `duotone.tensor.History`."""
 
-    fp8_format: str = "HYBRID"
-    margin: int = 0
-    amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
-    reduce_amax: bool = True
-    skip_nonfinite_amax: bool = True
-    spike_factor: float = History.spike_factor
-    first_scale_from_amax: bool = True
     kind: ClassVar[str] = "fp8-delayed"
 
     def __post_init__(self) -> None:
+        Recipe.__post_init__(self)
         super().__post_init__()
-        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        history_of(self)
         if self.backward_override is not None:
             raise RecipeError(
                 f"backward_override is {self.backward_override!r}; delayed scaling allows None only, as its backward "
@@ -98,28 +99,21 @@ class DelayedScaling(Recipe):
             )
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
-        return delayed_quantizer(fp8_element(self.fp8_format, role), history_of(self))
+        return self.delayed_quantizer(role)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8BlockScaling(Recipe):
+class Float8BlockScaling(Fp32ScaledRecipe):
     """FP8 with scales per 1x128 block of activations and gradients and per 128x128 block of weights.
 
-    `wgrad_input_128x128` gives the plane of the input that wgrad multiplies 128x128 blocks too: the pair of blocks that
-    fprop has, whose product is faster.
+    `wgrad_input_128x128` also gives 128x128 blocks to the columnwise plane of the input. wgrad then multiplies the same
+    pair of blocks as fprop, which is faster.
     """
 
-    fp8_format: str = "E4M3"
     power_of_two_scales: bool = True
-    amax_epsilon: float = 0.0
     wgrad_input_128x128: bool = False
     square_wgrad_input = old_field("square_wgrad_input", "wgrad_input_128x128")
     kind: ClassVar[str] = "fp8-block"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        _check_epsilon(self.amax_epsilon)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         square = _is(role, "weight"), _is(role, "weight") or (self.wgrad_input_128x128 and _is(role, "input"))
@@ -130,20 +124,15 @@ class Float8BlockScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MXFP8BlockScaling(Recipe):
+class MXFP8BlockScaling(Fp8Recipe):
     """MXFP8: E8M0 scales per 32 elements along the contraction; `weight_2d` shares one per 32x32 block of a weight."""
 
-    fp8_format: str = "E4M3"
     weight_2d: bool = False
     kind: ClassVar[str] = "mxfp8"
 
     @property
     def alignment(self) -> int:
         return 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        one_of("fp8_format", self.fp8_format, FP8_FORMATS)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         square = self.weight_2d and role is not None and _is(role, "weight") and role.module_type in LINEAR
@@ -157,10 +146,11 @@ OVER_SIX = ("none", "weights", "activations", "all")
 class NVFP4BlockScaling(Recipe):
     """NVFP4: 2-D scales for weights, Hadamard transform for wgrad's operands, stochastic rounding of gradients.
 
-    `row_scaled_activation` gives the planes that fprop multiplies an amax per row of the activation instead of one of
-    the tensor. `nvfp4_4over6` lets each block of "weights", "activations" or "all" choose between scales for 4 and for
-    6 by the error, "MAE" or "MSE", of `nvfp4_4over6_err_mode`, except in planes with a Hadamard transform;
-    `nvfp4_4over6_e4m3_use_256` says, in the same words, whose block scales end at 256 then instead of 448.
+    - `row_scaled_activation`: fprop multiplies planes of the activation with one amax per row instead of per tensor.
+    - `nvfp4_4over6`: blocks of "weights", "activations" or "all" choose between a scale for 4 and one for 6, whichever
+      has the smaller error. Planes with a Hadamard transform never do.
+    - `nvfp4_4over6_err_mode`: that error, "MAE" or "MSE".
+    - `nvfp4_4over6_e4m3_use_256`: whose block scales end at 256 then instead of 448, in the same words.
     """
 
     disable_rht: bool = False
@@ -190,12 +180,12 @@ class NVFP4BlockScaling(Recipe):
         if role is not None and role.tensor_type in SLOTS["backward"]:
             rounding = "" if self.disable_stochastic_rounding else "_sr"
             return Quantizer(formats.get("nvfp4" + rounding), formats.get("nvfp4" + rotation + rounding))
-        chosen = self._over_six("activations")
-        row = "nvfp4" + "_row" * self.row_scaled_activation + chosen
-        return Quantizer(formats.get(row), formats.get("nvfp4" + (rotation or chosen)))
+        over_six = self._over_six("activations")
+        row = "nvfp4" + "_row" * self.row_scaled_activation + over_six
+        return Quantizer(formats.get(row), formats.get("nvfp4" + (rotation or over_six)))
 
     def _over_six(self, whose: str) -> str:
-        """What a format's name has where blocks choose between 4 and 6."""
+        """The ending of the format's name for blocks that choose between 4 and 6, else ""."""
         if self.nvfp4_4over6 not in (whose, "all"):
             return ""
         wide = self.nvfp4_4over6_e4m3_use_256 not in (whose, "all")

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from duotone import formats
-from duotone.errors import RecipeError, UserError
+from duotone.errors import RecipeError, UserError, shown, shown_fields
 from duotone.recipes.recipe import one_of
 from duotone.recipes.roles import GRADIENTS, QuantizerRole
 from duotone.tensor.history import History
@@ -38,8 +38,8 @@ def fp8_element(fp8_format: str, role: QuantizerRole | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScalingRequest:
-    """What a factory returns for a slot whose scale follows from the amaxes of earlier steps."""
+class DelayedOptions:
+    """The element, and the parameters of `duotone.tensor.History`. RecipeError for a value that is not allowed."""
 
     fp8_format: str = "HYBRID"
     margin: int = 0
@@ -51,50 +51,57 @@ class DelayedScalingRequest:
     spike_factor: float = History.spike_factor
     first_scale_from_amax: bool = True
 
+    def __repr__(self) -> str:
+        return shown_fields(self)
+
     def __post_init__(self) -> None:
         one_of("fp8_format", self.fp8_format, FP8_FORMATS)
-        history_of(self)
+        self.delayed_quantizer(None)
+
+    def delayed_quantizer(self, role: QuantizerRole | None) -> Quantizer:
+        """Both planes in the element of the role, under a scale from the history."""
+        options = {field.name: getattr(self, field.name) for field in fields(History)}
+        algorithm = self.scaling_factor_compute_algo
+        if algorithm is not None and not callable(algorithm):
+            raise RecipeError(
+                f"scaling_factor_compute_algo is {algorithm!r}; leave it out, or give a function, which only Python can"
+            )
+        fmt = formats.get(f"fp8_{fp8_element(self.fp8_format, role)}_delayed")
+        return Quantizer(fmt, fmt, history=history(options))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DelayedScalingRequest(DelayedOptions):
+    """What a factory returns for a slot whose scale follows from the amaxes of earlier steps."""
 
     def quantizer(self, role: QuantizerRole | None) -> Quantizer:
         """Both planes in the element of the role."""
-        return delayed_quantizer(fp8_element(self.fp8_format, role), history_of(self))
+        return self.delayed_quantizer(role)
 
 
-def history_of(holder: Any) -> History:
-    """The parameters that `holder` has as fields of the same names. Raises RecipeError where one is not allowed."""
-    values = {field.name: getattr(holder, field.name) for field in fields(History)}
-    if not isinstance(values["reduce_amax"], bool):
-        raise RecipeError(f"reduce_amax is {values['reduce_amax']!r}; allowed are true and false")
-    algorithm = values["scaling_factor_compute_algo"]
-    if algorithm is not None and not callable(algorithm):
-        raise RecipeError(
-            f"scaling_factor_compute_algo is {algorithm!r}; leave it out, or give a function, which only Python can"
-        )
+def history(options: Mapping[str, Any]) -> History:
+    """The parameters of delayed scaling. RecipeError for a value that is not allowed."""
+    if not isinstance(options.get("reduce_amax", True), bool):
+        raise RecipeError(f"reduce_amax is {options['reduce_amax']!r}; allowed are true and false")
     try:
-        return History(**values)
+        return History(**options)
     except UserError as error:
         raise RecipeError(str(error)) from None
 
 
-def delayed_quantizer(element: str, history: History) -> Quantizer:
-    fmt = formats.get(f"fp8_{element}_delayed")
-    return Quantizer(fmt, fmt, history=history)
-
-
 def check_requests(quantizers: Mapping[str, Any]) -> None:
-    """Raise RecipeError unless all slots of one module that scale with delay share their parameters.
+    """RecipeError unless all slots of one module with delayed scaling have the same parameters: they share a history.
 
-    `quantizers` are by slot; they share one history, so that a length or a rule of its own for one slot cannot be.
+    `quantizers` are by slot.
     """
-    histories = {slot: found for slot, q in quantizers.items() if (found := getattr(q, "history", None)) is not None}
-    if not histories:
-        return
-    first, wanted = next(iter(histories.items()))
-    for slot, history in histories.items():
+    histories = {slot: q.history for slot, q in quantizers.items() if getattr(q, "history", None) is not None}
+    first = next(iter(histories), "")
+    for slot, other in histories.items():
         for field in fields(History):
-            mine, other = getattr(wanted, field.name), getattr(history, field.name)
-            if mine != other:
+            values = getattr(histories[first], field.name), getattr(other, field.name)
+            if values[0] != values[1]:
+                mine, others = map(shown, values)
                 raise RecipeError(
-                    f"delayed scaling of {first} has {field.name} = {mine!r} and of {slot} {other!r}; "
-                    "slots of one module share a history: give them the same"
+                    f"delayed scaling of {first} has {field.name} = {mine} and of {slot} {others}; slots of "
+                    "one module share a history: give them the same"
                 )

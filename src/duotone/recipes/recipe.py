@@ -1,11 +1,11 @@
-"""A recipe: a frozen value that answers, for the role of a tensor, which quantizer makes its planes."""
+"""A recipe: a frozen value that gives the quantizer for the role of a tensor."""
 
 import weakref
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union
 
-from duotone.errors import RecipeError
+from duotone.errors import RecipeError, qualified_name, shown_fields
 from duotone.numbered import Numbered
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.renamed import old_field, warn_renamed
@@ -36,23 +36,25 @@ class RecipeClass(type):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(metaclass=RecipeClass):
-    """Base of all recipes. `recipe(role) -> Quantizer`; a role of None is a boundary slot with an unknown consumer.
-    A subclass defines `assign(role)`.
+    """Base of all recipes. `recipe(role) -> Quantizer`; a subclass defines `assign(role)`.
 
-    `strict` turns every fallback to high precision into an error before the first step. `backward_override` runs both
-    backward GEMMs in high precision: on the original operands ("high_precision") or on the dequantized operands of
-    forward ("dequantized"). `emulate_mixed` allows GEMMs of two quantized formats that no hardware multiplies with each
-    other; they run emulated. `fp8_dpa` asks for attention's products, `fp8_mha` also for its boundaries, in the formats
-    of the roles of module type "dpa". `evaluation` is the recipe of modules whose `training` is False, None this one.
-    `fprop_fast_accum` and its like allow an FP8 product that has a faster accumulator of fewer bits to use it.
-    `min_weight_elements` leaves linears in high precision whose weight, K x N, has fewer elements, where native
-    products would run: a number, or "measured" for what was measured on such a device; 0 is off. `recompute_columnwise`
-    lets backward make the columnwise planes of weights, and of what norms and activations give linears, of tensors that
-    are kept anyway: less memory, the same bits, a cast more each.
+    The role is None for a boundary slot whose consumer is unknown.
 
-    `propagate_nonfinite` makes the result of a product non-finite where an operand holds NaN or an infinity and high
-    precision would give a non-finite result. Without it, some formats hide such elements, as numerics of Transformer
-    Engine do.
+    - `strict`: every fallback to high precision is an error before the first step.
+    - `backward_override`: both backward GEMMs run in high precision, on the original operands ("high_precision") or on
+      the dequantized operands of forward ("dequantized").
+    - `emulate_mixed`: allows GEMMs of two formats that no hardware multiplies with each other. They run emulated.
+    - `fp8_dpa`: the products of attention take the formats of the roles of module type "dpa". `fp8_mha`: so do the
+      tensors at its boundaries.
+    - `evaluation`: the recipe of modules whose `training` is False. None: this one.
+    - `fprop_fast_accum`, `dgrad_fast_accum`, `wgrad_fast_accum`: an FP8 product may use a faster accumulator of fewer
+      bits.
+    - `min_weight_elements`: linears with a smaller weight (K x N elements) stay in high precision where their products
+      would run natively. "measured" takes what was measured on such a device; 0 is off.
+    - `recompute_columnwise`: backward encodes columnwise planes again, from tensors that are in memory anyway. This
+      concerns weights and the outputs of norms and activations. Less memory, the same bits, one more cast for each.
+    - `propagate_nonfinite`: a result is non-finite where it would be in high precision because of a NaN or an infinity
+      in an operand. Without it, some formats hide such elements, as Transformer Engine does.
     """
 
     strict: bool = False
@@ -70,9 +72,9 @@ class Recipe(metaclass=RecipeClass):
 
     kind: ClassVar[str] = ""
     asks_by_slot = False
-    """Whether slots of one role may get different answers, so that each slot is asked by itself."""
+    """Whether slots of one role may get different quantizers, so that each slot asks."""
     key: ClassVar[str]
-    """A name that equal recipes share in this process: plans and compiled graphs are kept by it."""
+    """A name that equal recipes share in this process. Plans and compiled graphs use it as a key."""
 
     min_gemm_work = old_field("min_gemm_work", "min_weight_elements")
 
@@ -83,7 +85,7 @@ class Recipe(metaclass=RecipeClass):
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
-        self._check_work()
+        self._check_sizes()
         self._check_evaluation()
         _intern(self)
 
@@ -94,12 +96,12 @@ class Recipe(metaclass=RecipeClass):
         vars(self).update({RENAMED.get(name, name): value for name, value in state.items()})
         _intern(self)
 
-    def _check_work(self) -> None:
-        given = self.min_weight_elements
-        number = isinstance(given, int) and not isinstance(given, bool) and given >= 0
-        if not number and given != MEASURED:
+    def _check_sizes(self) -> None:
+        least = self.min_weight_elements
+        number = isinstance(least, int) and not isinstance(least, bool) and least >= 0
+        if not number and least != MEASURED:
             raise RecipeError(
-                f"min_weight_elements is {given!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
+                f"min_weight_elements is {least!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
             )
 
     def _check_evaluation(self) -> None:
@@ -113,10 +115,17 @@ class Recipe(metaclass=RecipeClass):
     @property
     def name(self) -> str:
         """The kind, and the fields that are not as the kind has them; not `strict`, which changes no result."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.default not in (MISSING, getattr(self, f.name))}
-        own.pop("strict", None)
-        changed = ", ".join(f"{field} = {getattr(value, 'name', value)}" for field, value in own.items())
-        return f"{self.kind} ({changed})" if changed else self.kind
+        values = {f: getattr(self, f.name) for f in fields(self) if f.default is not MISSING and f.name != "strict"}
+        changed = {f.name: value for f, value in values.items() if value != f.default}
+        text = ", ".join(f"{name} = {getattr(value, 'name', plain(value))}" for name, value in changed.items())
+        return f"{self.kind} ({text})" if text else self.kind
+
+    def __repr__(self) -> str:
+        return shown_fields(self)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__repr__ = Recipe.__repr__  # which a dataclass would replace
 
     @property
     def alignment(self) -> int:
@@ -124,28 +133,26 @@ class Recipe(metaclass=RecipeClass):
         return 16
 
     def __call__(self, role: QuantizerRole | None) -> Quantizer:
-        """What `assign` says. RecipeError where a module of the role's type has no such tensor."""
+        """The quantizer of a role. RecipeError if a module of the role's type has no such tensor."""
         require_known(role)
         return self.assign(role)
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
-        """The quantizer of a role: what a recipe defines."""
+        """The quantizer of a role. A subclass defines it."""
         raise NotImplementedError(f"{type(self).__name__} does not define assign(role)")
 
     def quantizer(
         self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
     ) -> Quantizer:
-        """What a module at `site` gets for `role`: what plans ask. Recipes that look at the site override it.
+        """The quantizer of `role` for a module at `site`. Plans call this; recipes that look at the site override it.
 
-        `slot` is the module's own place for the tensor, such as the "grad_input" of the linear of that name. It decides
-        where the role names no tensor of a linear: None, a consumer that is not known, or attention.
+        `slot` is the place of the tensor in the module that makes it, such as "grad_input". It decides if the role
+        names no tensor of a linear: if the consumer is unknown (None) or attention.
         """
-        del site
         return self(in_slot(role, slot))
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
-        """Whether a role of attention is to run in low precision: formats for all alike are meant for linears."""
-        del role, site
+        """Whether a role of attention runs in low precision. A recipe for all tensors alike means linears only."""
         return self.fp8_dpa or self.fp8_mha
 
     def to_dict(self) -> dict[str, Any]:
@@ -167,7 +174,7 @@ ELSEWHERE = {
     "fp8_quant_bwd_grad": "write power_of_two_scales and amax_epsilon",
     "override_linear_precision": "write backward_override = 'high_precision'",
 }
-"""What Transformer Engine's users may write, and what says the same here."""
+"""Options of Transformer Engine, and what to write here instead."""
 
 
 def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
@@ -181,12 +188,12 @@ def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in RENAMED} | old
 
 
-def _check_arguments(kind: type, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """RecipeError unless a recipe of that class takes them."""
+def _check_arguments(kind: type, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """RecipeError unless a recipe of that class takes the arguments."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     if args:
         raise RecipeError(f"{kind.__name__} takes its fields by name; allowed are {', '.join(known)}")
-    for name in given:
+    for name in options:
         if name not in known:
             remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(known)}"
             raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
@@ -198,7 +205,7 @@ _RECIPES: Numbered[Recipe] = Numbered()
 
 
 def _intern(recipe: Recipe) -> None:
-    """Give a recipe the key of its equals; RecipeError where a field cannot be hashed.
+    """Give a recipe the key of its equals. RecipeError if a field cannot be hashed.
 
     Every recipe keeps the first of its equals alive, so that the key finds one as long as any of them lives.
     """
@@ -221,27 +228,27 @@ def recipe_of(key: str) -> Recipe:
 
 
 def drop_dead(table: dict[Any, Any]) -> None:
-    """Take out what belongs to recipes that nobody holds any more; keys are the key of a recipe, or begin with it."""
+    """Remove the entries of recipes that no longer exist. Keys of `table` are keys of recipes, or begin with one."""
     for key in [key for key in table if (key if isinstance(key, str) else key[0]) not in _RECIPES]:
         del table[key]
 
 
 def align_size(recipe: RecipeLike) -> int:
-    """Tokens per group of a grouped linear are padded to a multiple of this; asks no factory."""
+    """The tokens of each group of a grouped linear are padded to a multiple of this. Calls no factory."""
     return as_recipe("align_size", recipe).alignment
 
 
 def plain(value: Any) -> Any:
-    """A field as JSON holds it: a recipe as its table, a function as its name, which nothing reads back."""
+    """A field for JSON: a recipe as its table, a function as its name, which cannot be read back."""
     if isinstance(value, Recipe):
         return value.to_dict()
     if callable(value):
-        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return qualified_name(value)
     return value
 
 
 def as_recipe(taker: str, value: "RecipeLike") -> "Recipe":
-    """`value`, or the recipe of that name or file. RecipeError where it is neither; `taker` is who asks."""
+    """`value`, or the recipe of that name or file. RecipeError, which names `taker`, if it is neither."""
     if isinstance(value, Recipe):
         return value
     if isinstance(value, str | Path):
@@ -262,6 +269,6 @@ _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """Raise RecipeError unless `value` is allowed."""
+    """RecipeError unless `value` is allowed."""
     if value not in allowed:
         raise RecipeError(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")

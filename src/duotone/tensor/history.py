@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from duotone.errors import UserError
+from duotone.errors import UserError, shown_fields
 
 ALGORITHMS = ("max", "most_recent")
 LARGEST_MARGIN = 16
@@ -37,6 +37,9 @@ class History:
     skip_nonfinite_amax: bool = True
     spike_factor: float = 16.0
     first_scale_from_amax: bool = True
+
+    def __repr__(self) -> str:
+        return shown_fields(self)
 
     def __post_init__(self) -> None:
         if not isinstance(self.margin, int) or isinstance(self.margin, bool):
