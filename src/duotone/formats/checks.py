@@ -58,10 +58,11 @@ def check_matrix(name: str, x: Tensor, plane: str) -> None:
 
 
 def check_request(
-    fmt: "ScaledFormat", x: Tensor, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None
+    fmt: "ScaledFormat", x: Tensor, plane: str, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None
 ) -> None:
-    """UserError for a dtype that no scaled format encodes, and for arguments that this one does not take."""
+    """UserError for a matrix that no scaled format encodes, and for arguments that this one does not take."""
     name = fmt.name
+    check_matrix(name, x, plane)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(f"{name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
     if fmt.is_stochastic and seed is None:

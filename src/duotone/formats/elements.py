@@ -31,29 +31,30 @@ class Element:
     """1/max rounded to fp32."""
     sign_code: int = field(init=False, repr=False, compare=False)
     """The sign bit. A field, not a property: compiled code may treat the widths as symbols and not shift by them."""
+    bits: int = field(init=False, repr=False, compare=False)
+    codes_per_byte: int = field(init=False, repr=False, compare=False)
+    is_float: bool = field(init=False, repr=False, compare=False)
+    """Whether the codes are small floats; those of an integer element are integers of torch."""
+    has_nan: bool = field(init=False, repr=False, compare=False)
+    """Whether one of the codes is NaN, so that a NaN survives the cast by itself."""
+    stored_dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    """What the codes are viewed as inside the codec: the torch float8, or bytes."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bands", self._bands())
-        object.__setattr__(self, "sign_code", 1 << (self.bits - 1))
-        object.__setattr__(self, "reciprocal", struct.unpack("f", struct.pack("f", 1.0 / self.max))[0])
-
-    @property
-    def bits(self) -> int:
-        return 1 + self.exponent_bits + self.mantissa_bits
-
-    @property
-    def has_nan(self) -> bool:
-        """Whether one of the codes is NaN, so that a NaN survives the cast by itself."""
-        return self.dtype is not None and self.is_float
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the codes are small floats; those of an integer element are integers of torch."""
-        return self.dtype is None or self.dtype.is_floating_point
-
-    @property
-    def codes_per_byte(self) -> int:
-        return 2 if self.bits == 4 else 1
+        bits = 1 + self.exponent_bits + self.mantissa_bits
+        is_float = self.dtype is None or self.dtype.is_floating_point
+        derived = {
+            "bands": self._bands(),
+            "reciprocal": struct.unpack("f", struct.pack("f", 1.0 / self.max))[0],
+            "sign_code": 1 << (bits - 1),
+            "bits": bits,
+            "codes_per_byte": 2 if bits == 4 else 1,
+            "is_float": is_float,
+            "has_nan": self.dtype is not None and is_float,
+            "stored_dtype": self.dtype or torch.uint8,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def _bands(self) -> tuple[tuple[float, float, int], ...]:
         rows = [(0.0, 2.0 ** (1 - self.bias - self.mantissa_bits), 0)]
@@ -64,11 +65,6 @@ class Element:
 
     def _top(self, step: float) -> float:
         return step * 2.0 ** (self.mantissa_bits + 1)
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """What the codes are viewed as inside the codec: the torch float8, or bytes."""
-        return self.dtype or torch.uint8
 
     def encode(self, values: Tensor) -> Tensor:
         """fp32 values of any shape -> uint8 codes, one to a byte."""

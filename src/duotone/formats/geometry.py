@@ -36,17 +36,18 @@ class Block(NamedTuple):
 
     def view(self, x: Tensor) -> Tensor:
         """(M, K) -> (grid rows, rows, grid cols, cols); missing elements of ragged blocks are 0."""
-        rows, cols = self.rows or x.shape[0], self.cols or x.shape[1]
-        down, across = self.grid(x.shape[0], x.shape[1])
-        ragged = (across * cols - x.shape[1], down * rows - x.shape[0])
-        if any(ragged):
-            x = F.pad(x, (0, ragged[0], 0, ragged[1]))
+        (m, k), rows, cols = x.shape, self.rows, self.cols
+        down, rows = (-(-m // rows), rows) if rows else (1, m)
+        across, cols = (-(-k // cols), cols) if cols else (1, k)
+        if down * rows != m or across * cols != k:
+            x = F.pad(x, (0, across * cols - k, 0, down * rows - m))
         return x.view(down, rows, across, cols)
 
     def unview(self, blocks: Tensor, rows: int, cols: int) -> Tensor:
         """(grid rows, rows, grid cols, cols) -> (M, K), the inverse of `view`."""
         down, height, across, width = blocks.shape
-        return crop(blocks.reshape(down * height, across * width), rows, cols)
+        x = blocks.reshape(down * height, across * width)
+        return x if down * height == rows and across * width == cols else crop(x, rows, cols)
 
 
 TENSOR = Block(0, 0)

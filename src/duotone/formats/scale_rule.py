@@ -85,6 +85,7 @@ class ScaleRule:
     """The error by which a block chooses between two scales. None: its amax decides."""
     accepts_scale: bool = False
     """Whether an encode scale may come from outside (delayed scaling)."""
+    divisor: float = 1.0
 
     @property
     def name(self) -> str:
@@ -95,10 +96,6 @@ class ScaleRule:
     def stored(self) -> Hashable:
         """What decides how stored scales are read."""
         return self
-
-    @property
-    def divisor(self) -> float:
-        return 1.0
 
     def with_floor(self, epsilon: float) -> Self | None:
         """The rule in which an amax counts as at least `epsilon`. None if it knows no such floor."""
@@ -120,12 +117,12 @@ class ScaleRule:
         """The decision for an encode scale from outside."""
         raise NotImplementedError
 
-    def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:
-        """fp32, broadcasts to the blocked codes."""
+    def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
+        """fp32, broadcasts to the blocked codes. `grid` is how many stored blocks they have down and across."""
         raise NotImplementedError
 
-    def codes_scale(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor | None:
-        return self.factor(parts, block, shape)
+    def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
+        return self.factor(parts, grid)
 
     def epilogue_scale(self, parts: Parts) -> Tensor | None:
         return None

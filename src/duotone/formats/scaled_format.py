@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from duotone.formats import hadamard, philox
-from duotone.formats.checks import check_matrix, check_request, check_values, require_parts
+from duotone.formats.checks import check_request, check_values, require_parts
 from duotone.formats.elements import Element
 from duotone.formats.format import Format
 from duotone.formats.geometry import Block
 from duotone.formats.parts import Factors, Parts, PartSpec, Shard
 from duotone.formats.registry import get
-from duotone.formats.scale_rule import Blocked, Scaled, ScaleRule
+from duotone.formats.scale_rule import Blocked, Epilogue, Scaled, ScaleRule
 from duotone.formats.stages import PLAIN, Stages
 
 
@@ -30,6 +30,8 @@ class ScaledFormat(Format):
     is_stochastic: bool = False
     is_delayed: bool = False
     part_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    stored_block: Block = field(init=False, repr=False, compare=False)
+    """The block that one stored scale covers."""
 
     def __post_init__(self) -> None:
         element, block, rule = self.element, self.block, self.rule
@@ -37,6 +39,7 @@ class ScaledFormat(Format):
         integers = "" if element.is_float else "integers under "
         derived = {
             "part_names": tuple(specs),
+            "stored_block": rule.stored_block(block),
             "precision": element.bits,
             "largest": element.max,
             "code_dtype": element.dtype,
@@ -82,8 +85,7 @@ class ScaledFormat(Format):
         stages: Stages | None = None,
         propagate: bool = False,
     ) -> Parts:
-        check_matrix(self.name, x, plane)
-        check_request(self, x, scale, amax, seed)
+        check_request(self, x, plane, scale, amax, seed)
         if stages is None:
             check_values(self.name, scale, amax)
             stages = PLAIN
@@ -95,7 +97,8 @@ class ScaledFormat(Format):
         nan = math.inf if propagate and not self.element.has_nan else 0.0
         amaxes = blocks.new_empty(self.block.grid(rows, cols)) if is_scaled else stages.amax(blocks, nan)
         blocked = Blocked(blocks, amaxes, self.element, self.block, (rows, cols), x.dtype, stages, shard, propagate)
-        scaled = self._scale(blocked, scale, amax)
+        plain = scale is amax is None and not self.is_delayed
+        scaled = self.rule.from_amax(blocked) if plain else self._scale(blocked, scale, amax)
         multiplier = scaled.multiplier[:, None, :, None]
         marks = propagate and is_scaled
         if seed is not None and self.is_stochastic:
@@ -105,7 +108,9 @@ class ScaledFormat(Format):
         else:
             codes = stages.cast(blocks, multiplier, self.element, marks)
         codes = self.block.unview(codes.view(torch.uint8), rows, cols)
-        return {"codes": self._packed(codes, stages), **scaled.parts}
+        if self.element.codes_per_byte == 2:
+            codes = stages.pack(codes)
+        return {"codes": codes, **scaled.parts}
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
         require_parts(self.name, self.part_names, parts)
@@ -125,7 +130,8 @@ class ScaledFormat(Format):
     def factors(self, parts: Parts, stages: Stages = PLAIN, values: Tensor | None = None) -> Factors:
         if values is None:
             values = self._values(parts, torch.bfloat16, self.rule.codes_scale, stages)
-        return Factors(values, self.rule.epilogue_scale(parts), self.rule.divisor)
+        rule = self.rule
+        return Factors(values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), rule.divisor)
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
         if not self.is_derivable:
@@ -164,20 +170,20 @@ class ScaledFormat(Format):
         self,
         parts: Parts,
         dtype: torch.dtype,
-        scale_of: Callable[[Parts, Block, tuple[int, int]], Tensor | None],
+        scale_of: Callable[[Parts, tuple[int, int]], Tensor | None],
         stages: Stages,
     ) -> Tensor:
-        codes = self._unpacked(parts["codes"], stages)
-        shape = (codes.shape[0], codes.shape[1])
-        block = self.rule.stored_block(self.block)
-        scale = scale_of(parts, self.block, shape)
+        codes, element, block = parts["codes"], self.element, self.stored_block
+        if element.codes_per_byte == 2:
+            codes = stages.unpack(codes)
+        stored = block.view(codes).view(element.stored_dtype)
+        scale = scale_of(parts, (stored.shape[0], stored.shape[2]))
         if scale is None:
             scale = torch.ones((1, 1, 1, 1), dtype=torch.float32, device=codes.device)
-        stored = block.view(codes).view(self.element.stored_dtype)
-        return block.unview(stages.values(stored, scale, self.element, dtype), *shape)
+        return block.unview(stages.values(stored, scale, element, dtype), codes.shape[0], codes.shape[1])
 
-    def _unpacked(self, codes: Tensor, stages: Stages = PLAIN) -> Tensor:
-        return stages.unpack(codes) if self.element.codes_per_byte == 2 else codes
+    def _unpacked(self, codes: Tensor) -> Tensor:
+        return PLAIN.unpack(codes) if self.element.codes_per_byte == 2 else codes
 
-    def _packed(self, codes: Tensor, stages: Stages = PLAIN) -> Tensor:
-        return stages.pack(codes) if self.element.codes_per_byte == 2 else codes
+    def _packed(self, codes: Tensor) -> Tensor:
+        return PLAIN.pack(codes) if self.element.codes_per_byte == 2 else codes

@@ -71,11 +71,11 @@ class Fp32Scale(ScaleRule):
         spec = self.specs(x.block, *x.shape)["scale"]
         return Scaled(scale, {"scale": divide(1.0, scale).reshape(spec.shape)})
 
-    def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:
-        return _spread(parts["scale"], block, shape)
+    def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
+        return _spread(parts["scale"], grid)
 
-    def codes_scale(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor | None:
-        return self.factor(parts, block, shape) if self.power_of_two else None
+    def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
+        return _spread(parts["scale"], grid) if self.power_of_two else None
 
     def epilogue_scale(self, parts: Parts) -> Tensor | None:
         return None if self.power_of_two else parts["scale"]
@@ -103,8 +103,10 @@ class E8M0Scale(ScaleRule):
         code, multiplier = x.stages.exponent_scale(amax, x.element.reciprocal)
         return Scaled(multiplier, {"scale": code})
 
-    def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:
-        return _spread(power_of_two(parts["scale"].to(torch.int32)), block, shape)
+    def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
+        return _spread(power_of_two(parts["scale"].to(torch.int32)), grid)
+
+    codes_scale = factor
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class TwoLevelScale(ScaleRule):
         return "e4m3 under an fp32 amax"
 
     @property
-    def divisor(self) -> float:
+    def divisor(self) -> float:  # type: ignore[override]
         """MAX * block_max of E2M1: what a decoded product owes per operand."""
         return 6.0 * self.block_max
 
@@ -160,13 +162,13 @@ class TwoLevelScale(ScaleRule):
         multiplier = divide(1.0, E4M3.decode(code) * divide(1.0, global_scale)).clamp(max=FLT_MAX)
         return Scaled(multiplier, {"scale": self.repeated(code, x), "amax": g})
 
-    def factor(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor:
+    def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
         g = parts["amax"][:, None]
         constant = torch.full_like(g, 1.0 / self.divisor)
-        return _spread((E4M3.decode(parts["scale"]) * g) * constant, self.stored_block(block), shape)
+        return _spread((E4M3.decode(parts["scale"]) * g) * constant, grid)
 
-    def codes_scale(self, parts: Parts, block: Block, shape: tuple[int, int]) -> Tensor | None:
-        return _spread(E4M3.decode(parts["scale"]), self.stored_block(block), shape)
+    def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
+        return _spread(E4M3.decode(parts["scale"]), grid)
 
     def epilogue_scale(self, parts: Parts) -> Tensor | None:
         return parts["amax"]
@@ -189,7 +191,7 @@ class TwoLevelScale(ScaleRule):
         return crop(code.repeat_interleave(x.block.rows, 0), x.shape[0], code.shape[1])
 
 
-def _spread(factor: Tensor, block: Block, shape: tuple[int, int]) -> Tensor:
+def _spread(factor: Tensor, grid: tuple[int, int]) -> Tensor:
     """A factor per block -> blocked (grid rows, 1, grid cols, 1), which broadcasts to the blocked codes."""
-    down, across = block.grid(*shape)
+    down, across = grid
     return factor.reshape(down, 1, across, 1) if factor.numel() != 1 else factor.reshape(1, 1, 1, 1)
