@@ -32,9 +32,8 @@ STACK = "the stack of open regions: one for each thread and async task"
 
 ALLOWED = {
     "attention.meeting._MODULES": GRAPHS,
-    "conversion.bypassed.bypassed_children": PURE,
-    "conversion.experts.planned_class": CLASSES,
-    "conversion.targets.converted_class": CLASSES,
+    "conversion.forwards.planned_class": CLASSES,
+    "conversion.left_alone.bypassed_children": PURE,
     "dispatch.capability.capability": MACHINE,
     "dispatch.capability.cublas_is_old": MACHINE,
     "dispatch.casts._CASTS": PURE,

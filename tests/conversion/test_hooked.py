@@ -12,7 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 import duotone
 from duotone import recipes
-from duotone.conversion.bypassed import bypassed_children
+from duotone.conversion.left_alone import bypassed_children
 from duotone.errors import RecipeError
 
 MXFP8 = recipes.load("mxfp8")

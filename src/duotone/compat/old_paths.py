@@ -15,6 +15,7 @@ import torch
 
 MOVED = {
     "duotone.convert.experts": "duotone.conversion.experts",
+    "duotone.convert.kept": "duotone.conversion.default_rules",
     "duotone.convert.parameters": "duotone.conversion.parameters",
     "duotone.convert.plan": "duotone.conversion.model_plan",
     "duotone.convert.targets": "duotone.conversion.targets",

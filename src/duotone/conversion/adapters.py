@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a linear (LoRA): small products of a trained few parameters, told apart by structure."""
+"""Low-rank adapters beside a linear (LoRA): two small linears, recognized by their names or by their sizes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -17,17 +17,16 @@ LOW = 4
 Linears = dict[str, nn.Linear]
 
 
-def adapters(model: nn.Module) -> dict[str, str]:
-    """The linears of low-rank adapters by full name, with their rank."""
+def adapters(model: nn.Module) -> dict[str, int]:
+    """The rank of each linear of a low-rank adapter, by full name."""
     modules = dict(model.named_modules())
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
-    found = {name for name in linears if set(STEPS) & set(name.split("."))}
-    for owner, own in _by_owner(linears, modules).items():
-        found |= set(_beside_their_product(own))
+    low_rank = {name for name in linears if set(STEPS) & set(name.split("."))}
+    for owner, parts in _by_owner(linears, modules).items():
+        low_rank |= set(_beside_their_product(parts))
         if type(modules[owner]).__module__.startswith(PEFT):
-            found |= {name for name, linear in own.items() if _is_low(linear) and not set(FULL) & set(name.split("."))}
-    ranks = {name: min(linear.in_features, linear.out_features) for name, linear in linears.items()}
-    return {name: f"a low-rank adapter of rank {rank}" for name, rank in ranks.items() if name in found}
+            low_rank |= {n for n, linear in parts.items() if _is_low(linear) and not set(FULL) & set(n.split("."))}
+    return {n: min(linear.in_features, linear.out_features) for n, linear in linears.items() if n in low_rank}
 
 
 def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, Linears]:
@@ -42,11 +41,11 @@ def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, L
     return owners
 
 
-def _beside_their_product(own: Linears) -> Iterator[str]:
+def _beside_their_product(linears: Linears) -> Iterator[str]:
     """Two linears (in, rank) and (rank, out) of a module that holds one of (in, out) too."""
-    sizes = {(linear.in_features, linear.out_features) for linear in own.values()}
-    for down_name, down in own.items():
-        for up_name, up in own.items():
+    sizes = {(linear.in_features, linear.out_features) for linear in linears.values()}
+    for down_name, down in linears.items():
+        for up_name, up in linears.items():
             rank, product = down.out_features, (down.in_features, up.out_features)
             if rank == up.in_features and LOW * rank <= min(product) and product in sizes:
                 yield from (down_name, up_name)

@@ -10,13 +10,12 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.conversion import experts, hooked
+from duotone.conversion import experts, forwards
+from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.fast_path import close_fast_paths, open_fast_paths
-from duotone.conversion.kept import with_kept
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
-from duotone.conversion.matching import Place, report_unmatched
 from duotone.conversion.naming import require_model, sites_of
-from duotone.conversion.notices import warn_of_surprises
+from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
 from duotone.conversion.targets import CONVERTED, Target, original_class, parametrized_since, targets
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
@@ -32,39 +31,39 @@ def convert(
 ) -> nn.Module:
     """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
 
-    `rules` go before any recipe, enclosing autocasts included; the default keeps the output head in high precision.
-    All phases of a `schedule` that starts with the recipe are checked; `autocast(recipe=schedule.at(step))` follows it.
-    Modules of Duotone take the recipe, their rules and full names too. Subclasses of nn.Linear with a forward of their
-    own and other modules that hold matrices are left alone; `plan` shows them, and under `strict` they are an error
-    unless rule or recipe asks for high precision. Rules that match nothing are a warning and a plan row. Raises before
-    it changes anything where a recipe cannot be used.
+    - `rules` go before any recipe, also before that of an enclosing autocast. The default keeps the output head in high
+      precision. A rule that matches nothing gives a warning and a row of `plan`.
+    - `schedule` starts with the recipe. All its phases are checked; `autocast(recipe=schedule.at(step))` follows it.
+    - Modules of Duotone take the recipe, the rules and their full names too.
+    - Subclasses of nn.Linear with another forward, and other modules that hold matrices, are left alone. `plan` shows
+      them. Under `strict` they are an error unless a rule or the recipe asks for high precision.
+
+    RecipeError or UserError, before anything changes, if a recipe cannot be used.
     """
     recipe = _validated(model, recipe, rules, schedule)
     sites = sites_of(model)
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
-    all_rules = with_kept(rules, model, sites, [phase.recipe for phase in phases])
+    all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])
     left = left_alone(model)
-    found = targets(model, left, sites)
-    given = [_checked(target, phases, all_rules) for target in found]
+    planned = [(target, _checked(target, phases, all_rules)) for target in targets(model, left, sites)]
     for phase in phases:
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
                 refuse_left_alone(left, used, all_rules, sites)
-    places: list[Place] = [(target.module_type, target.name, target.site) for target in found]
+    places: list[Place] = [(target.module_type, target.name, target.site) for target, _ in planned]
     places += [("linear", name, sites[name]) for name in left]
     for phase in phases:
         report_unmatched(phase.recipe, all_rules, places)
-    planned = list(zip(found, given, strict=True))
     warn_of_surprises(model, recipe, all_rules, sites, left, planned)
     for target, slots in planned:
         target.adopt(recipe, all_rules, slots)
-    _tell_the_rest(model, recipe, [target.name for target in found])
+    _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
     return model
 
 
 def _checked(target: Target, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
-    """What the recipe of the first phase gives the slots of a target. Raises where a phase cannot run."""
+    """The quantizers of a target's slots in the first phase. Raises if a phase cannot run."""
     slots = [target.check(phase, rules) for phase in phases]
     return slots[0]
 
@@ -81,11 +80,11 @@ def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> No
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert`, in place, and return the model: every module gets its class back, and seeds and states go.
+    """Undo `convert`, in place, and return the model: modules get their classes back, seeds and states are removed.
 
-    Modules that were built from Duotone stay what they are, in high precision. Quantized parameters stay as they are;
-    `convert_parameters(model, HighPrecision())` makes them plain before. Raises UserError, before anything changes,
-    where a module was parametrized after it was converted.
+    Modules of Duotone stay, in high precision. Quantized parameters stay: to make them plain, call
+    `convert_parameters(model, "bf16")` first. UserError, before anything changes, if a module was parametrized after it
+    was converted.
     """
     require_model("revert", model)
     for name, module in model.named_modules():
@@ -107,7 +106,7 @@ def _release(module: Any) -> None:
         return  # its owner lets go of it
     if module.__dict__.pop(CONVERTED, False):
         module.release()
-        hooked.change_class(module, original_class(type(module)))
+        forwards.change_class(module, original_class(type(module)))
     else:
         module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from duotone.conversion import hooked
+from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.planned.grouped_linear import PlannedGroup
@@ -92,8 +92,8 @@ def linear_names(module: Any) -> tuple[str, str]:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module holds the weights of several linears in 3-D parameters."""
-    own = module.named_parameters(recurse=False)
-    return any("proj" in name and not is_lazy(weight) and weight.dim() == 3 for name, weight in own)
+    parameters = module.named_parameters(recurse=False)
+    return any("proj" in name and not is_lazy(weight) and weight.dim() == 3 for name, weight in parameters)
 
 
 def reason_left_alone(module: Any) -> str:
@@ -113,28 +113,18 @@ def reason_left_alone(module: Any) -> str:
 
 def adopt_experts(module: Any) -> dict[str, ExpertsLinear]:
     """Change the class of an experts module; its two linears by the name of their parameter, not yet with a recipe."""
-    made, modules = {}, module._modules
+    modules = module._modules
     if not issubclass(type(module), PlannedExperts):
-        hooked.change_class(module, planned_class(type(module)))
-    for name in linear_names(module):
-        made[name] = modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name))
-    return made
+        forwards.change_class(module, planned_class(type(module)))
+    return {name: modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name)) for name in linear_names(module)}
 
 
 def release_experts(module: Any) -> None:
     """Undo `adopt_experts`."""
     for name in linear_names(module):
         module._modules.pop(f"{PREFIX}{name}", None)
-    hooked.change_class(module, type(module).__mro__[2])
+    forwards.change_class(module, type(module).__mro__[2])
 
 
-@functools.cache
-def planned_class(kind: type) -> type:
-    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__getstate__())}
-    return type(f"Planned{kind.__name__}", (PlannedExperts, kind), members)
-
-
-def _rebuild(kind: type) -> Any:
-    """An empty module of the class that a class of experts converts to, for pickle to fill."""
-    made: Any = planned_class(kind)
-    return made.__new__(made)
+planned_class = functools.partial(forwards.planned_class, PlannedExperts)
+_rebuild = functools.partial(forwards.rebuild, PlannedExperts)  # for old pickles

@@ -1,7 +1,7 @@
 """The fast path of torch's encoder layers, which in evaluation multiplies by the weights of its linears itself.
 
-It would go around converted linears in silence. Torch takes it only where `activation_relu_or_gelu` is set, and only
-then reads that; an encoder packs padded batches for it where `use_nested_tensor` is.
+It would bypass converted linears without a warning. Torch takes it only if `activation_relu_or_gelu` is set, which
+nothing else reads. An encoder packs padded batches for it if `use_nested_tensor` is set.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,6 @@ from duotone.planned.planned import Planned
 
 SWITCH = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
 BEFORE = "_fast_path_before"
-OFF = "its fast path, which would go around its converted linears in evaluation, is off"
 
 
 def close_fast_paths(model: nn.Module) -> None:

@@ -1,6 +1,10 @@
 """What convert leaves as it is although it may multiply by a matrix, and why."""
 
-from collections.abc import Mapping
+import dis
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from types import CodeType
 
 import torch
 from torch import nn
@@ -8,9 +12,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from duotone.conversion import experts, hooked
-from duotone.conversion.bypassed import BYPASSED, bypassed
+from duotone.conversion import experts, forwards
 from duotone.conversion.output_heads import heads
+from duotone.conversion.reasons import Reason, Why
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.plan import PlanRequest, ask_recipe
@@ -20,65 +24,124 @@ from duotone.recipes.roles import TENSOR_TYPES, Site
 from duotone.recipes.rules import Rule
 from duotone.tensor import Quantizer
 
-HEAD = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
-REPLACED = "its forward was replaced on the instance"
-LAZY = "it has no weight before its first forward; run one, then call duotone.convert again"
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
 """Modules whose matrices are looked up, or multiplied element by element, or another module's."""
 
+LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+DESCRIPTION = ("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda")
+"""What code reads of a weight without multiplying by it."""
+FIELDS = (("weight",), ("bias",), ("in_features",), ("out_features",))
+FILLING = ("init", "reset")
+"""In the names of methods that fill parameters."""
 
-def left_alone(model: nn.Module) -> dict[str, str]:
-    """The modules that convert leaves as they are although they may multiply by a matrix, with the reason."""
-    reasons = {name: reason_left_alone(module) for name, module in model.named_modules()}
+Reasons = dict[str, Why]
+"""By the full name of a module."""
+
+
+def left_alone(model: nn.Module) -> Reasons:
+    """The modules that convert leaves as they are although they may multiply by a matrix."""
+    reasons: dict[str, Why | None] = {name: reason_left_alone(module) for name, module in model.named_modules()}
     modules = dict(model.named_modules())
-    embeddings = {name: HEAD for name in heads(model) if isinstance(modules[name], nn.Embedding)}
-    return {name: reason for name, reason in (reasons | bypassed(model) | embeddings).items() if reason}
+    tied = {name: Why(Reason.TIED_EMBEDDING) for name in heads(model) if isinstance(modules[name], nn.Embedding)}
+    return {name: why for name, why in (reasons | bypassed(model) | tied).items() if why is not None}
 
 
-def reason_left_alone(module: nn.Module) -> str:
-    """Why convert leaves a module with matrices as it is, or "" where it converts or where there is nothing to do."""
+def reason_left_alone(module: nn.Module) -> Why | None:
+    """Why convert leaves a module with matrices as it is. None if convert changes it, or if it has no matrix."""
     if isinstance(module, (Planned, *NO_GEMM)) or issubclass(type(module), experts.PlannedExperts):
-        return ""
-    if hasattr(module, "stays_in_high_precision"):  # says so itself
-        return ""
+        return None
+    if hasattr(module, "stays_in_high_precision"):
+        return None
     if isinstance(module, nn.Linear):
         return _reason_of_linear(module)
-    own = module.named_parameters(recurse=False)
-    matrices = [f"{name} {tuple(weight.shape)}" for name, weight in own if not is_lazy(weight) and weight.dim() > 1]
+    parameters = module.named_parameters(recurse=False)
+    matrices = [f"{name} {tuple(w.shape)}" for name, w in parameters if not is_lazy(w) and w.dim() > 1]
     if not matrices:
-        return ""
-    held = f"{type(module).__name__} holds {' and '.join(matrices)} itself"
+        return None
+    contents = f"{type(module).__name__} holds {' and '.join(matrices)}"
     if not experts.holds_experts(module):
-        return f"{held}; convert covers nn.Linear"
-    if hooked.is_replaced(module):
-        return f"{held}, and {REPLACED} by {hooked.replacement(module)}"
+        return Why(Reason.MATRICES, contents)
+    if forwards.is_replaced(module):
+        return _replaced(module)._replace(matrices=contents)
     reason = experts.reason_left_alone(module)
-    return f"{held}, and {reason}" if reason else ""
+    return Why(Reason.EXPERTS, reason, contents) if reason else None
 
 
-def _reason_of_linear(module: nn.Linear) -> str:
+def _reason_of_linear(module: nn.Linear) -> Why | None:
     kind = type(module)
-    if hooked.is_replaced(module):
-        return f"{REPLACED} by {hooked.replacement(module)}"
+    if forwards.is_replaced(module):
+        return _replaced(module)
     if kind is nn.Linear:
-        return ""
+        return None
     if isinstance(module, LazyModuleMixin):
-        return LAZY
+        return Why(Reason.LAZY)
     if kind is nn.modules.linear.NonDynamicallyQuantizableLinear:
-        return BYPASSED
-    if kind.forward is not nn.Linear.forward:
-        return f"{kind.__name__} has a forward of its own"
-    return ""
+        return Why(Reason.BYPASSED)
+    return Why(Reason.OTHER_FORWARD, kind.__name__) if kind.forward is not nn.Linear.forward else None
 
 
-def refuse_left_alone(
-    left: Mapping[str, str], recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]
-) -> None:
-    """RecipeError where a strict recipe and the rules want less than high precision of a module that is left alone."""
-    for name, reason in left.items():
+def _replaced(module: nn.Module) -> Why:
+    return Why(Reason.REPLACED, forwards.replacement(module))
+
+
+def bypassed(model: nn.Module) -> Reasons:
+    """Linears whose owner gives their weight to a function, as nn.MultiheadAttention does, so that they never run."""
+    reasons: Reasons = {}
+    for name, module in model.named_modules():
+        for child in bypassed_children(type(module)):
+            linear = module._modules.get(child)
+            if isinstance(linear, nn.Linear) and not isinstance(linear, Planned):
+                reasons[f"{name}.{child}" if name else child] = Why(Reason.BYPASSED)
+    return reasons
+
+
+@functools.cache
+def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
+    """The attributes whose weight some code of a class reads, and which none of its code calls or passes on.
+
+    Code that only fills parameters does not count as reading.
+    """
+    members = [member for base in kind.__mro__ if base not in nn.Module.__mro__ for member in vars(base).items()]
+    code = [(name, part) for name, member in members for part in _code_of(member)]
+    computing = [part for name, part in code if not any(word in name for word in FILLING)]
+    reading = [part for part in computing if "weight" in part.co_names]
+    read = {attribute for part in reading for attribute, loaded in _loads(part) if _is_read(loaded)}
+    if not read:
+        return frozenset()
+    return frozenset(read - {name for _, part in code for name, loaded in _loads(part) if loaded[:1] not in FIELDS})
+
+
+def _is_read(loaded: tuple[str, ...]) -> bool:
+    return loaded[:1] == ("weight",) and not (len(loaded) > 1 and loaded[1] in DESCRIPTION)
+
+
+def _code_of(member: object) -> Iterator[CodeType]:
+    """The code of a function, and of what is defined in it."""
+    code = getattr(inspect.unwrap(member) if callable(member) else member, "__code__", member)
+    if isinstance(code, CodeType):
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _code_of(constant)
+
+
+def _loads(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each attribute that code loads, and the attributes that it loads from that in turn."""
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in LOADS:
+            chain.append(instruction.argval)
+        elif instruction.opname != "EXTENDED_ARG":
+            yield from ((name, tuple(chain[i + 1 :])) for i, name in enumerate(chain))
+            chain = []
+
+
+def refuse_left_alone(left: Reasons, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> None:
+    """RecipeError if a strict recipe and the rules give a format to a module that is left alone."""
+    for name, why in left.items():
         if wants_less(name, recipe, rules, sites):
             remedy = "ask for that by a rule with format 'identity', or leave strict out"
-            raise RecipeError(f"strict: {name} stays in high precision: {reason}; {remedy}")
+            raise RecipeError(f"strict: {name} stays in high precision: {why.text}; {remedy}")
 
 
 def wants_less(name: str, recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]) -> bool:

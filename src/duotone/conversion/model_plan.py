@@ -9,8 +9,9 @@ from torch import nn
 from duotone.attention import DotProductAttention, MultiheadAttention
 from duotone.conversion import fast_path
 from duotone.conversion.left_alone import left_alone
-from duotone.conversion.matching import unmatched_rules
 from duotone.conversion.naming import require_model, sites_of
+from duotone.conversion.notices import unmatched_rules
+from duotone.conversion.reasons import Reason, Why
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -59,8 +60,8 @@ def plan(
         elif isinstance(module, DotProductAttention):
             rows.extend(_attention(name, module, recipe or module.recipe))
         else:
-            reason = left.get(name) or _reason(module)
-            rows.extend([_row(name, reason)] if reason else [])
+            why = left.get(name) or _why(module)
+            rows.extend([_row(name, why.text)] if why else [])
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     if planned:
         sites = sites_of(model)
@@ -83,10 +84,16 @@ def _require_converted(model: nn.Module) -> None:
 def _rows(
     name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None
 ) -> Iterator[PlanRow]:
-    made = module.plans.plan(recipe, Call(device or str(module.weight.device), dtype or module.weight.dtype))
-    for gemm in made.gemms:
+    runs = module.plans.plan(recipe, Call(device or str(module.weight.device), dtype or module.weight.dtype))
+    for gemm in runs.gemms:
         yield PlanRow(
-            name, gemm.gemm, gemm.a.name, gemm.b.name, module.kernel_of(made, gemm), gemm.rule.native, gemm.reason
+            name,
+            gemm.gemm,
+            gemm.a.name,
+            gemm.b.name,
+            module.kernel_of(runs, gemm),
+            gemm.rule.native,
+            gemm.reason,
         )
 
 
@@ -99,12 +106,13 @@ def _row(name: str, reason: str) -> PlanRow:
     return PlanRow(name, "-", "identity", "identity", "torch", True, reason)
 
 
-def _reason(module: nn.Module) -> str:
-    """Why a module that convert has nothing to do with has a row all the same, or ""."""
+def _why(module: nn.Module) -> Why | None:
+    """Why a module that convert does not concern has a row. None if it has none."""
     if isinstance(module, nn.Linear):
-        return "not converted"
+        return Why(Reason.NOT_CONVERTED)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "an embedding is a look-up, not a GEMM"
+        return Why(Reason.LOOK_UP)
     if fast_path.is_closed(module):
-        return fast_path.OFF
-    return getattr(module, "stays_in_high_precision", "")
+        return Why(Reason.FAST_PATH)
+    declared = getattr(module, "stays_in_high_precision", None)
+    return None if declared is None else Why(Reason.DECLARED, declared)

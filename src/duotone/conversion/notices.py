@@ -1,4 +1,4 @@
-"""What convert says where a model does not follow the recipe that it was given: warnings, before anything changes."""
+"""What convert says before it changes anything: rules that match nothing, and models that do not follow the recipe."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -6,18 +6,49 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.conversion.kept import KeptRule
-from duotone.conversion.left_alone import LAZY, REPLACED, is_quantized, wants_less
+from duotone.conversion.default_rules import KeptRule
+from duotone.conversion.left_alone import Reasons, is_quantized, wants_less
+from duotone.conversion.reasons import SURPRISING
 from duotone.conversion.targets import Target
+from duotone.errors import RecipeError
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import QuantizerRole, Site
-from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_rule
+from duotone.recipes.roles import BOUNDARIES, TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import OUTPUT_HEAD, Rule, Subject, first_rule, undecided, unmatched
 from duotone.tensor import Quantizer
 
-SURPRISING = (REPLACED, LAZY)
-"""Reasons for which a plain nn.Linear is left alone."""
-
+Place = tuple[str, str, Site]
+"""(module type, name, site) of what a model multiplies with."""
 Slots = Mapping[str, Quantizer]
+
+
+def report_unmatched(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Place]) -> None:
+    """A warning for each rule that matches nothing; RecipeError if the recipe is strict."""
+    for rule in unmatched_rules(recipe, rules, places):
+        if recipe.strict:
+            raise RecipeError(f"strict: the rule {rule.to_dict()} matches no tensor of the model; correct or remove it")
+        warnings.warn(f"the rule {rule.to_dict()} matches no tensor of the model", stacklevel=3)
+
+
+def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Place]) -> list[Rule]:
+    """The rules, of convert and of the recipe, that ask for a place or a size and decide nothing.
+
+    Rules by type alone are for models in general; a model without such a tensor is no mistake.
+    """
+    kinds = (*TENSOR_TYPES, *BOUNDARIES)
+    subjects = [(QuantizerRole(module, kind, name), site) for module, name, site in places for kind in kinds]
+    default = OUTPUT_HEAD if set(OUTPUT_HEAD) <= set(rules) else ()
+    useless = [rule for rule in unmatched(rules, subjects) if rule not in default]
+    useless += _unmatched_in(recipe, undecided(rules, subjects))
+    return [rule for rule in useless if rule.asks_for_place and any(rule.concerns(role) for role, _ in subjects)]
+
+
+def _unmatched_in(recipe: Recipe, subjects: Sequence[Subject]) -> list[Rule]:
+    """Those of the recipe, of its base for the subjects that its rules leave, and of its evaluation recipe."""
+    rules = getattr(recipe, "rules", ())
+    base = getattr(recipe, "base", None)
+    below = [] if base is None else _unmatched_in(base, undecided(rules, subjects))
+    evaluation = [] if recipe.evaluation is None else _unmatched_in(recipe.evaluation, subjects)
+    return [*unmatched(rules, subjects), *below, *evaluation]
 
 
 def warn_of_surprises(
@@ -25,12 +56,12 @@ def warn_of_surprises(
     recipe: Recipe,
     rules: tuple[Rule, ...],
     sites: Mapping[str, Site],
-    left: Mapping[str, str],
+    left: Reasons,
     planned: Sequence[tuple[Target, Slots]],
 ) -> None:
-    """Say where nothing follows the recipe, and which plain linears are left alone.
+    """Warn if nothing follows the recipe, and of plain linears that are left alone.
 
-    `left` are the reasons by name; `planned` are the targets with what the recipe gives their slots.
+    `left` are the modules left alone; `planned` are the targets with the quantizers of their slots.
     """
     if not planned and not left:
         if not any(isinstance(module, DotProductAttention) for module in model.modules()):
@@ -38,28 +69,24 @@ def warn_of_surprises(
             _warn(f"convert found nothing to convert: {kind} has no nn.Linear, no experts and no module of Duotone")
         return
     follows = any(is_quantized(slots) for _, slots in planned)
-    suspects = {name: reason for name, reason in left.items() if not follows or is_surprising(reason)}
-    passed = {name: reason for name, reason in suspects.items() if wants_less(name, recipe, rules, sites)}
+    suspects = {name: why.text for name, why in left.items() if not follows or why.reason in SURPRISING}
+    passed = {name: text for name, text in suspects.items() if wants_less(name, recipe, rules, sites)}
     if follows and passed:
         _warn(f"{len(passed)} of the linears do not follow recipe {recipe.name}; {_listed(passed)}")
     elif not follows:
-        kept = {} if passed else _kept_by_default([target for target, _ in planned], recipe, rules, sites)
-        remedy = "; rules=() converts it too" if kept else ""
-        if passed or kept:
-            _warn(f"no linear follows recipe {recipe.name}; {_listed(passed or kept)}{remedy}")
+        default = {} if passed else _by_default([target for target, _ in planned], recipe, rules, sites)
+        remedy = "; rules=() converts it too" if default else ""
+        if passed or default:
+            _warn(f"no linear follows recipe {recipe.name}; {_listed(passed or default)}{remedy}")
 
 
-def _kept_by_default(
+def _by_default(
     targets: Sequence[Target], recipe: Recipe, rules: tuple[Rule, ...], sites: Mapping[str, Site]
 ) -> dict[str, str]:
     """Targets that would follow the recipe but for the default rules of convert, with the reason."""
     deciding = {t.name: first_rule(rules, QuantizerRole(t.module_type, "weight", t.name), t.site) for t in targets}
     default = {name: rule for name, rule in deciding.items() if isinstance(rule, KeptRule) or rule in OUTPUT_HEAD}
     return {name: rule.why for name, rule in default.items() if rule and wants_less(name, recipe, (), sites)}
-
-
-def is_surprising(reason: str) -> bool:
-    return any(words in reason for words in SURPRISING)
 
 
 def _listed(reasons: Mapping[str, str]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from duotone.conversion import experts, hooked
+from duotone.conversion import experts, forwards
+from duotone.conversion.left_alone import Reasons
 from duotone.linear.plan import PlanRequest, ask_recipe, build_plan
 from duotone.pipeline.op import held
 from duotone.planned.linear import Linear, PlannedLinear
@@ -39,45 +40,45 @@ class Target:
     planned: Planned | None = None
 
     def check(self, phase: Phase, rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
-        """Build the plan of one phase; gives what the recipe gave the slots. Raises where that cannot be."""
-        setting = self._setting(phase.recipe, rules)
-        given = ask_recipe(setting)
-        holding = None if phase.convert_parameters else held(self.weight)
-        build_plan(replace(setting, weight_held=holding), given)
+        """The quantizers of the slots in one phase. Raises if its plan cannot be built."""
+        request = self._request(phase.recipe, rules)
+        slots = ask_recipe(request)
+        in_memory = None if phase.convert_parameters else held(self.weight)
+        build_plan(replace(request, weight_held=in_memory), slots)
         if phase.recipe.evaluation is not None:
-            build_plan(replace(setting, recipe=phase.recipe.evaluation, weight_held=holding, input_grad=False))
-        return given
+            build_plan(replace(request, recipe=phase.recipe.evaluation, weight_held=in_memory, input_grad=False))
+        return slots
 
-    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], given: dict[str, Quantizer]) -> None:
+    def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], slots: dict[str, Quantizer]) -> None:
         module = self.take()
-        module.adopt(recipe, rules, self.name, self.site, given)
+        module.adopt(recipe, rules, self.name, self.site, slots)
         module.plans.prepare(recipe)
-        hooked.settle(module)
+        forwards.settle(module)
 
-    def _setting(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
+    def _request(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
         device, dtype = str(self.weight.device), self.weight.dtype
         if self.planned is None:
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
-            own = (self.name, self.module_type, device, dtype)
-            return PlanRequest(recipe, rules, *own, site=self.site, linears=linears)
-        own = self.planned.plans.request(recipe, Call(device, dtype))
-        return replace(own, rules=rules, name=self.name, site=self.site)
+            fields = (self.name, self.module_type, device, dtype)
+            return PlanRequest(recipe, rules, *fields, site=self.site, linears=linears)
+        request = self.planned.plans.request(recipe, Call(device, dtype))
+        return replace(request, rules=rules, name=self.name, site=self.site)
 
 
-def targets(model: nn.Module, left: Mapping[str, str], sites: Mapping[str, Site]) -> list[Target]:
+def targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> list[Target]:
     """Everything in `model` that can follow plans, in its order."""
-    found: list[Target] = []
+    result: list[Target] = []
     for name, module in model.named_modules():
         if isinstance(module, experts.ExpertsLinear):
             continue  # its owner is the target
         if isinstance(module, Planned):
-            found.append(_planned(name, module, sites[name]))
+            result.append(_planned(name, module, sites[name]))
         elif isinstance(module, nn.Linear) and name not in left:
             take = functools.partial(_change_class, module)
-            found.append(Target(name, sites[name], "linear", module.weight, take))
+            result.append(Target(name, sites[name], "linear", module.weight, take))
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
-            found.extend(_experts(name, module, sites[name]))
-    return found
+            result.extend(_experts(name, module, sites[name]))
+    return result
 
 
 def _planned(name: str, module: Planned, site: Site) -> Target:
@@ -89,8 +90,8 @@ def _experts(name: str, module: Any, site: Site) -> Iterator[Target]:
         weight = getattr(module, parameter)
         shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
         take = functools.partial(_adopt_experts, module, parameter)
-        own = f"{name}.{parameter}" if name else parameter
-        yield Target(own, replace(site, shape=shape), "grouped_linear", weight, take)
+        full_name = f"{name}.{parameter}" if name else parameter
+        yield Target(full_name, replace(site, shape=shape), "grouped_linear", weight, take)
 
 
 def _adopt_experts(module: Any, parameter: str) -> Planned:
@@ -99,17 +100,13 @@ def _adopt_experts(module: Any, parameter: str) -> Planned:
 
 def _change_class(module: Any) -> Planned:
     kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
-    hooked.change_class(module, kind)
+    forwards.change_class(module, kind)
     module.__dict__[CONVERTED] = True
     return module
 
 
-@functools.cache
 def converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    if kind is nn.Linear:
-        return Linear
-    members = {"__module__": kind.__module__, "__reduce__": lambda self: (_rebuild, (kind,), self.__getstate__())}
-    return type(f"Planned{kind.__name__}", (PlannedLinear, kind), members)
+    return Linear if kind is nn.Linear else forwards.planned_class(PlannedLinear, kind)
 
 
 def _parametrized_class(module: Any) -> type[nn.Linear]:
@@ -135,9 +132,7 @@ def _properties(kind: type) -> set[str]:
     return {name for name, value in vars(kind).items() if isinstance(value, property)}
 
 
-def _rebuild(kind: type[nn.Linear]) -> nn.Module:
-    """An empty module of the class that a subclass of nn.Linear converts to, for pickle to fill."""
-    return converted_class(kind).__new__(converted_class(kind))
+_rebuild = functools.partial(forwards.rebuild, PlannedLinear)  # for old pickles
 
 
 def original_class(kind: type) -> type:
