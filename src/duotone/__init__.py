@@ -13,7 +13,7 @@ from duotone.compat import (
     QuantizerHandle,
     RecipeState,
 )
-from duotone.conversion import PlanRow, assign_names, convert, convert_parameters, plan, revert
+from duotone.conversion import Plan, PlanDiff, PlanRow, assign_names, convert, convert_parameters, plan, revert
 from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
@@ -63,7 +63,7 @@ __all__ = [
     "MultiheadAttention",
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
-    "PlanRow",
+    "Plan", "PlanDiff", "PlanRow",
     "QuantizeContext",
     "QuantizedTensor",
     "Quantizer",

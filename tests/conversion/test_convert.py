@@ -112,6 +112,7 @@ def test_strict_refuses_what_would_stay_in_high_precision_and_changes_nothing() 
 
 def test_wrong_arguments_are_one_line_errors() -> None:
     for call in (
+        lambda: duotone.convert(model(), b"mxfp8"),
         lambda: duotone.convert(model(), "mxfp9"),
         lambda: duotone.convert(model(), recipes.load("mxfp8"), ["x"]),
     ):

@@ -7,7 +7,7 @@ import click
 from duotone.cli import command_options as options
 
 if TYPE_CHECKING:
-    from duotone import PlanRow
+    from duotone import Plan
     from duotone.lab.trainer import TrainConfig
     from duotone.recipes import Recipe
 
@@ -28,19 +28,16 @@ def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> No
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
     from duotone.cli.table import print_table
+    from duotone.conversion.plan_table import COLUMNS
     from duotone.lab.comparison import planned
 
     config = config_from(given)
     chosen = make_strict(recipes.load(recipe), strict)
     device = arch or config.device
     made = planned(config, chosen, device)
-    rows = [row.to_dict() for row in made]
     print_table(
-        ("module", "gemm", "a", "b", "kernel", "runs", "reason"),
-        [
-            [*(str(row[key]) for key in ("module", "gemm", "a", "b", "kernel")), _runs(row), str(row["reason"])]
-            for row in rows
-        ],
+        COLUMNS,
+        [row.cells for row in made],
         title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
     small = 0 if chosen.min_weight_elements else _small(config, chosen, device, made)
@@ -51,7 +48,7 @@ def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> No
         )
 
 
-def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "list[PlanRow]") -> int:
+def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "Plan") -> int:
     """How many modules the entries of this device for `min_weight_elements` would leave in bf16."""
     import dataclasses
 
@@ -60,9 +57,3 @@ def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "list[Pla
 
     left = planned(config, dataclasses.replace(recipe, min_weight_elements=MEASURED), device)
     return len({row.module for row, other in zip(rows, left, strict=True) if row != other})
-
-
-def _runs(row: dict[str, object]) -> str:
-    if "identity" in (row["a"], row["b"]):
-        return "high precision"
-    return "native" if row["native"] else "emulated"

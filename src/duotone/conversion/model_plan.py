@@ -1,7 +1,6 @@
 """The table of what runs: every GEMM of every module that follows plans, and what stays in high precision and why."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -11,27 +10,12 @@ from duotone.conversion import fast_path
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
+from duotone.conversion.plan_table import Plan, PlanRow
 from duotone.conversion.reasons import Reason, Why
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.traced_stages import Call
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """One GEMM of one module, or one module that stays as it is (`gemm` is "-")."""
-
-    module: str
-    gemm: str
-    a: str
-    b: str
-    kernel: str
-    native: bool
-    reason: str
-
-    def to_dict(self) -> dict[str, object]:
-        return asdict(self)
 
 
 def plan(
@@ -40,7 +24,7 @@ def plan(
     *,
     device: str | None = None,
     dtype: torch.dtype | None = None,
-) -> list[PlanRow]:
+) -> Plan:
     """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
 
     `recipe` stands for an enclosing autocast; device and dtype are the weights' where None. `device` may also name an
@@ -69,7 +53,7 @@ def plan(
         places += [("linear", name, sites[name]) for name in left]
         for rule in unmatched_rules(recipe or planned[0].recipe, planned[0].rules, places):
             rows.append(_row("a rule", f"matches no tensor of the model: {rule.to_dict()}"))
-    return rows
+    return Plan(tuple(rows))
 
 
 def _require_converted(model: nn.Module) -> None:

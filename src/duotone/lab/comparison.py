@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import duotone
-from duotone import PlanRow
+from duotone import Plan
 from duotone.errors import UserError
 from duotone.lab import models
 from duotone.lab.data import Corpus
@@ -20,7 +20,7 @@ REFERENCE = "bf16"
 NOISE = "bf16 (noise)"
 
 
-def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> list[PlanRow]:
+def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> Plan:
     """What would run for the model of `config`, whose weights are not made; raises like `convert`.
 
     `device` stands for that of the configuration, and may be an architecture, as "sm90".

@@ -25,7 +25,7 @@ from duotone.observe.census import OUTSIDE, Census
 from duotone.observe.forecast import Moment, forecast
 from duotone.observe.holdings import Holdings, as_before, device_of, holdings
 from duotone.observe.storages import LiveStorages, sizes
-from duotone.observe.text import aligned, in_units
+from duotone.text import aligned, in_units
 
 Step = Callable[[], Tensor]
 
@@ -81,7 +81,7 @@ class Ledger:
         parts = [f"{in_units(size)} {what}" for what, size in (*shares, ("workspace", at.workspace)) if size]
         return "\n".join(
             [
-                *aligned([["module", *columns], *lines, ["total", *sums]]),
+                *aligned([["module", *columns], *lines, ["total", *sums]], [False, *([True] * len(columns))]),
                 "",
                 f"peak of forward and backward: predicted {in_units(predicted)}, measured {in_units(measured)} "
                 f"({off:+.1f} %)",
