@@ -43,6 +43,32 @@ def test_a_forward_without_gradients_needs_no_backward(factory) -> None:
     assert torch.equal(m(x), expected(x))
 
 
+@pytest.mark.parametrize("how", ["frozen", "eval"])
+def test_convert_checks_what_the_model_may_owe(how) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+
+    recipe = CustomRecipe(qfactory=mixed_backward)
+    with pytest.raises(RecipeError, match="dgrad of 0 would multiply"):
+        duotone.convert(model(), recipe, ())
+    m = model().eval() if how == "eval" else model().requires_grad_(False)
+    duotone.convert(m, recipe, ())
+    x = torch.randn(32, 32)
+    with torch.no_grad():
+        m(x)
+    assert [row.gemm for row in duotone.plan(m) if "not owed here" in row.reason] == ["dgrad", "wgrad"] * 2
+    m.train().requires_grad_()
+    with pytest.raises(RecipeError, match="would multiply"):
+        m(x)
+
+
+def test_convert_of_frozen_weights_below_trained_ones_checks_their_dgrad() -> None:
+    m = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32).requires_grad_(False))
+    duotone.convert(m[1:], CustomRecipe(qfactory=mixed_backward), ())
+    with pytest.raises(RecipeError, match="dgrad of 0"):
+        duotone.convert(m, CustomRecipe(qfactory=mixed_backward), ())
+
+
 def test_a_frozen_weight_owes_dgrad_alone() -> None:
     m = duotone.Linear(32, 32, bias=False, recipe=CustomRecipe(qfactory=one_operand)).requires_grad_(False)
     x = torch.randn(32, 32, requires_grad=True)

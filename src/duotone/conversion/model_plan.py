@@ -12,6 +12,7 @@ from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
 from duotone.conversion.plan_table import Plan, PlanRow
 from duotone.conversion.reasons import Reason, Why
+from duotone.conversion.targets import trains
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -35,12 +36,14 @@ def plan(
         recipe = as_recipe("plan", recipe)
         _require_converted(model)
     rows: list[PlanRow] = []
-    left = left_alone(model)
+    left, trained = left_alone(model), trains(model)
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
             module.meet(recipe or module.recipe)  # its linears learn their consumers, so each slot is asked once
         if isinstance(module, Planned):
-            rows.extend(_rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype))
+            rows.extend(
+                _rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype, trained)
+            )
         elif isinstance(module, DotProductAttention):
             rows.extend(_attention(name, module, recipe or module.recipe))
         else:
@@ -66,9 +69,12 @@ def _require_converted(model: nn.Module) -> None:
 
 
 def _rows(
-    name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None
+    name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None, trained: bool
 ) -> Iterator[PlanRow]:
-    runs = module.plans.plan(recipe, Call(device or str(module.weight.device), dtype or module.weight.dtype))
+    weight = module.weight
+    runs = module.plans.plan(
+        recipe, Call(device or str(weight.device), dtype or weight.dtype, (trained, trained and weight.requires_grad))
+    )
     for gemm in runs.gemms:
         yield PlanRow(
             name,

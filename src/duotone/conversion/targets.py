@@ -30,7 +30,10 @@ PARAMETRIZED = "_parametrized_class"
 
 @dataclass(frozen=True)
 class Target:
-    """`name` is what its roles are called, `weight` one of its weights; `take` gives the module that follows plans."""
+    """`name` is what its roles are called, `weight` one of its weights; `take` gives the module that follows plans.
+
+    `grads`: whether its input and its weight may need gradients.
+    """
 
     name: str
     site: Site
@@ -38,6 +41,7 @@ class Target:
     weight: Tensor
     take: Callable[[], Planned]
     planned: Planned | None = None
+    grads: tuple[bool, bool] = (True, True)
 
     def check(self, phase: Phase, rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
         """The quantizers of the slots in one phase. Raises if its plan cannot be built."""
@@ -59,26 +63,35 @@ class Target:
         device, dtype = str(self.weight.device), self.weight.dtype
         if self.planned is None:
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
-            fields = (self.name, self.module_type, device, dtype)
+            fields = (self.name, self.module_type, device, dtype, *self.grads)
             return PlanRequest(recipe, rules, *fields, site=self.site, linears=linears)
-        request = self.planned.plans.request(recipe, Call(device, dtype))
+        request = self.planned.plans.request(recipe, Call(device, dtype, self.grads))
         return replace(request, rules=rules, name=self.name, site=self.site)
 
 
 def targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> list[Target]:
     """Everything in `model` that can follow plans, in its order."""
-    result: list[Target] = []
+    trained = trains(model)
+    every = _targets(model, left, sites)
+    return [replace(target, grads=(trained, trained and target.weight.requires_grad)) for target in every]
+
+
+def trains(model: nn.Module) -> bool:
+    """Whether backward may owe gradients: in training mode, with a parameter that needs one."""
+    return model.training and any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iterator[Target]:
     for name, module in model.named_modules():
         if isinstance(module, experts.ExpertsLinear):
             continue  # its owner is the target
         if isinstance(module, Planned):
-            result.append(_planned(name, module, sites[name]))
+            yield _planned(name, module, sites[name])
         elif isinstance(module, nn.Linear) and name not in left:
             take = functools.partial(_change_class, module)
-            result.append(Target(name, sites[name], "linear", module.weight, take))
+            yield Target(name, sites[name], "linear", module.weight, take)
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
-            result.extend(_experts(name, module, sites[name]))
-    return result
+            yield from _experts(name, module, sites[name])
 
 
 def _planned(name: str, module: Planned, site: Site) -> Target:

@@ -179,9 +179,7 @@ class Planner:
         pairs = zip(plans, calibrated, strict=True)
         return module.make_stage([Calibrating(plan, recording=other) for plan, other in pairs])
 
-    def bind(
-        self, recipe: Recipe, call: Call | None, group: str = "", mode: AmaxMode = AmaxMode.USE
-    ) -> Sequence[LinearPlan]:
+    def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
         """The plan of each linear of the module, with its places in the delayed states."""
         module, plan = self.module, self.plan(recipe, call)
         weights = module.weights
@@ -198,7 +196,8 @@ class Planner:
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
-        self.bind(recipe, None)
+        weight = self.module.weights[0]
+        self.bind(recipe, Call(str(weight.device), weight.dtype, grads=(False, False)))
 
     def variant(self, stage: Stage, first: bool | None) -> Stage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
