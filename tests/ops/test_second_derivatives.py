@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import ops, recipes
@@ -277,6 +278,23 @@ def test_second_derivatives_of_quantized_operands_are_an_error(name: str, recipe
                 torch.autograd.grad(g.square().sum(), wanted, allow_unused=True, retain_graph=True)
         with pytest.raises(UserError, match=REFUSES):
             g.square().sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-current"])
+def test_under_a_checkpoint_graphs_are_as_without_it(recipe: str) -> None:
+    """A non-reentrant checkpoint hands saved tensors out once in a backward."""
+    inner = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    m, x = duotone.convert(inner, recipes.load(recipe), ()), torch.randn(32, 32, requires_grad=True)
+    first, second = [], []
+    for run in (m, lambda t: checkpoint(m, t, use_reentrant=False)):
+        (gradient,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        first.append(gradient.detach())
+        if recipe == "bf16":
+            second.append(torch.autograd.grad(gradient.square().sum(), m[0].weight)[0])
+        else:
+            with pytest.raises(UserError, match="no second derivative"):
+                gradient.square().sum().backward()
+    assert all(torch.equal(gradients[0], gradients[1]) for gradients in (first, second) if gradients)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

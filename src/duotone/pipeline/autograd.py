@@ -83,10 +83,13 @@ class PipelineFunction(torch.autograd.Function):
             return run(ctx, gradients)
 
 
-def run_backward(ctx: Any, gradients: tuple[Any, ...]) -> Any:
-    """The gradients of all arguments, from those of y and of the extra outputs of stages."""
+def run_backward(ctx: Any, gradients: tuple[Any, ...], saved: tuple[Tensor, ...] | None = None) -> Any:
+    """The gradients of all arguments, from those of y and of the extra outputs of stages.
+
+    `saved` are the saved tensors where they are known: a checkpoint hands them out once.
+    """
     needs, counts, extra = ctx.needs_input_grad, ctx.counts, ctx.extra
-    kept = unpack(ctx.shells, ctx.saved_tensors)
+    kept = unpack(ctx.shells, ctx.saved_tensors if saved is None else saved)
     handed, outputs = [gradients[0]], gradients[1:]
     found: list[Tensor | None] = []
     last, kept_last, at = len(counts), sum(counts), len(needs)

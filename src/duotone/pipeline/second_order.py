@@ -91,7 +91,8 @@ class Refused(SecondOrder):
         outputs.append(mark)
 
     def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
-        return Once.apply(self.message, lambda _, *given: run_backward(ctx, given), ctx.saved_tensors[-1], *gradients)
+        saved = ctx.saved_tensors
+        return Once.apply(self.message, lambda _, *given: run_backward(ctx, given, saved), saved[-1], *gradients)
 
     def check(self) -> None:
         raise UserError(self.message)
