@@ -50,7 +50,7 @@ ALLOWED = {
     "formats.registry._FORMATS": REGISTRY,
     "formats.registry._VARIANTS": REGISTRY,
     "linear.cache.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
-    "ops.basic._NUMBERS": "a name, and so a seed, for each op that nobody named",
+    "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
     "planned.planned._UNNAMED": "a name, and so a seed, for each module that nobody named",

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.ops.basic import MakeExtraOutput
+from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
 from duotone.pipeline.op import Op, run
 from duotone.planned import boundary

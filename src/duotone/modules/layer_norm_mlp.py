@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from duotone.ops.activation import ActivationOp
-from duotone.ops.basic import MakeExtraOutput
+from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
 from duotone.ops.sequential import is_plain, run_modules
 from duotone.pipeline.op import Op, run

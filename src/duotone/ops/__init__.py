@@ -20,9 +20,11 @@ from duotone.ops.activation import (
     SReLU,
     SwiGLU,
 )
-from duotone.ops.basic import AddExtraInput, Bias, ConstantScale, Dropout, Identity, MakeExtraOutput, Quantize, Reshape
+from duotone.ops.basic import Bias, ConstantScale, Dropout, Identity, Reshape
 from duotone.ops.collective import AllGather, AllReduce, ReduceScatter
+from duotone.ops.extra_tensors import AddExtraInput, MakeExtraOutput
 from duotone.ops.norm import L2Normalization, LayerNorm, RMSNorm
+from duotone.ops.quantize_op import Quantize
 from duotone.ops.sequential import Sequential
 from duotone.pipeline.rewrites import register_rule, unregister_rule
 from duotone.planned.grouped_linear import GroupedLinear

@@ -2,40 +2,39 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
+from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Kept, Stage
+from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
 
 
 @dataclass(frozen=True, eq=False)
-class ActivationStage(Stage):
+class ActivationStage(ProducerStage):
     """x (*lead, K or 2K) -> (*lead, K); keeps x where a backward follows."""
 
     activation: Activation
     keeps: bool
-    hands_over = True
     refusal = ""
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
         return (self.activation.value(x),)
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
         return self.activation(x), self.keep(x)
 
-    def keep(self, x: Tensor) -> Kept:
-        return (x,) if self.keeps else ()
-
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
         return (self.activation.differentiate(dy, kept[0]),)
 
-    def produced(self, x: Tensor) -> Any:
-        """The output as a matrix that the cast makes on the way, or None where it cannot."""
+    def fused_producer(self, x: Tensor) -> "FusedProducer | None":
         return self.activation.produced(x)
 
 
@@ -48,13 +47,13 @@ class ScaledActivationStage(Stage):
     arity = (1,)
     refusal = ""
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
         return (_scaled(self.activation.value(x), operands[0]),)
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return _scaled(self.activation(x), operands[0]), (x, operands[0]) if self.keeps else ()
+    def forward(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Kept]:
+        return _scaled(self.activation(x), scales), (x, scales) if self.keeps else ()
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
         x, scales = kept
         of_scales = None
         if needs[1]:
@@ -77,9 +76,9 @@ class ActivationOp(Op, nn.Module):
         self._build()
 
     def _build(self) -> None:
-        made = activation(self.kind, self.params)
-        self.gated = made.gated
-        self._by_keeps = {keeps: self.stage_type(made, keeps) for keeps in (False, True)}
+        function = activation(self.kind, self.params)
+        self.gated = function.gated
+        self._by_keeps = {keeps: self.stage_type(function, keeps) for keeps in (False, True)}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_by_keeps"}
@@ -88,8 +87,8 @@ class ActivationOp(Op, nn.Module):
         super().__setstate__(state)
         self._build()
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        device, dtype, width, rows, tracked, _, index = signal
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        device, dtype, width, rows, tracked, _, index = info
         if self.gated and width is not None:
             if width % 2:
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")
@@ -119,22 +118,22 @@ class ScaledActivationOp(ActivationOp):
             )
         super().__init__(kind, params)
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return super().link(signal._replace(requires_grad=torch.is_grad_enabled()), is_first_microbatch)
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        return super().link(info._replace(requires_grad=torch.is_grad_enabled()), is_first_microbatch)
 
-    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         (scales,) = extra
-        if not isinstance(scales, Tensor) or not scales.is_floating_point() or scales.device.type != signal.device:
-            raise UserError(f"{self.kind} takes a floating tensor of scales on {signal.device}; got {_words(scales)}")
-        if signal.rows not in (None, scales.numel()):
-            raise UserError(f"{self.kind} takes a scale for each of {signal.rows} rows; got {_words(scales)}")
+        if not isinstance(scales, Tensor) or not scales.is_floating_point() or scales.device.type != info.device:
+            raise UserError(f"{self.kind} takes a floating tensor of scales on {info.device}; got {_words(scales)}")
+        if info.rows not in (None, scales.numel()):
+            raise UserError(f"{self.kind} takes a scale for each of {info.rows} rows; got {_words(scales)}")
         return extra
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         return extra
 
 
-def _words(x: Any) -> str:
+def _words(x: object) -> str:
     return f"{tuple(x.shape)} in {x.dtype} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__
 
 

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import TensorInfo
-from duotone.pipeline.stage import Kept, Stage
+from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Collective = Callable[[Tensor, str], Tensor]
 
@@ -27,25 +30,25 @@ class CollectiveStage(Stage):
     """One collective forward, its adjoint backward."""
 
     group: str
-    there: Collective
-    back: Collective
+    collective: Collective
+    adjoint: Collective
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        return self.there(x, self.group), ()
+    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+        return self.collective(x, self.group), ()
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
-        return (self.back(dy, self.group),)
+    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+        return (self.adjoint(dy, self.group),)
 
 
 class _Collective(BasicOp):
     pair: ClassVar[tuple[Collective, Collective]]
 
-    def __init__(self, process_group: Any) -> None:
+    def __init__(self, process_group: "ProcessGroup") -> None:
         super().__init__()
         self.stage = CollectiveStage(process_group.group_name, *self.pair)
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return self.stage, signal._replace(rows=None, held=None)
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        return self.stage, info._replace(rows=None, held=None)
 
 
 class AllGather(_Collective):

@@ -2,55 +2,58 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from duotone.dispatch.norms import NORMS, widened
+from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKernel, widened
 from duotone.errors import UserError
+from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Kept, Stage
+from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
 from duotone.planned.initialisation import materialise
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
+
+
+Parameters = tuple[Tensor | None, Tensor | None]
+"""gamma and beta."""
 
 
 @dataclass(frozen=True, eq=False)
-class NormStage(Stage):
+class NormStage(ProducerStage):
     """x (*lead, K), gamma (K,) or None, beta (K,) or None -> (*lead, K) in x's dtype.
 
     `zero_centered` means that gamma stands for 1 + gamma, which is then taken in fp32. `keeps` says whether a backward
     follows.
     """
 
-    kernel: Any
+    kernel: LayerNormKernel | RMSNormKernel | L2Kernel
     eps: float
     zero_centered: bool
     keeps: bool
     arity = (2,)
-    hands_over = True
     refusal = ""
     reads = (True, True, False)
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
         return (self.kernel.replay(*self._inputs(x, *operands), self.eps).to(x.dtype),)
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        gamma, beta = operands
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Kept]:
         if not self.zero_centered:
             y, *saved = self.kernel.forward(x, gamma, beta, self.eps)
             return y, self.keep(x, gamma, beta, *saved)
         y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
         return y.to(x.dtype), self.keep(x, gamma, beta, *saved)
 
-    def keep(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor) -> Kept:
-        """`saved` is what the kernel's forward gave besides y."""
-        return (x, gamma, beta, *saved) if self.keeps else ()
-
-    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor) -> Any:
-        """The output as a matrix that the cast makes on the way, or None where it cannot; `saved` as of `keep`."""
+    def fused_producer(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor
+    ) -> "FusedProducer | None":
         return None if self.zero_centered else self.kernel.produced(x, gamma, beta, self.eps, *saved)
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
         x, gamma, beta, *saved = kept
         if not self.zero_centered:
             return self.kernel.backward(dy, x, gamma, beta, saved, needs)
@@ -62,14 +65,14 @@ class NormStage(Stage):
             None if dbeta is None or not needs[2] else dbeta.to(beta.dtype),
         )
 
-    def backward_of_produced(self, dy: Any, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    def backward_of_produced(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
         """As `backward`, by kernels where they take it."""
         if self.zero_centered:
             return self.backward(dy, kept, needs)
         x, gamma, beta, *saved = kept
         return self.kernel.backward_of_produced(dy, x, gamma, beta, saved, needs)
 
-    def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Any, Any]:
+    def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, *Parameters]:
         if not self.zero_centered or gamma is None:
             return x, gamma, beta
         return widened(x), 1 + widened(gamma), None if beta is None else widened(beta)
@@ -85,11 +88,11 @@ class NormOp(Op):
         self.kind, self.eps, self.zero_centered = kind, eps, zero_centered
         self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
 
-    def parameters(self) -> tuple[Tensor | None, Tensor | None]:
+    def parameters(self) -> Parameters:
         own = self.owner._parameters  # past nn.Module's slow look-up
         return own.get(self.names[0]), own.get(self.names[1])
 
-    def make_parameters(self, width: int, dtype: torch.dtype | None, device: Any) -> None:
+    def make_parameters(self, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         """Register gamma, and beta for LayerNorm, on the owner, with their neutral values."""
         if self.kind == "L2Normalization":
             return
@@ -106,18 +109,18 @@ class NormOp(Op):
         if beta is not None:
             nn.init.zeros_(beta)
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         gamma, beta = self.parameters()
-        if gamma is not None and signal.width not in (None, gamma.shape[0]):
-            raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {signal.width}): reshape the input")
-        keeps = signal.requires_grad
+        if gamma is not None and info.width not in (None, gamma.shape[0]):
+            raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {info.width}): reshape the input")
+        keeps = info.requires_grad
         if not keeps and torch.is_grad_enabled():
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
-        return self.stages[keeps], TensorInfo(*signal[:4], keeps, index=signal.index)
+        return self.stages[keeps], TensorInfo(*info[:4], keeps, index=info.index)
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         gamma, beta = self.parameters()
-        dtype = signal.dtype
+        dtype = info.dtype
         if gamma is None or gamma.dtype is dtype or self.zero_centered:
             return gamma, beta
         return gamma.to(dtype), None if beta is None else beta.to(dtype)
@@ -151,11 +154,11 @@ class Norm(Op, nn.Module):
         materialise(self)
         self._norm.reset()
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return self._norm.link(signal, is_first_microbatch)
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        return self._norm.link(info, is_first_microbatch)
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
-        return self._norm.operands(stage, signal, extra)
+    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
+        return self._norm.operands(stage, info, extra)
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape[0]}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

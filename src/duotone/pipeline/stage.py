@@ -1,6 +1,6 @@
 """A stage: one step of a layer as a forward and a backward over tensors, without parameters or state of its own.
 
-Modules and fusible ops are tuples of stages; `ops/pipeline.py` runs them in one autograd function.
+Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them in one autograd function.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,12 @@ from torch import Tensor
 
 Kept = tuple[Any, ...]
 """What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace."""
+
+Needs = tuple[bool, ...]
+"""Which gradients autograd asks for: of the input first, then of the operands."""
+
+Gradients = tuple[Tensor | None, ...]
+"""Of the input, then of the operands."""
 
 
 class Stage:

@@ -77,6 +77,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
     for name, module in model.named_modules():
         if isinstance(module, DelayedState):
             found[name] = Place(module, {}, "")
-        for state in STATES if isinstance(module, Planned) else ():
-            found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, module.saved_states, state))
+        elif isinstance(module, Planned):
+            for state in STATES:
+                found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, module.saved_states, state))
     return found

@@ -85,7 +85,9 @@ def set_aside(module: "Planned", state_dict: dict[str, Any], prefix: str) -> dic
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
     """How to encode a weight with the scales that a state has already, recording nothing."""
     state = module._modules.get(FORWARD_STATE)
-    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context if state is not None else LOCAL
+    if not isinstance(state, DelayedState):
+        return LOCAL
+    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context
 
 
 def _largest(made: Quantizer) -> list[float]:

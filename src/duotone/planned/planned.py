@@ -14,9 +14,8 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, held, signal_of
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.pipeline.stage import Stage
 from duotone.planned import delayed_states
-from duotone.planned.planner import Planner
+from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.quantized_parameters import drop_empty_extra_state, moved
 from duotone.planned.sharded_parameters import ShardedParameters
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -140,11 +139,11 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """The name of what multiplies in this module where `gemm` is one of the plan's."""
         return gemm.rule.name
 
-    def make_stage(self, linears: list[LinearStage]) -> Stage:
+    def make_stage(self, linears: list[LinearStage]) -> PlannedStage:
         """One stage out of the stages of this module's linears."""
         return linears[0]
 
-    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
+    def make_variant(self, stage: PlannedStage, first: bool | None, overwrites: bool) -> PlannedStage:
         """The stage with this module's caches and sinks."""
         assert isinstance(stage, LinearStage)
         return self.plans.options.stage(stage, 0, first, overwrites)

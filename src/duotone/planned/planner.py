@@ -10,11 +10,11 @@ import torch
 
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
+from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe, build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import main_grad
 from duotone.pipeline.op import KEEPS, CallRegion, TensorInfo
-from duotone.pipeline.stage import Stage
 from duotone.planned import delayed_states
 from duotone.planned.quantized_parameters import demand, follow
 from duotone.planned.weight_options import WeightOptions
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from duotone.planned.planned import Planned
 
 StageKey = tuple[object, ...]
+PlannedStage = LinearStage | GroupedStage
 
 
 class Planner:
@@ -43,7 +44,7 @@ class Planner:
         self.options = WeightOptions(self._module)
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
-        self.number: str | None = None
+        self.number = ""
         self.forget()
 
     def forget(self) -> None:
@@ -51,15 +52,15 @@ class Planner:
         self.number = traced_stages.register(self, self.number)
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
-        self.variants: dict[tuple[Stage, bool | None, bool], Stage] = {}
+        self.variants: dict[tuple[PlannedStage, bool | None, bool], PlannedStage] = {}
         """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
         self.region = CallRegion()
         self.forget_stages()
 
     def forget_stages(self) -> None:
         """Build stages anew at the next eager call, from the same answers."""
-        self.stages: dict[StageKey, Stage] = {}
-        self.last: tuple[StageKey, Stage] | None = None
+        self.stages: dict[StageKey, PlannedStage] = {}
+        self.last: tuple[StageKey, PlannedStage] | None = None
 
     @property
     def module(self) -> "Planned":
@@ -99,7 +100,7 @@ class Planner:
             self.answers[recipe.key] = ask_recipe(request)
         return build_plan(request, self.answers[recipe.key])
 
-    def stage(self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None) -> Stage:
+    def stage(self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None) -> PlannedStage:
         """The stage of a call, built once for each recipe, dtype, device and pattern of gradients.
 
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
@@ -160,7 +161,7 @@ class Planner:
 
     def resolve(
         self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE, recorded: Recipe | None = None
-    ) -> Stage:
+    ) -> PlannedStage:
         """The stage of a call, with the states that delayed scaling needs.
 
         `recorded` is the recipe whose delayed scales the call calibrates.
@@ -199,7 +200,7 @@ class Planner:
         weight = self.module.weights[0]
         self.bind(recipe, Call(str(weight.device), weight.dtype, grads=(False, False)))
 
-    def variant(self, stage: Stage, first: bool | None) -> Stage:
+    def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler.is_compiling():  # an export that does not ask Dynamo, which leaves such calls alone

@@ -29,13 +29,12 @@ class Planner(Protocol):
 _PLANNERS: Numbered[Planner] = Numbered()
 
 
-def register(planner: Planner, old: str | None = None) -> str:
+def register(planner: Planner, old: str = "") -> str:
     """A new number for a planner; graphs that were traced under its old one are traced again.
 
     What traces of a number read goes with the number, and with the planner.
     """
-    if old is not None:
-        _forget(old)
+    _forget(old)
     number = _PLANNERS.add(planner)
     weakref.finalize(planner, _forget, number).atexit = False
     return number

@@ -1,0 +1,135 @@
+"""Quantize: an op that gives the ops around it quantized tensors."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.errors import RecipeError
+from duotone.formats import IDENTITY
+from duotone.linear.backward_operand import BACKWARD_OPERANDS
+from duotone.ops.basic import BasicOp
+from duotone.pipeline.op import CallRegion, TensorInfo
+from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
+from duotone.recipes.roles import ANYWHERE, QuantizerRole
+from duotone.state import seeds
+from duotone.state.amax_mode import mode_now
+from duotone.state.autocast_context import HIGH_PRECISION, active_region
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+_NUMBERS = itertools.count(1)
+INPUT, GRAD_OUTPUT = QuantizerRole("linear", "input"), QuantizerRole("linear", "grad_output")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeStage(Stage):
+    """x, seed int64 (1,) or None -> x quantized. A quantizer that is None leaves x, or its gradient, as it is."""
+
+    forward_to: Quantizer | None
+    backward_to: Quantizer | None
+    columnwise: bool
+    propagate: bool = True
+    arity = (1,)
+
+    @property
+    def draws(self) -> tuple[bool, bool]:
+        """Whether forward and backward round stochastically."""
+        forward, backward = (to is not None and to.is_stochastic for to in (self.forward_to, self.backward_to))
+        return forward, backward
+
+    @property
+    def refusal(self) -> str:  # type: ignore[override]
+        return "" if self.forward_to is self.backward_to is None else "it quantizes"
+
+    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def forward(self, x: Tensor, seed: Tensor | None) -> tuple[Tensor, Kept]:
+        if self.forward_to is not None:
+            x = self.forward_to.make(x, Usage(True, self.columnwise), self._context(seed))
+        return x, ((seed,),)
+
+    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+        if self.backward_to is not None:
+            ((seed,),) = kept
+            dy = self.backward_to.make(dy, ctx=self._context(None if seed is None else seed + int(self.draws[0])))
+        return dy, None
+
+    def _context(self, seed: Tensor | None) -> QuantizeContext:
+        return QuantizeContext(seed=seed, propagate=self.propagate)
+
+
+class Quantize(BasicOp):
+    """Quantizes its input, its gradient or both for the consumer whose roles are given; the identity without a recipe.
+
+    `recipe` applies where no autocast encloses the call. Under a backward override gradients stay as they are. Raises
+    RecipeError if the recipe gives a delayed format, whose scale belongs to the module that consumes the tensor.
+    """
+
+    def __init__(
+        self,
+        forward: bool = True,
+        backward: bool = False,
+        *,
+        role: QuantizerRole = INPUT,
+        grad_role: QuantizerRole = GRAD_OUTPUT,
+        recipe: RecipeLike = HIGH_PRECISION,
+    ) -> None:
+        super().__init__()
+        self.roles = (role if forward else None, grad_role if backward else None)
+        self.recipe = as_recipe("Quantize", recipe)
+        if backward:
+            seed = seeds.initial_seed(f"Quantize_{next(_NUMBERS)}")
+            self.register_buffer(seeds.BUFFER, seed, persistent=False)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stages: dict[tuple[str, bool], QuantizeStage] = {}
+        self._region = CallRegion()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_stages", "_region")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        region = active_region() if torch.compiler.is_compiling() else self._region.now(mode_now())
+        recipe = self.recipe if region is None else region.recipe
+        if recipe.evaluation is not None and not self.training:
+            recipe = recipe.evaluation
+        key = (recipe.key, info.requires_grad)
+        stage = self._stages.get(key)
+        if stage is None:
+            forward, backward = (None if role is None else _quantizer(recipe, role) for role in self.roles)
+            if not BACKWARD_OPERANDS[recipe.backward_override].quantizes_gradient:
+                backward = None
+            stage = QuantizeStage(forward, backward, info.requires_grad, recipe.propagate_nonfinite)
+            drop_dead(self._stages)
+            self._stages[key] = stage
+        return stage, info if stage.forward_to is None else info._replace(held=stage.forward_to)
+
+    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor | None]:
+        assert isinstance(stage, QuantizeStage)
+        count, buffer = sum(stage.draws), self._buffers.get(seeds.BUFFER)
+        return (seeds.take(buffer, count) if count and buffer is not None else None,)
+
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
+        """The slot that it quantizes for a consumer: "output" of forward, "grad_input" of backward."""
+        slot, role = ("output", self.roles[0]) if mode == "forward" else ("grad_input", self.roles[1])
+        return {} if role is None else {slot: role}
+
+
+def _quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:
+    """What the recipe gives the role; None for high precision."""
+    quantizer = recipe.quantizer(role, ANYWHERE)
+    if any(quantizer.delayed):
+        raise RecipeError(f"ops.Quantize has no delayed scale for {role}; give that role a format without a history")
+    return None if quantizer.rowwise == quantizer.columnwise == IDENTITY else quantizer
