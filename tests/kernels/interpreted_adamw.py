@@ -20,8 +20,7 @@ from triton.runtime import interpreter
 from duotone import formats
 from duotone.kernels.launch import Launch
 from duotone.optim import write
-from duotone.optim.rates import Rates
-from duotone.optim.update import State, update
+from duotone.optim.update import Rates, State, update
 from duotone.tensor import Planes, QuantizedTensor, Quantizer, Usage
 from duotone.tensor.context import QuantizeContext, Slot
 
@@ -124,7 +123,7 @@ def main() -> int:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     Launch.__call__ = launched  # type: ignore[method-assign]
-    write.can_read_once = lambda row, col, dtype: True
+    write.can_read_once = lambda row, col, dtype, where: True
     made = wrong = 0
     for what, got, want in itertools.chain(masters(), planes()):
         made += 1

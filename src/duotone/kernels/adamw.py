@@ -31,7 +31,7 @@ UNFUSED = {"enable_fp_fusion": False}
 
 @triton.jit
 def updated(g, m, v, p, rates):
-    """Moments and master after a step; `rates` are those of `duotone.optim.rates`."""
+    """Moments and master after a step; `rates` are those of `duotone.optim.update`."""
     sign, decay, first, beta2, second, step_size, correction, eps = rates
     g = g * sign
     m = m + (g - m) * first

@@ -11,27 +11,26 @@ from torch.optim.optimizer import Optimizer
 
 from duotone.optim.checks import check_group, check_saved, check_step, refuse_capture, refuse_distributed
 from duotone.optim.master import Mark, initial_master, needs_master, values_of
-from duotone.optim.rates import Rates
-from duotone.optim.update import State
+from duotone.optim.update import Group, Rates, Saved, State
 from duotone.optim.write import write
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = frozenset((*MOMENTS, "master"))
-"""What is kept in fp32 beside a parameter that has a master."""
+"""What is fp32 for a parameter that has a master."""
 
 
 class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), as `torch.optim.AdamW`.
 
-    Plain parameters are updated by torch's own functions. Quantized ones, and with `master_weights` those in bf16 and
-    fp16, have moments and a master in fp32: the step updates the master, and the parameter becomes what
-    `parameter.copy_(master)` makes of it: the master rounded to the parameter's dtype or, where the parameter is
-    quantized, its fp32 values encoded to every plane that is held, by the parameter's quantizer. Parameters and their
-    buffers stay the same objects.
+    - Plain parameters are updated by torch's functions.
+    - Quantized parameters, and with `master_weights` those in bf16 and fp16, have moments and a master in fp32. The
+      step updates the master. The parameter becomes `parameter.copy_(master)`: rounded to its dtype or, if it is
+      quantized, encoded to each of its planes by its quantizer.
+    - Parameters and their buffers stay the same objects.
+    - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
+    - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
 
-    `params` are tensors, named ones or groups, `lr`, `betas`, `eps` and `weight_decay` as torch's. The state of a
-    parameter is `step`, `exp_avg`, `exp_avg_sq` and, where it has one, `master`, all of the parameter's shape. Raises
-    UserError where a hyperparameter is out of range, or a parameter that needs a master is a DTensor.
+    UserError if a hyperparameter is out of range, or if a parameter that needs a master is a DTensor.
     """
 
     def __init__(
@@ -49,8 +48,8 @@ class AdamW(Optimizer):
         self._marks: dict[Tensor, Mark] = {}
         super().__init__(params, defaults | {"master_weights": master_weights})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; UserError, and nothing is added, where the group cannot be updated."""
+    def add_param_group(self, param_group: Group) -> None:
+        """Like torch's. UserError, and nothing is added, if the group cannot be updated."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -84,7 +83,7 @@ class AdamW(Optimizer):
                 self._update_mastered(group, parameter)
         return loss
 
-    def _update_plain(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+    def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
         states = [self._state_of(p, p) for p in parameters]
         beta1, beta2 = group["betas"]
         adamw(
@@ -101,63 +100,63 @@ class AdamW(Optimizer):
             **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
         )
 
-    def _update_mastered(self, group: dict[str, Any], parameter: Tensor) -> None:
-        held = self.state[parameter]
+    def _update_mastered(self, group: Group, parameter: Tensor) -> None:
+        state = self.state[parameter]
         mark = self._marks.get(parameter)
-        if "master" not in held:
-            held["master"] = initial_master(parameter)
-        elif mark is not None and mark.was_written_since(parameter):  # a checkpoint of the model, say
-            held["master"].copy_(values_of(parameter))
-        held = self._state_of(parameter, held["master"])
+        if "master" not in state:
+            state["master"] = initial_master(parameter)
+        elif mark is not None and mark.was_written_since(parameter):  # by a checkpoint of the model, for example
+            state["master"].copy_(values_of(parameter))
+        self._state_of(parameter, state["master"])
         for name in FP32:  # moments may be from before the parameter had a master, or from torch
-            held[name] = held[name].to(torch.float32).contiguous()
-        held["step"] += 1
+            state[name] = state[name].to(torch.float32).contiguous()
+        state["step"] += 1
         assert parameter.grad is not None
-        rates = Rates.of(group, held["step"].item())
-        write(parameter, State(parameter.grad, held["exp_avg"], held["exp_avg_sq"], held["master"]), rates)
+        rates = Rates.of(group, state["step"].item())
+        write(parameter, State(parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["master"]), rates)
         self._marks[parameter] = Mark.of(parameter)
 
-    def _state_of(self, parameter: Tensor, like: Tensor) -> dict[str, Any]:
+    def _state_of(self, parameter: Tensor, like: Tensor) -> Saved:
         state = self.state[parameter]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, which makes the numbers of a step
+            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, which computes the numbers of a step
             state.update({name: torch.zeros_like(like, memory_format=torch.preserve_format) for name in MOMENTS})
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but fp32 stays fp32 beside a master: a resumed run has the bits of one that went on.
+        """Like torch's, but the state beside a master stays fp32, so that a resumed run has the same bits.
 
-        A checkpoint of `torch.optim.AdamW` will do: masters that it lacks start from the parameters. Raises UserError,
-        before anything changes, where a shape is another parameter's or a hyperparameter is out of range.
+        A checkpoint of `torch.optim.AdamW` works too: a master that it lacks starts from the parameter. UserError,
+        before anything changes, if a shape does not match or a hyperparameter is out of range.
         """
-        given: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
 
         def check(_: Optimizer, changed: dict[str, Any]) -> None:
             for group in changed["param_groups"]:
                 check_group({**self.defaults, **group})
             for _group, parameter, saved in self._saved(changed):
                 check_saved(parameter, saved)
-            given.update(changed)
+            loaded.update(changed)
 
         hook = self.register_load_state_dict_pre_hook(check)  # runs after the user's, which may change everything
         try:
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        for group, parameter, saved in self._saved(given):
-            held = self.state[parameter]
+        for group, parameter, saved in self._saved(loaded):
+            state = self.state[parameter]
             has_master = "master" in saved or needs_master(parameter, group)
             for name in FP32.intersection(saved):
-                dtype = torch.float32 if has_master else held[name].dtype
-                held[name] = saved[name].to(parameter.device, dtype, copy=True)
-            held["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+                dtype = torch.float32 if has_master else state[name].dtype
+                state[name] = saved[name].to(parameter.device, dtype, copy=True)
+            state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
 
-    def _saved(self, given: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor, dict[str, Any]]]:
-        """Each group of its own, each parameter and what a state dict has of it."""
-        for group, saved in zip(self.param_groups, given["param_groups"], strict=False):
+    def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Group, Tensor, Saved]]:
+        """Each parameter that a state dict has, with its group here and its state there."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for parameter, number in zip(group["params"], saved["params"], strict=False):
-                if number in given["state"]:
-                    yield group, parameter, given["state"][number]
+                if number in state_dict["state"]:
+                    yield group, parameter, state_dict["state"][number]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

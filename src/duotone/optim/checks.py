@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.master import needs_master
+from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
 
 AT_LEAST_ZERO = ("lr", "eps", "weight_decay")
 
 
-def check_group(group: dict[str, Any]) -> None:
-    """UserError where a hyperparameter is out of range or AMSGrad is asked for."""
+def check_group(group: Group) -> None:
+    """UserError if a hyperparameter is out of range or the group asks for AMSGrad."""
     for name in AT_LEAST_ZERO:
         value = group[name]
         if not _is_number(value) or not value >= 0:
@@ -28,16 +28,16 @@ def check_group(group: dict[str, Any]) -> None:
         raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_meta and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def refuse_distributed(parameter: Tensor, group: dict[str, Any]) -> None:
-    """UserError where a parameter that needs a master is a DTensor."""
-    local: Any = parameter
-    if hasattr(local, "to_local") and needs_master(local.to_local(), group):  # needs no import of DTensor
+def refuse_distributed(parameter: Tensor, group: Group) -> None:
+    """UserError if a parameter that needs a master is a DTensor."""
+    to_local = getattr(parameter, "to_local", None)  # needs no import of DTensor
+    if to_local is not None and needs_master(to_local(), group):
         raise UserError(
             f"a DTensor of shape {tuple(parameter.shape)} would need a master, which AdamW keeps for whole tensors "
             "alone; shard plain parameters, without master_weights"
@@ -67,17 +67,16 @@ def check_step(parameter: Tensor) -> None:
         )
 
 
-def check_saved(parameter: Tensor, saved: dict[str, Any]) -> None:
-    """UserError where a state dict does not hold the state of this parameter."""
+def check_saved(parameter: Tensor, saved: Saved) -> None:
+    """UserError if a state dict does not have the state of this parameter."""
     missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in saved]
     if missing:
         raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")
     step = saved["step"]
     if not _is_number(step) or not 0 <= step < float("inf"):
         raise UserError(f"a saved step is {step!r}; it must be a finite number that is at least 0")
-    for name in ("exp_avg", "exp_avg_sq", "master"):
-        value = saved.get(name, parameter)
-        if value is parameter:
+    for name, value in saved.items():
+        if name not in ("exp_avg", "exp_avg_sq", "master"):
             continue
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"

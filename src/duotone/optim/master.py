@@ -1,25 +1,26 @@
 """Master weights: which parameters have one, and what it starts from."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from duotone.optim.update import Group
 from duotone.tensor import QuantizedTensor
 
 
-def needs_master(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether a parameter is held quantized or, where the group asks for masters, in fewer bits than fp32."""
+def needs_master(parameter: Tensor, group: Group) -> bool:
+    """Whether a parameter is quantized or, if the group asks for masters, has fewer bits than fp32."""
     if isinstance(parameter, QuantizedTensor):
         return True
     return group["master_weights"] and parameter.is_floating_point() and parameter.dtype.itemsize < 4
 
 
 def initial_master(parameter: Tensor) -> Tensor:
-    """fp32, contiguous, memory of its own: what the parameter was made of, where it preserved that, else its values.
+    """A new contiguous fp32 tensor: the preserved values from which the parameter was encoded, else its values.
 
-    A preserved value counts while nothing has been written since, a checkpoint say; the master takes its place.
+    Preserved values count until the first write, such as a checkpoint. They are removed: the master replaces them.
     """
     values = None
     if isinstance(parameter, QuantizedTensor):
@@ -30,13 +31,12 @@ def initial_master(parameter: Tensor) -> Tensor:
 
 
 def values_of(parameter: Tensor) -> Tensor:
-    """What a parameter holds, without a gradient; fp32 where it is quantized."""
+    """The values of a parameter, without a gradient; in fp32 if it is quantized."""
     return parameter.values(torch.float32) if isinstance(parameter, QuantizedTensor) else parameter.detach()
 
 
 class Mark(NamedTuple):
-    """What a step left: the memory that it wrote, and the version of that. The reference frees nothing and keeps the
-    address from being used again."""
+    """The memory that a step wrote, and its version. The weak reference prevents that the address is used again."""
 
     memory: StorageWeakRef
     version: int
@@ -50,7 +50,6 @@ class Mark(NamedTuple):
         return Mark(StorageWeakRef(codes.untyped_storage()), parameter._version)
 
     def was_written_since(self, parameter: Tensor) -> bool:
-        """Whether somebody else wrote this memory; a parameter that was converted or moved has another, and keeps its
-        master."""
+        """Whether other code wrote this memory. False for a parameter that was converted or moved to other memory."""
         now = Mark.of(parameter)
         return now.version != self.version and now.memory == self.memory

@@ -10,12 +10,49 @@ Regularization", 2019, algorithm 2), in this order, every operation rounded to f
 So the CPU and CUDA give the same bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from duotone.optim.rates import Rates
+Group = dict[str, Any]
+"""A parameter group of torch: "params" and hyperparameters by name."""
+Saved = dict[str, Any]
+"""The state of one parameter: "step", "exp_avg", "exp_avg_sq" and, if it has one, "master"."""
+
+
+class Rates(NamedTuple):
+    """What one step multiplies by: Python floats, computed on the host, each rounded to fp32 where it is used."""
+
+    sign: float
+    """-1 where the objective is maximized."""
+    decay: float
+    """1 - lr weight_decay."""
+    first: float
+    """1 - beta1."""
+    beta2: float
+    second: float
+    """1 - beta2."""
+    step_size: float
+    """lr / (1 - beta1^t)."""
+    correction: float
+    """1 / sqrt(1 - beta2^t)."""
+    eps: float
+
+    @staticmethod
+    def of(group: Group, step: float) -> "Rates":
+        """The numbers of a parameter group at step t = 1, 2, ..."""
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        return Rates(
+            sign=-1.0 if group["maximize"] else 1.0,
+            decay=1 - lr * group["weight_decay"],
+            first=1 - beta1,
+            beta2=beta2,
+            second=1 - beta2,
+            step_size=lr / (1 - beta1**step),
+            correction=(1 - beta2**step) ** -0.5,
+            eps=float(group["eps"]),
+        )
 
 
 class State(NamedTuple):

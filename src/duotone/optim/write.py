@@ -1,15 +1,17 @@
 """One step of AdamW on a master, and the write of its parameter: by kernels on CUDA, else in plain torch."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import can_read_once, has_kernels
 from duotone.dispatch.target import target
-from duotone.optim.rates import Rates
-from duotone.optim.update import State, update
+from duotone.optim.update import Rates, State, update
 from duotone.tensor import Plane, QuantizedTensor, Quantizer
+
+if TYPE_CHECKING:
+    from duotone.kernels.adamw import Target
 
 
 def write(parameter: Tensor, state: State, rates: Rates) -> None:
@@ -22,8 +24,7 @@ def write(parameter: Tensor, state: State, rates: Rates) -> None:
 
 
 def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> None:
-    """Planes under one given scale are written by the step itself, and so is a contiguous plain parameter; others from
-    the master."""
+    """The step writes planes under one delayed scale, and contiguous plain parameters; others are copied afterwards."""
     from duotone.kernels import adamw
 
     target = _target(parameter, state.master) if isinstance(parameter, QuantizedTensor) else None
@@ -38,10 +39,10 @@ def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> None:
         parameter.copy_(state.master)
 
 
-def _target(parameter: QuantizedTensor, master: Tensor) -> Any:
-    """The `kernels.adamw.Target` for all planes that are held, or None where they are not one cast under one scale.
+def _target(parameter: QuantizedTensor, master: Tensor) -> "Target | None":
+    """Where a kernel writes all planes of the parameter. None unless they are one cast under one delayed scale.
 
-    Asking for the scale says that this write records its amax.
+    Asking the slot for its scale also makes this write record its amax.
     """
     row, col = parameter.planes
     plane = row or col
@@ -64,13 +65,13 @@ def _is_one_cast(parameter: QuantizedTensor) -> bool:
     """Whether both planes hold the codes of one cast, which a kernel makes."""
     row, col = (plane and plane.format for plane in parameter.planes)
     quantizer = parameter.quantizer
-    is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
-    is_plain = is_plain and row in (None, quantizer.rowwise) and col in (None, quantizer.columnwise)
-    return (
-        is_plain
-        and (row is None or col is None or row == col)
-        and can_read_once(row, col, torch.float32, target(parameter.device))
-    )
+    if type(quantizer) is not Quantizer or quantizer.columnwise_source != "original":
+        return False
+    if row not in (None, quantizer.rowwise) or col not in (None, quantizer.columnwise):
+        return False
+    if row is not None and col is not None and row != col:
+        return False
+    return can_read_once(row, col, torch.float32, target(parameter.device))
 
 
 def _buffers(plane: Plane | None) -> tuple[Tensor | None, Tensor | None]:
