@@ -1,7 +1,11 @@
-"""The public surface: what each package offers, and that names lead where they say."""
+"""The public surface: what each package offers, and that names lead where they say.
+
+`surface.txt` holds all public names and signatures. To renew it after a change: python tests/test_surface.py
+"""
 
 import dataclasses
 import importlib
+import inspect
 import pickle
 import pkgutil
 from pathlib import Path
@@ -16,10 +20,57 @@ ROOT = Path(duotone.__file__).parent
 PACKAGES = sorted(".".join(("duotone", *path.parent.relative_to(ROOT).parts)) for path in ROOT.rglob("__init__.py"))
 
 
+PUBLIC = ("duotone", *(f"duotone.{name}" for name in ("formats", "recipes", "ops", "optim", "observe")))
+SNAPSHOT = Path(__file__).parent / "surface.txt"
+SIMPLE = (bool, int, float, str, tuple, type(None))
+
+
+def surface() -> str:
+    """Every public name with its signature, one a line."""
+    lines = []
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        lines += [f"[{name}]", *(described(public, getattr(module, public)) for public in sorted(module.__all__)), ""]
+    return "\n".join(lines)
+
+
+def described(name: str, value: object) -> str:
+    if isinstance(value, type) or inspect.isroutine(value):
+        return f"{'class' if isinstance(value, type) else 'def'} {name}{signature(value)}"
+    return f"{name}: {'module' if isinstance(value, ModuleType) else type(value).__name__}"
+
+
+def signature(function: Any) -> str:
+    """Names, kinds and simple defaults of the arguments."""
+    try:
+        arguments = inspect.signature(function).parameters.values()
+    except ValueError:
+        return "(...)"
+    plain = [a.replace(annotation=a.empty, default=default(a)) for a in arguments]
+    return str(inspect.Signature(plain))
+
+
+def default(argument: inspect.Parameter) -> object:
+    value = argument.default
+    return value if value is argument.empty or isinstance(value, SIMPLE) else Other()
+
+
+class Other:
+    """A default that is no plain value."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
 def package(name: str) -> ModuleType:
     if name == "duotone.kernels":
         pytest.importorskip("triton")
     return importlib.import_module(name)
+
+
+def test_the_public_surface_is_the_one_on_record() -> None:
+    """To renew the record after a change that is meant: python tests/test_surface.py"""
+    assert surface().splitlines() == SNAPSHOT.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -99,3 +150,7 @@ def test_an_error_that_was_pickled_under_its_old_name() -> None:
     content = pickle.dumps(duotone.MissingPlaneError("no plane"), protocol=0)
     error = pickle.loads(content.replace(b"MissingPlaneError", b"UsageError"))
     assert isinstance(error, duotone.MissingPlaneError)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(surface())

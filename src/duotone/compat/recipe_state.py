@@ -36,6 +36,9 @@ class RecipeState:
         self.values = [self._value(i) for i in range(len(self.roles))]
         self.delayed: DelayedState | None = self._shared_state(device)
 
+    def __repr__(self) -> str:
+        return f"RecipeState({self.recipe.name}, mode={self.mode!r}, num_quantizers={len(self.values)})"
+
     @classmethod
     def create(
         cls,

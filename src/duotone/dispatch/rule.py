@@ -119,6 +119,9 @@ class GemmRule:
     native: bool = True
     note: str = ""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
     def reject(self, problem: GemmProblem) -> str:
         """Why the rule cannot run the problem, or ""."""
         raise NotImplementedError

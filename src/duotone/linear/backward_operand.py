@@ -3,6 +3,7 @@
 The three answers are the values of `backward_override`; execution only calls `keep` and `restore`.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ class BackwardOperand(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class KeepColumnwise:
     """The columnwise plane that the recipe names."""
 
@@ -92,6 +94,7 @@ class UseSupplied(KeepColumnwise):
         return x
 
 
+@dataclass(frozen=True, eq=False)
 class KeepOriginal:
     """The original tensor, in high precision."""
 
@@ -110,6 +113,7 @@ class KeepOriginal:
         return Plane.of(plane.dequantize(dtype).t())
 
 
+@dataclass(frozen=True, eq=False)
 class DequantizeRowwise:
     """The very plane that fprop multiplied, decoded in backward."""
 

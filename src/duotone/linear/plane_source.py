@@ -3,6 +3,7 @@
 Chosen when the plan is built; execution only calls `planes`.
 """
 
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
@@ -24,6 +25,7 @@ class PlaneSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
 class EncodeNow:
     """A plain tensor: the quantizer encodes it."""
 
@@ -33,6 +35,7 @@ class EncodeNow:
         return quantizer.encode(x, usage, ctx)
 
 
+@dataclass(frozen=True, eq=False)
 class HighPrecision:
     """A plain tensor that stays in high precision: what the quantizer would give, at the least cost to the host."""
 
@@ -43,6 +46,7 @@ class HighPrecision:
         return Planes(row, Plane.of(x.t()) if usage.columnwise else None)
 
 
+@dataclass(frozen=True, eq=False)
 class UseHeld:
     """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
 
@@ -58,6 +62,7 @@ class UseHeld:
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
+@dataclass(frozen=True, eq=False)
 class DequantizeHeld:
     """A quantized tensor in a plan that keeps it in high precision: the planes of its values."""
 

@@ -37,11 +37,14 @@ class Entry:
     """Where the plane's delayed scale comes from, unless the other plane says so."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Tap:
     """Running statistics for each (module, tensor, direction). `rows` may be called at any time."""
 
     _entries: dict[Key, Entry] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Tap({len(self._entries)} rows)"
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""

@@ -1,5 +1,6 @@
 """A recipe: a frozen value that gives the quantizer for the role of a tensor."""
 
+import inspect
 import weakref
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -32,6 +33,12 @@ class RecipeClass(type):
             options = with_new_names(options)
             _check_arguments(cls, args, options)
         return type.__call__(cls, *args, **options)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """For `help` and editors: the constructor's own arguments."""
+        _, *parameters = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature(parameters)
 
 
 @dataclass(frozen=True, kw_only=True)

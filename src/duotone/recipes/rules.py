@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from duotone import formats
-from duotone.errors import RecipeError
+from duotone.errors import RecipeError, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, check_number, check_text, check_title
 from duotone.recipes.patterns import expression, glob
@@ -65,6 +65,9 @@ class Rule:
 
     why: ClassVar[str] = "kept in high precision by a rule"
     """What plans say of a product of which the rule keeps both operands in high precision."""
+
+    def __repr__(self) -> str:
+        return shown_fields(self)
 
     def __post_init__(self) -> None:
         self._check_conditions()

@@ -118,7 +118,11 @@ class RegionManager(Generic[R]):
     """A context manager that opens a region of `stack`, one at a time. No exit brings back a copy of the stack."""
 
     stack: Stack[R]
+    _options: tuple[Any, ...]
     _region: R | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self._options}"
 
     def new_region(self) -> R:
         raise NotImplementedError

@@ -12,6 +12,9 @@ from duotone.comm import ShardContext
 class Slot:
     """One place of delayed scaling: its scale, and where the amax goes."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def fixed(self) -> "Slot":
         """The slot with the scale that it has now, for a second encoding of what was just encoded; records nothing."""
         return self
