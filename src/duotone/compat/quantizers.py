@@ -16,9 +16,9 @@ from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.paired import paired
 from duotone.tensor.plane import Usage
+from duotone.tensor.plane_tensor import matrix_shape
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.writes import matrix_shape
 
 ELSEWHERE = {
     "fp4_dtype": "NVFP4 has one element, E2M1: leave it out",

@@ -16,7 +16,7 @@ from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Usage
-from duotone.tensor.quantized import INIT_VALUE
+from duotone.tensor.plane_tensor import INIT_VALUE
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned

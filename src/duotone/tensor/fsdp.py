@@ -1,13 +1,13 @@
 """FSDP2's two hooks, generic over what each format declares of its buffers.
 
-Each plane travels in its wire form, a columnwise plane that is a view of the rowwise one not at all. Scales that span
-the sharded rows are not gathered: every shard has agreed on them when it was written, for which it knows its group from
-the moment it is sharded on (`tell_shards`).
+Each plane travels in its wire form; a columnwise plane that is a view of the rowwise one does not travel. Scales that
+span the sharded rows are not gathered: all shards agree on them at each write. For this a shard knows its group from
+the moment it is sharded (`tell_shards`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,25 +15,24 @@ from torch import Tensor
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import wire
-from duotone.tensor.context import QuantizeContext
+from duotone.tensor.context import LOCAL
 from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.plane_tensor import PlaneTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 ROW_DIM, COLUMN_DIM = 0, 1
 """The dimension of each plane that holds the rows of the tensor, which FSDP shards."""
 
 
-class ShardHooks:
+class ShardHooks(PlaneTensor):
     """Mixed into QuantizedTensor."""
 
-    planes: Planes
-    context: QuantizeContext
-    dtype: torch.dtype
-    shape: torch.Size
-
     def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        """The buffers to gather, the sharded dimension first; later writes of this shard agree with the others."""
+        self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: object
+    ) -> tuple[tuple[Tensor, ...], "tuple[ShardHooks, int]"]:
+        """The buffers to gather, the sharded dimension first. Later writes of this shard agree with the others."""
         del outer_size, outer_stride, module, mp_policy
         if self.context.shard is None:
             self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
@@ -46,31 +45,36 @@ class ShardHooks:
         return tuple(sent), (self, mesh.size())
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """The whole tensor over the gathered buffers; with `out`, refresh what the gather itself did not."""
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: "tuple[ShardHooks, int]",
+        param_dtype: torch.dtype,
+        *,
+        out: PlaneTensor | None = None,
+    ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
+        """The whole tensor over the gathered buffers. With `out`, refresh what the gather did not write there."""
         shard, count = metadata
-        made = _gathered(shard, outputs, count, param_dtype)
+        planes = _gathered(shard, outputs, count, param_dtype)
         if out is None:
             rows = shard.shape[0] * count
-            whole = shard.with_planes(made, torch.Size((rows, *shard.shape[1:])), dtype=param_dtype)
-            whole.context = QuantizeContext()
+            whole = shard.with_planes(planes, torch.Size((rows, *shard.shape[1:])), dtype=param_dtype)
+            whole.context = LOCAL
             return whole, outputs
-        for mine, fresh in zip(out.planes, made, strict=True):
+        for mine, fresh in zip(out.planes, planes, strict=True):
             if mine is not None and fresh is not None:
                 _refresh(mine, fresh)
         return None
 
 
 def tell_shards(parameters: Iterable[Tensor | None]) -> None:
-    """Quantized shards among these parameters agree with the other shards on whatever is written from now on.
+    """Let quantized shards among these parameters agree with the other shards on all later writes.
 
-    FSDP hands a shard its mesh only when it gathers, so a module tells its own shards as soon as they are there.
-    Raises MissingPlaneError where ranks would gather pieces of different sizes.
+    FSDP gives a shard its mesh only at a gather, so a module tells its shards as soon as it has them. Raises
+    MissingPlaneError if ranks would gather pieces of different sizes.
     """
     for parameter in parameters:
-        holder: Any = parameter
-        shard = getattr(holder, "_local_tensor", None)  # of a DTensor; `to_local` may give another view
+        holder: Any = parameter  # a DTensor, if it is sharded
+        shard = getattr(holder, "_local_tensor", None)  # `to_local` may return another view
         if not isinstance(shard, ShardHooks) or shard.context.shard is not None:
             continue
         mesh, rows = holder.device_mesh, holder.shape[0]
@@ -84,32 +88,20 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
         shard.context = replace(shard.context, shard=ShardContext(mesh.get_group(dims[0]).group_name))
 
 
-def _gathered(shard: Any, outputs: tuple[Tensor, ...], count: int, dtype: torch.dtype) -> Planes:
+def _gathered(shard: PlaneTensor, outputs: Sequence[Tensor], count: int, dtype: torch.dtype) -> Planes:
     row, col = shard.planes
-    for plane in (row, col):
-        if (
-            plane is not None
-            and any(s.dtype is None for s in plane.format.parts(1, 1).values())
-            and dtype != shard.dtype
-        ):
-            raise UserError(
-                f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
-            )
-    aliased, at = shard.planes.aliased, 0
-    whole_row = whole_col = None
-    if row is not None:
-        at = _travelling(row, ROW_DIM)
-        whole_row = wire.from_wire(row, ROW_DIM, outputs[:at], count)
-    if col is not None:
-        if aliased and whole_row is not None:
-            whole_col = whole_row.transposed()
-        else:
-            whole_col = wire.from_wire(col, COLUMN_DIM, outputs[at:], count)
-    return Planes(whole_row, whole_col)
-
-
-def _travelling(plane: Plane, dim: int) -> int:
-    return sum(spec.entries[dim] is not None for spec in plane.format.parts(*plane.shape).values())
+    keeps_dtype = any(spec.dtype is None for p in (row, col) if p for spec in p.format.parts(1, 1).values())
+    if keeps_dtype and dtype != shard.dtype:
+        raise UserError(
+            f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
+        )
+    if row is None:
+        return Planes(None, col and wire.from_wire(col, COLUMN_DIM, outputs, count))
+    sent = len(wire.sharded(row, ROW_DIM))
+    whole = wire.from_wire(row, ROW_DIM, outputs[:sent], count)
+    if shard.planes.aliased:
+        return Planes(whole, whole.transposed())
+    return Planes(whole, col and wire.from_wire(col, COLUMN_DIM, outputs[sent:], count))
 
 
 def _refresh(mine: Plane, fresh: Plane) -> None:

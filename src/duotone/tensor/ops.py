@@ -5,22 +5,25 @@ docs/tensors.md lists what gives a plain tensor instead.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from duotone.errors import MissingPlaneError
 from duotone.formats.checks import require_dense
 from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.plane_tensor import HIGH_PRECISION_DTYPES, matrix_shape, plain, unshared, values_as
 from duotone.tensor.quantized import OPS, QuantizedTensor
-from duotone.tensor.writes import HIGH_PRECISION_DTYPES, matrix_shape, plain, same_formats, unshared, values_as
 
 aten = torch.ops.aten
+F = TypeVar("F", bound=Callable[..., object])
 
 
-def _op(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def add(implementation: Callable[..., Any]) -> Callable[..., Any]:
+def _op(*functions: OpOverload) -> Callable[[F], F]:
+    def add(implementation: F) -> F:
         for function in functions:
             OPS[function] = implementation
         return implementation
@@ -34,7 +37,7 @@ def _detach(t: QuantizedTensor) -> QuantizedTensor:
 
 
 @_op(aten.clone.default)
-def _clone(t: QuantizedTensor, memory_format: Any = None) -> QuantizedTensor:
+def _clone(t: QuantizedTensor, memory_format: object = None) -> QuantizedTensor:
     return t.with_memory(t.planes.map(torch.clone))
 
 
@@ -73,10 +76,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if values.dtype not in HIGH_PRECISION_DTYPES:
             values = values.to(torch.float32)
         return target.quantize_(values.expand(target.shape) if _expands(values.shape, target.shape) else values)
-    given = _with_usages_of(source, target)
-    if not same_formats(target, given) or given.matrix_shape != target.matrix_shape:
+    alike = _with_usages_of(source, target)
+    if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
-    for mine, theirs in zip(target.planes, given.planes, strict=True):
+    for mine, theirs in zip(target.planes, alike.planes, strict=True):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return target
@@ -96,20 +99,19 @@ def _expands(shape: torch.Size, to: torch.Size) -> bool:
 
 
 def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> QuantizedTensor:
-    """The source with just the planes of the target, derived where that is lossless.
+    """The source with just the planes of the target, derived without loss; the source itself if one cannot be.
 
-    Where two formats are held and one is missing, nothing may be made up: MissingPlaneError before any write.
+    Raises MissingPlaneError, before any write, if the target holds two formats and the source lacks one of them.
     """
-    wanted = target.get_usages()
-    given = source.with_planes(source.planes)
+    alike = source.with_planes(source.planes)
     try:
-        given.update_usage(**wanted)
+        alike.update_usage(**target.get_usages())
     except MissingPlaneError:
-        row, col = target.planes
-        if row is not None and col is not None and row.format != col.format:
+        row, col = target.formats
+        if row is not None and col is not None and row != col:
             raise
         return source
-    return given
+    return alike
 
 
 @_op(aten.slice.Tensor)
@@ -154,7 +156,7 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
     if all(piece is not None for piece in pieces):
         return pieces
     if dim == 0 and t.dim() > 1:
-        held = " and ".join(p.format.name for p in t.planes if p is not None)
+        held = " and ".join(fmt.name for fmt in t.formats if fmt is not None)
         raise MissingPlaneError(
             f"pieces of {list(sizes)} rows cut the blocks of {held}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
@@ -170,7 +172,7 @@ def _row_step(t: QuantizedTensor) -> int:
 
 
 def _narrow(t: QuantizedTensor, dim: int, start: int, stop: int) -> QuantizedTensor | None:
-    """A view of a range along the first or the last dimension, or None where it cuts a block."""
+    """A view of a range along the first or the last dimension, None if it cuts a block."""
     if matrix_shape(t.shape) != t.matrix_shape or dim not in (0, t.dim() - 1):
         return None
     rows = dim == 0 and t.dim() > 1
@@ -204,57 +206,54 @@ def _as_strided(
     return aten.as_strided.default(unshared(t), size, stride, storage_offset)
 
 
-def _like(t: QuantizedTensor, size: Sequence[int], make: Callable[..., Tensor], **kwargs: Any) -> Tensor:
-    """A tensor of the planes that `t` holds, of another size, over buffers that `make` gives."""
-    dtype = kwargs.get("dtype") or t.dtype
-    device = kwargs.get("device") or t.device
-    pin = kwargs.get("pin_memory") or False
+def _like(
+    t: QuantizedTensor,
+    size: Sequence[int],
+    *,
+    make: Callable[..., Tensor],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **layout: object,
+) -> Tensor:
+    """A tensor of another size with the planes that `t` holds, over buffers from `make`. The layout is ignored."""
+    dtype, device = dtype or t.dtype, torch.device(device or t.device)
+    new = partial(make, device=device, pin_memory=pin_memory or False)
     if dtype not in HIGH_PRECISION_DTYPES:
-        return make(tuple(size), dtype=dtype, device=device, pin_memory=pin)
+        return new(tuple(size), dtype=dtype)
     if t.planes == (None, None):
         raise MissingPlaneError(f"{t!r} holds no plane, so nothing like it can be made; make it with its quantizer")
     shape = torch.Size(size)
     rows, cols = t.matrix_shape if shape == t.shape else matrix_shape(shape)
-
-    def new(extents: tuple[int, ...], part_dtype: torch.dtype) -> Tensor:
-        return make(extents, dtype=part_dtype, device=device, pin_memory=pin)
-
-    row, col = t.planes
-    made_row = row and Plane.empty(row.format, (rows, cols), new, dtype)
-    if made_row is not None and t.planes.aliased:
-        made_col = made_row.transposed()
+    row, col = t.formats
+    row_plane = row and Plane.empty(row, (rows, cols), new, dtype)
+    if row_plane is not None and t.planes.aliased:
+        col_plane = row_plane.transposed()
     else:
-        made_col = col and Plane.empty(col.format, (cols, rows), new, dtype, "col")
-    return t.with_memory(Planes(made_row, made_col), shape, dtype=dtype, device=torch.device(device))
+        col_plane = col and Plane.empty(col, (cols, rows), new, dtype, "col")
+    return t.with_memory(Planes(row_plane, col_plane), shape, dtype=dtype, device=device)
 
 
-@_op(aten.new_zeros.default)
-def _new_zeros(t: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
-    return _like(t, size, torch.zeros, **kwargs)
-
-
-@_op(aten.new_empty.default)
-def _new_empty(t: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
-    return _like(t, size, torch.empty, **kwargs)
+OPS[aten.new_zeros.default] = partial(_like, make=torch.zeros)
+OPS[aten.new_empty.default] = partial(_like, make=torch.empty)
 
 
 @_op(aten.empty_like.default)
-def _empty_like(t: QuantizedTensor, **kwargs: Any) -> Tensor:
-    return _like(t, t.shape, torch.empty, **kwargs)
+def _empty_like(t: QuantizedTensor, **options: Any) -> Tensor:
+    return _like(t, t.shape, make=torch.empty, **options)
 
 
 @_op(aten.is_pinned.default)
-def _is_pinned(t: QuantizedTensor, device: Any = None) -> bool:
-    return any(part.is_pinned() for plane in t.planes if plane is not None for part in plane.parts.values())
+def _is_pinned(t: QuantizedTensor, device: object = None) -> bool:
+    return any(part.is_pinned() for part in t.parts)
 
 
 @_op(aten._pin_memory.default)
-def _pin_memory(t: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+def _pin_memory(t: QuantizedTensor, device: object = None) -> QuantizedTensor:
     return t.with_memory(t.planes.map(lambda part: part.pin_memory()))
 
 
 @_op(aten.record_stream.default)
-def _record_stream(t: QuantizedTensor, stream: Any) -> None:
-    for plane in t.planes:
-        for part in plane.parts.values() if plane is not None else ():
-            part.record_stream(stream)
+def _record_stream(t: QuantizedTensor, stream: torch.Stream) -> None:
+    for part in t.parts:
+        part.record_stream(stream)

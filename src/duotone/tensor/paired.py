@@ -1,4 +1,4 @@
-"""PairedQuantizer: two quantizers, each for one direction, where two formats do not say all that they do."""
+"""PairedQuantizer: two quantizers, one for each direction, for those that are more than a format."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ PLAIN = Quantizer()
 
 @dataclass(frozen=True)
 class PairedQuantizer(Quantizer):
-    """The rowwise plane is that of `of_row`, the columnwise one that of `of_col`, which may encode as they like."""
+    """The rowwise plane comes from `of_row`, the columnwise one from `of_col`. Either may override `encode`."""
 
     of_row: Quantizer = PLAIN
     of_col: Quantizer = PLAIN
@@ -33,7 +33,7 @@ class PairedQuantizer(Quantizer):
 
 
 def paired(row: Quantizer, col: Quantizer, source: str) -> Quantizer:
-    """The quantizer that makes rowwise planes as `row` does and columnwise ones as `col` does."""
+    """The quantizer with the rowwise planes of `row` and the columnwise planes of `col`."""
     fields = row.rowwise, col.columnwise, source, row.history or col.history
     if type(row) is type(col) is Quantizer and col.columnwise_source == "original":
         return Quantizer(*fields)

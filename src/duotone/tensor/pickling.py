@@ -11,9 +11,9 @@ from duotone import formats
 from duotone.errors import UserError
 from duotone.tensor.history import History
 from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.plane_tensor import HIGH_PRECISION_DTYPES
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.writes import HIGH_PRECISION_DTYPES
 
 VERSION = 1
 DERIVED = "derived"

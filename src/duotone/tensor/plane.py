@@ -58,18 +58,18 @@ class Plane:
     def empty(
         fmt: Format,
         shape: tuple[int, int],
-        new: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        new: Callable[..., Tensor],
         dtype: torch.dtype,
         plane: str = "row",
     ) -> "Plane":
-        """A plane whose buffers `new(shape, dtype)` makes, in the memory order that encode gives.
+        """A plane over buffers from `new(shape, dtype=dtype)`, in the memory order of `encode`.
 
         A delayed scale is 1, because a write without a slot keeps it.
         """
         parts = {}
         for name, spec in fmt.parts(*shape).items():
             turned = plane == "col" and len(spec.shape) == 2
-            part = new(spec.shape[::-1] if turned else spec.shape, spec.dtype or dtype)
+            part = new(spec.shape[::-1] if turned else spec.shape, dtype=spec.dtype or dtype)
             parts[name] = part.t() if turned else part
         if fmt.is_delayed:
             parts["scale"].fill_(1)
@@ -139,6 +139,10 @@ class Planes(NamedTuple):
 
     rowwise: Plane | None
     columnwise: Plane | None
+
+    @property
+    def formats(self) -> tuple[Format | None, Format | None]:
+        return self.rowwise and self.rowwise.format, self.columnwise and self.columnwise.format
 
     @property
     def aliased(self) -> bool:

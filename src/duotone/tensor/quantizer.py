@@ -1,8 +1,8 @@
 """A quantizer: a frozen pair of formats, one for each direction in which a GEMM reads the tensor."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,20 +12,23 @@ from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
+from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.writes import check_source, matrix_shape, plain
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
 
 SOURCES = ("original", "rowwise_dequantized")
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`rowwise` encodes x, `columnwise` its transpose; None means that the direction is never made.
+    """`rowwise` encodes x, `columnwise` its transpose. A direction that is None is never made.
 
-    `columnwise_source` is what the columnwise plane encodes: the original, or the dequantized rowwise plane, so that
-    backward differentiates the function that forward computed. `history` holds the parameters of those directions
-    whose format is delayed. Subclasses may override `encode`; defining one lets `torch.load(weights_only=True)` read
-    tensors that carry it.
+    `columnwise_source` is what the columnwise plane encodes: "original", or "rowwise_dequantized", with which backward
+    differentiates the function that forward computed. `history` holds the parameters of delayed directions.
+
+    Subclasses may override `encode`. Defining a subclass lets `torch.load(weights_only=True)` read its tensors.
     """
 
     rowwise: Format | None = IDENTITY
@@ -52,9 +55,9 @@ class Quantizer:
 
     @property
     def delayed(self) -> tuple[bool, bool]:
-        """Whether the rowwise and the columnwise plane take their scale from a slot of their own.
+        """Whether the rowwise and the columnwise plane each have a slot for a delayed scale.
 
-        Planes of one delayed format are one encoding, and share the rowwise slot.
+        Two planes of one delayed format are one encoding and share the rowwise slot.
         """
         row = self.rowwise is not None and self.rowwise.is_delayed
         col = self.columnwise is not None and self.columnwise.is_delayed
@@ -68,9 +71,9 @@ class Quantizer:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether `encode` gives one tensor the same bits again, with the seed and the scales of the first time.
+        """Whether `encode` repeats its bits for the same tensor, seed and scales.
 
-        A subclass with an `encode` of its own says so with `is_repeatable = True`.
+        A subclass that overrides `encode` sets `is_repeatable = True` if it does.
         """
         return type(self).encode is Quantizer.encode
 
@@ -83,35 +86,29 @@ class Quantizer:
         )
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
-        """Planes of a 2-D tensor; only those that `usage` names are kept.
+        """The planes of a 2-D tensor (M, K) that `usage` names.
 
-        The columnwise plane is derived from the rowwise one where that is lossless and both share a format.
+        The columnwise plane is derived from the rowwise one if that is lossless and both share a format.
         """
-        if x.is_cuda and self.columnwise_source == "original":
-            made = encode_once(
-                self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None, x, ctx
-            )
-            if made is not None:
-                return made
-        wants_row = usage.rowwise and self.rowwise is not None
-        wants_col = usage.columnwise and self.columnwise is not None
-        follows = wants_col and self.columnwise_source != "original" and self.rowwise is not None
-        row = None
-        if wants_row or follows:
-            assert self.rowwise is not None
+        row_format = self.rowwise if usage.rowwise else None
+        col_format = self.columnwise if usage.columnwise else None
+        if self.columnwise_source != "original" and self.rowwise is not None and col_format is not None:
             row = Plane.encode(self.rowwise, x, ctx)
-        col = None
-        if wants_col:
-            source = row.dequantize(ctx.nominal or x.dtype) if follows and row is not None else x
-            col = self._columnwise(source, None if follows else row, ctx)
-        return Planes(row if wants_row else None, col)
+            col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx)
+            return Planes(row if usage.rowwise else None, col)
+        if x.is_cuda:
+            planes = encode_once(row_format, col_format, x, ctx)
+            if planes is not None:
+                return planes
+        row = None if row_format is None else Plane.encode(row_format, x, ctx)
+        return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx))
 
-    def encode_produced(self, made: Any, usage: Usage, ctx: QuantizeContext) -> Planes | None:
-        """Planes of a matrix that kernels make on the way, or None where it has to be there first."""
+    def encode_produced(self, producer: "FusedProducer", usage: Usage, ctx: QuantizeContext) -> Planes | None:
+        """Like `encode`, but the cast kernel also computes the matrix. None if no kernel does; then materialize it."""
         if type(self) is not Quantizer or self.columnwise_source != "original":
             return None
         wanted = self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None
-        return encode_once(*wanted, made.x, ctx, made)
+        return encode_once(*wanted, producer.x, ctx, producer)
 
     def quantize(
         self,
@@ -124,7 +121,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """(*lead, K) -> a quantized tensor of the same nominal shape and dtype, or `out`, rewritten in place.
 
-        Gradients pass through unchanged. Raises UserError where the dtype is none that formats encode.
+        Gradients pass through unchanged. Raises UserError for a dtype that formats do not encode.
         """
         if out is not None:
             if not isinstance(out, QuantizedTensor):
@@ -171,49 +168,34 @@ class Quantizer:
         """A tensor of the buffers that `quantize` would make, uninitialised."""
         rows, cols = matrix_shape(torch.Size(shape))
         device = torch.get_default_device() if device is None else torch.device(device)
-
-        def new(extents: tuple[int, ...], part: torch.dtype) -> Tensor:
-            return torch.empty(extents, dtype=part, device=device, pin_memory=pin_memory)
-
+        new = partial(torch.empty, device=device, pin_memory=pin_memory)
         row_format = self.rowwise if usage.rowwise else None
         col_format = self.columnwise if usage.columnwise else None
-        row = None if row_format is None else Plane.empty(row_format, (rows, cols), new, dtype)
-        col = self._empty_columnwise(row, col_format, (rows, cols), new, dtype)
-        made = QuantizedTensor(Planes(row, col), self, torch.Size(shape), dtype, device=device)
-        made.requires_grad_(requires_grad)
-        return made
+        row = row_format and Plane.empty(row_format, (rows, cols), new, dtype)
+        if col_format is not None and col_format.is_derivable:
+            source = row if row_format == col_format else None
+            col = (source or Plane.empty(col_format, (rows, cols), new, dtype)).transposed()
+        else:
+            col = col_format and Plane.empty(col_format, (cols, rows), new, dtype, "col")
+        empty = QuantizedTensor(Planes(row, col), self, torch.Size(shape), dtype, device=device)
+        empty.requires_grad_(requires_grad)
+        return empty
 
-    def _empty_columnwise(
-        self,
-        row: Plane | None,
-        fmt: Format | None,
-        shape: tuple[int, int],
-        new: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        dtype: torch.dtype,
-    ) -> Plane | None:
-        if fmt is None:
-            return None
-        if fmt.is_derivable:
-            source = row if row is not None and row.format == fmt else Plane.empty(fmt, shape, new, dtype)
-            return source.transposed()
-        return Plane.empty(fmt, (shape[1], shape[0]), new, dtype, "col")
 
-    def _columnwise(self, x: Tensor, row: Plane | None, ctx: QuantizeContext) -> Plane:
-        assert self.columnwise is not None
-        if not self.columnwise.is_derivable:
-            return Plane.encode(self.columnwise, x.t(), ctx, plane="col")
-        own = ctx.slots[1] if self.columnwise.is_delayed else None
-        if row is None or row.format != self.columnwise or own is not None:
-            if own is not None:
-                ctx = replace(ctx, slots=(own, None))
-            row = Plane.encode(self.columnwise, x, ctx)
-        col = row.transposed()
-        assert col is not None
-        return col
+def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext) -> Plane:
+    """The plane of x transposed, derived from the rowwise one if both have a derivable format and one slot."""
+    if not fmt.is_derivable:
+        return Plane.encode(fmt, x.t(), ctx, plane="col")
+    slot = ctx.slots[1] if fmt.is_delayed else None
+    if row is None or row.format != fmt or slot is not None:
+        row = Plane.encode(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)))
+    col = row.transposed()
+    assert col is not None
+    return col
 
 
 class Quantize(torch.autograd.Function):
-    """A tensor to its quantized form; the gradient passes unchanged."""
+    """A tensor to its quantized form. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, usage: Usage, context: QuantizeContext) -> QuantizedTensor:

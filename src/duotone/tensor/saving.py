@@ -93,7 +93,6 @@ def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Te
 
 def clear(t: QuantizedTensor) -> None:
     """Give the memory of every buffer back at once, also where others hold a reference; the shape stays."""
-    for plane in t.planes:
-        for part in plane.parts.values() if plane is not None else ():
-            part.data = part.new_empty(0)
+    for part in t.parts:
+        part.data = part.new_empty(0)
     t._rowwise = t._columnwise = None

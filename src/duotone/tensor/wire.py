@@ -1,7 +1,7 @@
 """Wire form: the parts of a plane as contiguous uint8 or fp32 tensors with the sharded logical dimension first.
 
-What a gather concatenates, for tensor parallelism and FSDP alike. Parts that cover the whole sharded dimension do not
-travel: every shard holds the same one.
+This is what a gather concatenates, for tensor parallelism and FSDP alike. Parts that cover the whole sharded dimension
+do not travel: every shard holds the same one.
 """
 
 from collections.abc import Sequence
@@ -23,27 +23,22 @@ def require_whole_blocks(plane: Plane, dim: int) -> None:
         )
 
 
+def sharded(plane: Plane, dim: int) -> list[str]:
+    """The names of the parts that shard along `dim`, in the order of the format."""
+    return [name for name, spec in plane.format.parts(*plane.shape).items() if spec.entries[dim] is not None]
+
+
 def to_wire(plane: Plane, dim: int) -> list[Tensor]:
-    """The parts that shard along `dim`, in the order of the format's specs."""
+    """The parts that shard along `dim`."""
     require_whole_blocks(plane, dim)
-    wire = []
-    for name, spec in plane.format.parts(*plane.shape).items():
-        if spec.entries[dim] is not None:
-            part = plane.parts[name]
-            wire.append((part.t() if dim == 1 else part).contiguous())
-    return wire
+    parts = [plane.parts[name] for name in sharded(plane, dim)]
+    return [(part.t() if dim == 1 else part).contiguous() for part in parts]
 
 
 def from_wire(shard: Plane, dim: int, wire: Sequence[Tensor], count: int) -> Plane:
-    """The plane of `count` shards from its gathered parts; parts that do not travel are those of `shard`."""
-    gathered = iter(wire)
-    parts = {}
-    for name, spec in shard.format.parts(*shard.shape).items():
-        if spec.entries[dim] is None:
-            parts[name] = shard.parts[name]
-            continue
-        part = next(gathered)
-        parts[name] = part.t() if dim == 1 else part
+    """The plane of `count` shards from its gathered parts. Parts that do not travel are those of `shard`."""
+    gathered = zip(sharded(shard, dim), wire, strict=True)
+    parts = {**shard.parts, **{name: part.t() if dim == 1 else part for name, part in gathered}}
     rows, cols = shard.shape
     return Plane(shard.format, parts, (rows * count, cols) if dim == 0 else (rows, cols * count))
 

@@ -1,0 +1,215 @@
+"""PlaneTensor: a logical tensor held as up to two planes, and everything that reads it.
+
+It pretends to be a high-precision tensor of its nominal dtype and shape. Reading never needs the quantizer.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from duotone.errors import MissingPlaneError, UserError
+from duotone.formats import Format
+from duotone.formats.checks import require_dense
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import Plane, Planes, same_memory
+
+if TYPE_CHECKING:
+    from duotone.tensor.quantizer import Quantizer
+
+T = TypeVar("T")
+HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INIT_VALUE = "_high_precision_init_val"
+SIDES = ("rowwise", "columnwise")
+
+
+class PlaneTensor(Tensor):
+    """Shape (*lead, K), held as a rowwise plane (M, K) and a columnwise plane (K, M), either of them absent.
+
+    The shape may be any view of (M, K). `quantizer` and `context` describe the next write: a shard has its group there,
+    delayed scaling its slots. The context is never pickled. `is_piece`: the planes view a part of another tensor's.
+    """
+
+    _rowwise: Plane | None
+    _columnwise: Plane | None
+    quantizer: "Quantizer"
+    context: QuantizeContext
+    is_piece: bool
+
+    def __new__(
+        cls,
+        planes: Planes,
+        quantizer: "Quantizer",
+        shape: torch.Size,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | None = None,
+        requires_grad: bool = False,
+    ) -> Self:
+        plane = planes.rowwise or planes.columnwise
+        device = plane.parts["codes"].device if plane is not None else device
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        self._rowwise, self._columnwise = planes
+        self.quantizer = quantizer
+        self.context = LOCAL
+        self.is_piece = False
+        return self
+
+    @property
+    def planes(self) -> Planes:
+        return Planes(self._rowwise, self._columnwise)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The buffers of both planes, rowwise first."""
+        return [part for plane in self.planes if plane is not None for part in plane.parts.values()]
+
+    @property
+    def formats(self) -> tuple[Format | None, Format | None]:
+        return self.planes.formats
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """(M, K) of the matrix that the planes hold."""
+        row, col = self._rowwise, self._columnwise
+        if row is not None:
+            return row.shape
+        return (col.shape[1], col.shape[0]) if col is not None else matrix_shape(self.shape)
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which planes are held; not what the quantizer would make."""
+        return {"rowwise": self._rowwise is not None, "columnwise": self._columnwise is not None}
+
+    def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drop (False), keep (None) or demand (True) a plane.
+
+        A missing plane is derived if that loses nothing and gives the format that the quantizer makes there. Raises
+        MissingPlaneError, before anything changes, if a demanded plane cannot be derived. Without planes the tensor is
+        an empty shell that still has its shape.
+        """
+        row, col = self._rowwise, self._columnwise
+        if rowwise and row is None:
+            row = self._derive(col, self.quantizer.rowwise, "rowwise")
+        if columnwise and col is None:
+            col = self._derive(self._rowwise, self.quantizer.columnwise, "columnwise")
+        self._rowwise = None if rowwise is False else row
+        self._columnwise = None if columnwise is False else col
+
+    def _derive(self, other: Plane | None, wanted: Format | None, missing: str) -> Plane:
+        derived = None if other is None or other.format != wanted else other.transposed()
+        if derived is None:
+            held = "nothing" if other is None else f"a plane of {other.format.name}"
+            remedy = "create it with that usage, or call materialize_usage(allow_requantize=True)"
+            raise MissingPlaneError(
+                f"{self!r} has no {missing} plane and none follows from {held} without loss; {remedy}"
+            )
+        return derived
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values in `dtype` (nominal by default), from the more precise plane, on a tie the rowwise one.
+
+        Gradients pass through unchanged.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            return Dequantize.apply(self, dtype or self.dtype)  # type: ignore[no-any-return]
+        return self.values(dtype or self.dtype)
+
+    def values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        """`dequantize` without a gradient. Contiguous, as the tensor claims to be."""
+        row, col = self._rowwise, self._columnwise
+        if row is not None and (col is None or row.format.precision >= col.format.precision):
+            return row.dequantize(dtype).reshape(self.shape).contiguous()
+        if col is not None:
+            return col.dequantize(dtype).t().reshape(self.shape).contiguous()
+        raise MissingPlaneError(f"{self!r} holds no plane, so it has no values; make a new one with its quantizer")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        held = ", ".join(f"{side}={fmt.name}" for side, fmt in zip(SIDES, self.formats, strict=True) if fmt is not None)
+        return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {held or 'no planes'})"
+
+    def with_planes(
+        self,
+        planes: Planes,
+        shape: torch.Size | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
+        """A tensor of the same class, quantizer and context over other planes."""
+        shape = self.shape if shape is None else shape
+        other = type(self)(planes, self.quantizer, shape, dtype or self.dtype, device=device or self.device)
+        other.context, other.is_piece = self.context, self.is_piece
+        return other
+
+    def with_memory(
+        self,
+        planes: Planes,
+        shape: torch.Size | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> Self:
+        """`with_planes` over planes with memory that no other tensor shares."""
+        other = self.with_planes(planes, shape, dtype=dtype, device=device)
+        other.is_piece = False
+        return other
+
+    def share_memory_(self) -> Self:
+        """Move every buffer to memory that other processes can map."""
+        for part in self.parts:
+            part.share_memory_()
+        return self
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """The CPU copy of the values before they were quantized, if `quantized_model_init` preserved it."""
+        return self.__dict__.get(INIT_VALUE)
+
+    def clear_high_precision_init_val(self) -> None:
+        vars(self).pop(INIT_VALUE, None)
+
+
+class Dequantize(torch.autograd.Function):
+    """The values of a quantized tensor. The gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, t: PlaneTensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = t.dtype
+        return t.values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
+
+
+def check_source(x: object) -> None:
+    """UserError unless `x` is a dense tensor in a dtype that formats encode."""
+    if not isinstance(x, Tensor):
+        raise UserError(f"only a tensor can be quantized; got {type(x).__name__}: make it one")
+    require_dense("a quantizer", x)
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise UserError(f"a quantizer takes bf16, fp16 and fp32; got {x.dtype}: cast it first")
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """(*lead, K) -> (M, K)."""
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def plain(value: T) -> T | Tensor:
+    """A quantized tensor's values. Anything else is returned as it is."""
+    return value.values(value.dtype) if isinstance(value, PlaneTensor) else value
+
+
+def values_as(t: PlaneTensor, dtype: torch.dtype) -> Tensor:
+    """A quantized tensor's values in any dtype, rounded once. They may share the memory of a plane."""
+    return t.values(dtype if dtype in HIGH_PRECISION_DTYPES else torch.float32).to(dtype)
+
+
+def unshared(value: T) -> T | Tensor:
+    """`plain`, but never in the memory of one plane of two: writing there would set the planes apart."""
+    values = plain(value)
+    if isinstance(value, PlaneTensor) and None not in value.planes and not value.planes.aliased:
+        assert isinstance(values, Tensor)
+        return values.clone() if any(p and same_memory(values, p.parts["codes"]) for p in value.planes) else values
+    return values
