@@ -4,6 +4,8 @@ from enum import Enum
 
 import torch
 
+from duotone.state.torch_private import graph_task_id, is_forward_grad_enabled
+
 
 class AmaxMode(Enum):
     """What a call does with the amaxes that it meets. The values are what custom ops take and graphs hold."""
@@ -25,7 +27,7 @@ AMAX_MODES = {mode.value: mode for mode in AmaxMode}
 
 def in_backward() -> bool:
     """Whether a backward runs in this thread. Forward code inside of one recomputes."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task_id() != -1
 
 
 def mode_now() -> AmaxMode:
@@ -33,6 +35,6 @@ def mode_now() -> AmaxMode:
     if torch.is_grad_enabled():
         return AmaxMode.RECOMPUTE if in_backward() else AmaxMode.RECORD
     # Inference mode and the forward of an autograd.Function alone switch off gradients of forward mode too.
-    if torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
+    if is_forward_grad_enabled() or torch.is_inference_mode_enabled():
         return AmaxMode.USE
     return AmaxMode.DEFER

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from duotone.state.region import active_recipe as active_recipe
 from duotone.state.region import active_region as active_region
 from duotone.state.stack import RegionManager
 
+P = ParamSpec("P")
+T = TypeVar("T")
 DEFAULT_RECIPE = Float8CurrentScaling()
 HIGH_PRECISION = HighPrecision()
 
@@ -46,7 +48,7 @@ class autocast(RegionManager[AutocastRegion]):
         *,
         calibrating: bool = False,
         recipe: RecipeLike | None = None,
-        amax_reduction_group: Any = None,
+        amax_reduction_group: object = None,
     ) -> None:
         if isinstance(enabled, Recipe | str | Path) and recipe is None:
             enabled, recipe = True, enabled
@@ -66,7 +68,7 @@ class autocast(RegionManager[AutocastRegion]):
         if region.recorded:
             rolling.end_of_region(region, failed=failed)
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
         """The function or coroutine function, with each call inside a region like this one."""
         if not inspect.isroutine(function):
             raise UserError(f"autocast decorates functions; got {type(function).__name__}: decorate its method")
@@ -77,16 +79,16 @@ class autocast(RegionManager[AutocastRegion]):
             )
 
         @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: P.args, **options: P.kwargs) -> T:
             with self._another():
                 return function(*args, **options)
 
         @functools.wraps(function)
-        async def wait(*args: Any, **options: Any) -> Any:
+        async def wait(*args: P.args, **options: P.kwargs) -> object:
             with self._another():
-                return await function(*args, **options)
+                return await function(*args, **options)  # type: ignore[misc]
 
-        return wait if inspect.iscoroutinefunction(function) else call
+        return wait if inspect.iscoroutinefunction(function) else call  # type: ignore[return-value]
 
     def _another(self) -> "autocast":
         another = autocast()
@@ -94,7 +96,7 @@ class autocast(RegionManager[AutocastRegion]):
         return another
 
 
-def _group_name(group: Any) -> str:
+def _group_name(group: object) -> str:
     """The name of a process group, given as such or by its name. UserError if this process has no such group."""
     if group is None:
         return ""

@@ -22,9 +22,9 @@ from duotone.state import frames, history
 from duotone.state.amax_mode import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
 from duotone.state.rolling import pending
+from duotone.state.torch_private import is_faking
 from duotone.tensor.context import Slot
 
-FAKE = torch._C._TorchDispatchModeKey.FAKE
 HAS_CUDA = torch.backends.cuda.is_built()
 
 
@@ -88,7 +88,7 @@ class DelayedSlot(Slot):
 
     def fixed(self) -> Slot:
         """The slot with the scale of now; itself in compiled code and under fake tensors, where the op recomputes."""
-        if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(FAKE) is not None:
+        if torch.compiler.is_compiling() or is_faking():
             return self
         state = self.owner or state_of(self.state)
         recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())

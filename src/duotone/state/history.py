@@ -21,7 +21,7 @@ SKIPPED, CLAMPED = range(2)
 
 
 def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
-    """Roll the history (L, n) and the scales (n,) in place, count `events` int32 (2, n); gives the scales before."""
+    """Roll the history (L, n) and the scales (n,) in place and count `events`, int32 (2, n). Returns the old scales."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
     if simple and scale.is_cuda and runs_kernels(scale.get_device()) and scale.numel() and history.shape[0] <= LONGEST:
         in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
@@ -35,7 +35,7 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(largest: tuple[float, ...], margin: int, device: torch.device) -> Callable[..., Tensor]:
-    """The kernel with fl(MAX 2^-margin) of each slot, fp32 (n,): kept, because making that copies from the host."""
+    """The kernel with fl(MAX 2^-margin) of each slot, fp32 (n,). Cached, because that is a copy from the host."""
     from duotone.kernels.roll import roll as in_one_kernel
 
     with torch.inference_mode(False):
@@ -51,11 +51,12 @@ def _on_device(largest: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
-    """Roll the history (L, n) in place and give the scales (n,) that follow.
+    """Roll the history (L, n) in place and return the scales (n,) that follow.
 
-    A slot whose live amax is 0 met nothing: its history and scale stay. Else the live amax, as `entering` lets it,
-    becomes the newest entry and scale = fl(fl(MAX 2^-margin) / amax), the old scale where amax is not finite, the
-    largest fp32 on overflow. A NaN among the entries does not count.
+    - Live amax 0: the slot met no tensor. Its history and scale stay.
+    - Else the live amax, as `entering` changes it, becomes the newest entry, and scale = fl(fl(MAX 2^-margin) / amax).
+    - The old scale stays if amax is not finite. On overflow the scale is the largest fp32.
+    - A NaN among the entries is ignored.
     """
     entries = entering(history, parameters, events)
     live = entries[-1]
@@ -71,7 +72,7 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
-    """The scales (n,) that follow from amaxes, the old ones where these are not usable."""
+    """The scales (n,) that follow from amaxes; the old ones for amaxes that are not usable."""
     largest_on = _on_device if type(amax) is Tensor else _on_device.__wrapped__  # a fake tensor must not be cached
     fp8_max = largest_on(tuple(largest), amax.device)
     if parameters.scaling_factor_compute_algo is not None:
@@ -81,20 +82,20 @@ def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 
 def is_new(history: Tensor, scale: Tensor) -> Tensor:
-    """Whether slots have met nothing yet: bool (n,). With a length of 1 a scale of 1 alone says so."""
+    """Whether slots have met no tensor yet, bool (n,). With a history of length 1, a scale of 1 means new."""
     return (scale == 1) & (history[-1] == 0) if history.shape[0] > 1 else scale == 1
 
 
 def first(history: Tensor, scale: Tensor, amax: Tensor, largest: list[float], parameters: History) -> Tensor:
-    """The scales (n,) of slots whose first tensors have these amaxes (n,); those that slots have already stay."""
+    """The scales (n,) of slots whose first tensors have these amaxes (n,). Slots that are not new keep their scale."""
     usable = is_new(history, scale) & torch.isfinite(amax) & (amax > 0)
     return torch.where(usable, _scale_of(amax, scale, largest, parameters), scale)
 
 
 def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
-    """The entries (L, n) that count for the next scale, oldest first and the live one last; `events` are counted.
+    """The entries (L, n) that decide the next scale, oldest first, the live one last. Counts `events`.
 
-    The one that drops out now still counts.
+    The entry that drops out in this roll still counts.
     """
     live, rest = history[0].clone(), history[1:]
     if parameters.skip_nonfinite_amax:
@@ -108,7 +109,7 @@ def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
 
 
 def drop_nonfinite(live: Tensor, events: Tensor) -> Tensor:
-    """Live amaxes (n,), 0 where they were not finite, which is counted."""
+    """Live amaxes (n,), with 0 for those that are not finite, which are counted."""
     events[SKIPPED] += ~torch.isfinite(live)
     return finite(live)
 
@@ -122,10 +123,10 @@ def _numbers(entries: Tensor) -> Tensor:
 
 
 def resized(history: Tensor, length: int) -> Tensor:
-    """The history at another length: the live row and the newest entries stay, older ones are dropped or 0."""
-    kept = history[1:][-(length - 1) :] if length > 1 else history[:0]
-    missing = history.new_zeros((length - 1 - kept.shape[0], history.shape[1]))
-    return torch.cat([history[:1], missing, kept])
+    """The history at another length. The live row and the newest entries stay; older ones are dropped or 0."""
+    newest = history[1:][-(length - 1) :] if length > 1 else history[:0]
+    missing = history.new_zeros((length - 1 - newest.shape[0], history.shape[1]))
+    return torch.cat([history[:1], missing, newest])
 
 
 def reduce(histories: list[Tensor], group: str) -> None:

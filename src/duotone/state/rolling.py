@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duotone.comm import require_same
 from duotone.errors import UserError
-from duotone.state import history
+from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import AutocastRegion, outermost_region
 
@@ -51,7 +51,7 @@ class Pending:
         """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
         if self.end is None:
             end = EndOfBackward(self)
-            torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+            torch_private.queue_callback(end)
             self.end = weakref.ref(end)
             self.has_backwards = True
 
@@ -78,12 +78,12 @@ THREADS: list[Pending] = []
 
 def pending() -> Pending:
     """What waits in the calling thread. In a backward: in the thread that started it."""
-    if torch._C._is_key_in_tls(KEY):  # type: ignore[attr-defined]
-        return torch._C._get_obj_in_tls(KEY)  # type: ignore[attr-defined]
-    if torch._C._current_graph_task_id() != -1:
+    if torch_private.has_thread_object(KEY):
+        return torch_private.thread_object(KEY)
+    if torch_private.graph_task_id() != -1:
         return OTHERS
     waiting = Pending()
-    torch._C._stash_obj_in_tls(KEY, waiting)  # type: ignore[attr-defined]
+    torch_private.set_thread_object(KEY, waiting)
     return waiting
 
 

@@ -7,7 +7,6 @@ buffer; the taken value travels to backward.
 
 import hashlib
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +25,21 @@ def initial_seed(name: str) -> Tensor:
 
 
 def take(buffer: Tensor, count: int) -> Tensor:
-    """The current seed; the buffer advances by `count`, in place.
+    """The current seed, int64 (1,). The buffer advances by `count`, in place.
 
-    Inside a backward, where forward code only recomputes, it is the seed of that forward, and the buffer stays.
-    UserError where no checkpoint runs the recompute.
+    Forward code inside a backward recomputes: it gets the seed of its forward, and the buffer stays. Raises UserError
+    if no checkpoint runs the recompute.
     """
     if torch.compiler.is_compiling():
         return torch.ops.duotone.take_seed(buffer, count)
     key = ("seed", id(buffer))
-    seed = _again(key) if in_backward() else torch.ops.duotone.draw_seed(buffer, count)
+    seed = _again(key) if in_backward() else _draw_seed(buffer, count)
     frames.remember(key, seed)
     return seed
 
 
 def upcoming(buffer: Tensor, count: int) -> Tensor:
-    """The seed that the next `take` of so many gives; nothing advances."""
+    """The seed that the next `take` of `count` returns. Nothing advances."""
     if torch.compiler.is_compiling():
         return torch.ops.duotone.upcoming_seed(buffer, count)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
@@ -59,7 +58,6 @@ def _again(key: tuple[str, int], advances: bool = True) -> Tensor:
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _LIBRARY.define("take_seed(Tensor(a!) buffer, int count) -> Tensor")
-_LIBRARY.define("draw_seed(Tensor(a!) buffer, int count) -> Tensor")
 _LIBRARY.define("upcoming_seed(Tensor buffer, int count) -> Tensor")
 
 
@@ -70,7 +68,7 @@ def _draw_seed(buffer: Tensor, count: int) -> Tensor:
 
 
 def _take_seed(buffer: Tensor, count: int) -> Tensor:
-    """For compiled code, whose buffers may be copies: its draws have one order for all modules of a frame."""
+    """For compiled code. Its buffers may be copies, so a frame keeps the draws of all its modules in one order."""
     if in_backward():
         record = frames.recomputed()
         seed = buffer - count if record is None else record.take("compiled")
@@ -91,8 +89,7 @@ def _meta(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-_EAGER = {"take_seed": _take_seed, "draw_seed": _draw_seed, "upcoming_seed": _upcoming_seed}
-for _name, _eager in _EAGER.items():
+for _name, _eager in (("take_seed", _take_seed), ("upcoming_seed", _upcoming_seed)):
     for _key, _kernel in (("CPU", _eager), ("CUDA", _eager), ("Meta", _meta)):
         _LIBRARY.impl(_name, _kernel, _key)
 
@@ -103,7 +100,7 @@ def rng_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Write the seeds of `rng_state` back. Raises UserError, before anything changes, where the names differ."""
+    """Write the seeds of `rng_state` back. Raises UserError, before anything changes, if the names differ."""
     if not isinstance(state, dict):
         raise UserError(f"load_rng_state takes what rng_state gave, a dict of tensors; got {type(state).__name__}")
     buffers = _buffers(model)
@@ -111,32 +108,32 @@ def load_rng_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         odd = sorted(set(buffers) ^ set(state))[0]
         raise UserError(f"seed {odd!r} is on one side only; convert the model as it was when rng_state was taken")
     for name in buffers:
-        given = state[name]
-        if not isinstance(given, Tensor) or given.dtype != torch.int64 or given.shape != (1,):
+        seed = state[name]
+        if not isinstance(seed, Tensor) or seed.dtype != torch.int64 or seed.shape != (1,):
             raise UserError(f"seed {name!r} must be an int64 tensor of one element, as rng_state gives it")
     for name, buffer in buffers.items():
         buffer.copy_(state[name])
     for module in model.modules():
         if module._buffers.get(BUFFER) is not None:
-            module.__dict__[RESTORED] = module._buffers[BUFFER]._version  # type: ignore[union-attr]
+            module.__dict__[RESTORED] = module.get_buffer(BUFFER)._version
 
 
 LOADED, RESTORED = "_loaded_without_seed", "_seed_restored_at"
 
 
-def note_load(module: Any) -> None:
-    """Values came from a checkpoint, which holds no seed; a write to the seed afterwards is seen by its version.
+def note_load(module: nn.Module) -> None:
+    """Note that a module loaded values without a seed. Its version tells whether the seed is written afterwards.
 
-    A seed that was restored before, and drawn from by nobody since, counts as that of the checkpoint.
+    A seed that `load_rng_state` restored before, and that nobody drew from since, belongs to the checkpoint.
     """
-    if module.__dict__.get(RESTORED) == module._buffers[BUFFER]._version:
-        return
-    module.__dict__[LOADED] = module._buffers[BUFFER]._version
+    version = module.get_buffer(BUFFER)._version
+    if module.__dict__.get(RESTORED) != version:
+        module.__dict__[LOADED] = version
 
 
-def warn_of_load(module: Any, count: int) -> None:
-    """Say that a module draws so many whose values were loaded, its seed not. Python shows one text once."""
-    if count and module.__dict__.pop(LOADED, None) == module._buffers[BUFFER]._version:
+def warn_of_load(module: nn.Module, count: int) -> None:
+    """Warn if a module that draws `count` seeds loaded its values without its seed. Python shows the text once."""
+    if count and module.__dict__.pop(LOADED, None) == module.get_buffer(BUFFER)._version:
         warnings.warn(
             "stochastic rounding draws from seeds that no checkpoint restored: a state_dict holds none; to resume a "
             "run with its bits, call duotone.load_rng_state with what duotone.rng_state gave beside the state_dict",

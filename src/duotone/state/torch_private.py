@@ -1,0 +1,42 @@
+"""Private names of torch that this room relies on, checked with 2.11 and 2.13, and what each one tells.
+
+A release that drops one of them breaks here, or in tests/state and tests/modules/test_frames.py.
+"""
+
+from typing import Any
+
+import torch
+
+graph_task_id = torch._C._current_graph_task_id
+"""Which backward runs in this thread, -1 outside of any."""
+
+is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
+"""False in inference mode and in the forward of an autograd.Function, and nowhere else in ordinary code."""
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+top_saved_hooks = _autograd._top_saved_tensors_default_hooks
+pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
+push_saved_hooks = _autograd._push_saved_tensors_default_hooks
+"""The stack of hooks for saved tensors: torch shows only its top, and None under an ignored hook."""
+
+PACK_HOOK = "_checkpoint_hook.__init__.<locals>.pack_hook"
+"""Qualified name of the hook of a non-reentrant checkpoint. Its closure holds the checkpoint as `frame`."""
+
+UNPACK_HOOK, CHECKPOINT_FILE = "unpack_hook", "checkpoint.py"
+"""Where a non-reentrant checkpoint recomputes. Its locals are `frame` and `gid`, the backward that asks."""
+
+ENGINE, COMPILED = "_engine_run_backward", "_functorch"
+"""Where the engine is called, below which nothing recomputes; and compiled graphs, which recompute by themselves."""
+
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+"""Call a function at the end of the outermost backward of this thread."""
+
+has_thread_object = torch._C._is_key_in_tls  # type: ignore[attr-defined]
+thread_object = torch._C._get_obj_in_tls  # type: ignore[attr-defined]
+set_thread_object = torch._C._stash_obj_in_tls  # type: ignore[attr-defined]
+"""An object of a thread that torch hands to the threads of the backwards which this one starts."""
+
+
+def is_faking() -> bool:
+    """Whether tensors are fake: a compiler or an observer only asks for shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
