@@ -1,6 +1,7 @@
 """Numbers as a reader wants them: rounded, with a unit, plain about what is missing or not finite."""
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TypeGuard
@@ -51,6 +52,11 @@ def percent(value: float | None, sign: bool = False) -> str:
         return number(value)
     digits = 3 if 0 < abs(value) < 0.01 else 2
     return number(value, digits, sign) + SPACE + "%"
+
+
+def power(value: float) -> str:
+    """`1e-6` rather than `1e-06`."""
+    return re.sub(r"e([+-])0", r"e\1", f"{value:g}")
 
 
 def share(value: float | None) -> str:

@@ -14,7 +14,20 @@ from duotone.report import charts, numbers, plan_table, planes, verdict
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
-FILTERS = ("broken", "finite", "moment", "number", "percent", "px", "share", "shorten", "significant", "size")
+FILTERS = (
+    "broken",
+    "finite",
+    "listing",
+    "moment",
+    "number",
+    "percent",
+    "power",
+    "px",
+    "share",
+    "shorten",
+    "significant",
+    "size",
+)
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,6 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "noise": verdict.noise_gap(result),
         "reference": verdict.reference_of(result),
         "verdict": verdict.verdict(result),
-        "yardstick": verdict.yardstick(result),
-        "speed_caveat": verdict.speed_caveat(result),
         "window": charts.smoothing(runs),
         "loss_chart": charts.loss_chart(result, looks, detail.hover),
         "gap_chart": charts.gap_chart(result, looks, detail.hover),

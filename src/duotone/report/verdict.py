@@ -1,11 +1,9 @@
 """What the comparison found, in sentences that claim no more than the run shows."""
 
-import re
 from collections.abc import Sequence
 
 from duotone.lab.schema import Document, RunEntry
 from duotone.report.numbers import broken, finite, listing, percent
-from duotone.report.plan_table import counts
 from duotone.report.series import first_broken
 
 
@@ -57,36 +55,6 @@ def verdict(result: Document) -> str:
     sentences += _ranking([pair for pair in beyond if pair[0] < 0], "below", name)
     sentences += _ranking([pair for pair in beyond if pair[0] >= 0], "above", name)
     return " ".join(sentences)
-
-
-def yardstick(result: Document) -> str:
-    """How much of a gap means nothing, and where that number comes from."""
-    reference, noise = reference_of(result), noise_gap(result)
-    if reference is None:
-        return ""
-    if noise is None:
-        return "No noise run has ended, so nothing says how small a gap still means something."
-    size = (result["settings"].get("noise") or {}).get("perturbation")
-    power = re.sub(r"e([+-])0", r"e\1", f"{size:g}") if finite(size) else ""  # `1e-6` rather than `1e-06`
-    how = f"perturbed by {power}" if power else "barely changed"
-    return (
-        f"Yardstick: {reference['name']} run a second time with its initial weights {how} ends "
-        f"{percent(noise)} away. A gap of that size says nothing; with one repeat and one seed, "
-        "a gap a few times as large says little."
-    )
-
-
-def speed_caveat(result: Document) -> str | None:
-    """That emulated step times are not the hardware's, with the names of the recipes this is about."""
-    emulated = [run["name"] for run in result["runs"] if counts(run["plan"])["emulated"]]
-    if not emulated:
-        return None
-    who = f"{listing(emulated)} {'run' if len(emulated) > 1 else 'runs'}"
-    return (
-        f"{who} emulated GEMMs here: the numerics are those of the formats, but the step time is that of "
-        f"emulation on {result['machine'].get('device') or 'this device'}. It says nothing about hardware that "
-        "multiplies these formats natively."
-    )
 
 
 def _ranking(runs: Sequence[tuple[float, str]], side: str, reference: str) -> list[str]:
