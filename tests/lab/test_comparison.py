@@ -90,10 +90,10 @@ def test_a_stop_gives_a_partial_document_with_every_run(config, corpus):
 def test_one_failing_recipe_leaves_the_others(config, corpus, monkeypatch):
     real = comparison.train
 
-    def train(trainer, name, **kwargs):
-        if name == "mxfp8":
+    def train(trainer, run, **kwargs):
+        if run.name == "mxfp8":
             raise UserError("no room")
-        return real(trainer, name, **kwargs)
+        real(trainer, run, **kwargs)
 
     monkeypatch.setattr(comparison, "train", train)
     result = compare(config, [recipes.load("mxfp8"), recipes.load("fp8-current")], corpus)

@@ -231,10 +231,10 @@ def test_what_a_run_writes_passes(copied, corpus):
     trainer = Trainer(config, recipes.load("nvfp4"), corpus)
     trainer.restore(saved, folder)
     assert trainer.done == 2
-    result = loop.RunResult(**saved.meta["history"])
+    result = loop.Run("nvfp4", trainer.chosen, **saved.meta["history"])
     again = trainer.checkpoint(result.history)
     assert all(torch.equal(tensor, saved.training[name]) for name, tensor in again.training.items())
-    assert dataclasses.asdict(result)["train_loss"] == saved.meta["history"]["train_loss"]
+    assert result.train_loss == saved.meta["history"]["train_loss"]
 
 
 @pytest.mark.parametrize("name", [checkpoint.MODEL, checkpoint.TRAINING])

@@ -5,8 +5,8 @@ import torch
 
 from duotone import recipes
 from duotone.errors import UserError
-from duotone.lab import checkpoint, files
-from duotone.lab.loop import RunResult, Saving, points, train
+from duotone.lab import checkpoint, files, loop
+from duotone.lab.loop import Run, Saving, points
 from duotone.lab.progress import Progress
 from duotone.lab.trainer import Trainer
 
@@ -40,6 +40,12 @@ def make(config, corpus, recipe="mxfp8", **changes):
     return Trainer(dataclasses.replace(config, **changes), recipes.load(recipe), corpus)
 
 
+def train(trainer, name, *, history=None, **options):
+    run = Run(name, trainer.chosen, **(history or {}))
+    loop.train(trainer, run, **options)
+    return run
+
+
 def test_observed_steps_give_the_same_bits_as_plain_ones(config, corpus):
     plain = make(config, corpus, "nvfp4")
     result = train(make(config, corpus, "nvfp4"), "nvfp4")
@@ -60,10 +66,10 @@ def test_a_result_has_every_module_and_plane(config, corpus):
 
 
 def test_the_final_training_loss_is_the_mean_of_the_last_ten():
-    result = RunResult(train_loss=[[step, float(step)] for step in range(1, 21)])
+    result = Run("bf16", recipes.load("bf16"), train_loss=[[step, float(step)] for step in range(1, 21)])
     assert result.final_train_loss == 15.5
-    assert RunResult(train_loss=[[1, 2.0], [2, None]]).final_train_loss is None
-    assert RunResult().final_train_loss is None
+    assert Run("bf16", recipes.load("bf16"), train_loss=[[1, 2.0], [2, None]]).final_train_loss is None
+    assert Run("bf16", recipes.load("bf16")).final_train_loss is None
 
 
 def test_progress_hears_of_every_step_and_the_compile(config, corpus):
@@ -96,7 +102,7 @@ def test_a_stop_saves_and_the_resumed_run_ends_as_an_uninterrupted_one(tmp_path,
     resumed = make(config, corpus, "nvfp4")
     saved = checkpoint.load(path)
     resumed.restore(saved, path)
-    result = train(resumed, "nvfp4", result=RunResult(**saved.meta["history"]), saving=Saving(tmp_path, 100))
+    result = train(resumed, "nvfp4", history=saved.meta["history"], saving=Saving(tmp_path, 100))
     assert result.train_loss == whole.train_loss
     assert result.heldout_loss == whole.heldout_loss
     assert checkpoint.latest(tmp_path).name == "step-00000006"

@@ -3,13 +3,14 @@
 import contextlib
 import os
 import signal
-from types import FrameType, TracebackType
-from typing import Any
+from collections.abc import Callable
+from types import FrameType
 
 STDOUT, STDERR = 1, 2
 """A handler may run inside a write to a stream, so it goes past it."""
 
-SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Handler = Callable[[int, FrameType | None], object] | int | None
 EXIT_CODE = 128 + signal.SIGINT
 
 
@@ -22,20 +23,17 @@ class Interrupt:
 
     def __init__(self, unit: str = "step") -> None:
         self.requested, self.unit, self.exit_code = False, unit, EXIT_CODE
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Handler] = {}
         self._terminals: list[int] = []
 
     def __enter__(self) -> "Interrupt":
         self._terminals = [stream for stream in (STDOUT, STDERR) if os.isatty(stream)]
-        for name in SIGNALS:
-            number = getattr(signal, name, None)  # not every system has SIGHUP
-            if number is not None and (number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN):
+        for number in SIGNALS:
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -44,7 +42,7 @@ class Interrupt:
         return self.requested
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == getattr(signal, "SIGHUP", None):
+        if number == signal.SIGHUP:
             self._leave_terminal()
         if self.requested:
             if number == signal.SIGINT:

@@ -28,10 +28,10 @@ def recipes(name: str | None) -> None:
         return
     print_table(
         ("recipe", "input", "weight", "grad_output"),
-        [[found, *_formats(library.load(found))] for found in library.names()],
+        [[recipe, *_formats(library.load(recipe))] for recipe in library.names()],
     )
     click.echo()
-    print_table(("schedule", "phases"), [[found, _phases(found)] for found in library.schedule_names()])
+    print_table(("schedule", "phases"), [[schedule, _phases(schedule)] for schedule in library.schedule_names()])
 
 
 def _formats(recipe: object) -> list[str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @options.device
 @click.option("--arch", metavar="smNN", help="Plan for this GPU instead, which need not be here: sm90, sm100, ...")
 @options.strict
-def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> None:
+def plan(recipe: str, strict: bool, arch: str | None, **typed: str | None) -> None:
     """Print one row per module and GEMM: the formats of both operands, the kernel, and why.
 
     `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. A line below
@@ -31,16 +31,16 @@ def plan(recipe: str, strict: bool, arch: str | None, **given: str | None) -> No
     from duotone.conversion.plan_table import COLUMNS
     from duotone.lab.comparison import planned
 
-    config = config_from(given)
+    config = config_from(typed)
     chosen = make_strict(recipes.load(recipe), strict)
     device = arch or config.device
-    made = planned(config, chosen, device)
+    rows = planned(config, chosen, device)
     print_table(
         COLUMNS,
-        [row.cells for row in made],
+        [row.cells for row in rows],
         title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
-    small = 0 if chosen.min_weight_elements else _small(config, chosen, device, made)
+    small = 0 if chosen.min_weight_elements else _small(config, chosen, device, rows)
     if small:
         click.echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "

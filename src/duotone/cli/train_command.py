@@ -35,17 +35,13 @@ def train(
     from duotone.lab import document, loop
 
     folder = Path(out or "runs/train")
-    with training_run.opened(folder, recipe, strict, typed, resume=resume) as (trainer, result):
+    with training_run.opened(folder, recipe, strict, typed, resume=resume) as (trainer, run):
         if trainer.done == trainer.config.steps:
             click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")
             return
-        name = trainer.chosen.name
 
         def report() -> None:
-            runs = [document.Run(name, trainer.chosen, result)]
-            written = document.document(
-                trainer.config, trainer.corpus, runs, command=context.obj, partial=result.stopped
-            )
+            written = document.document(trainer.config, trainer.corpus, [run], command=context.obj, partial=run.stopped)
             summary.print_summary(written)
             summary.write_result(written, folder)
 
@@ -53,13 +49,13 @@ def train(
             try:
                 with run_display.choose() as display:
                     saving = loop.Saving(folder / training_run.CHECKPOINTS, save_every)
-                    loop.train(trainer, name, result=result, saving=saving, progress=display, should_stop=interrupt)
+                    loop.train(trainer, run, saving=saving, progress=display, should_stop=interrupt)
             except UserError:
-                if result.train_loss:
+                if run.train_loss:
                     report()  # the losses are not lost with the last checkpoint
                 raise
             report()
-    if result.stopped:
+    if run.stopped:
         context.exit(interrupt.exit_code)
-    if result.error:
+    if run.error:
         context.exit(1)

@@ -11,7 +11,7 @@ from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.errors import UserError
 from duotone.lab import checkpoint, data, files, meta
-from duotone.lab.loop import RunResult
+from duotone.lab.loop import Run
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -21,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 @contextmanager
 def opened(
     folder: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed], *, resume: bool
-) -> Iterator[tuple[Trainer, RunResult]]:
+) -> Iterator[tuple[Trainer, Run]]:
     """A trainer and its run so far, with `folder` locked.
 
     UserError where a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
@@ -35,7 +35,7 @@ def opened(
         with files.locked(files.make_folder(folder)):
             files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
             _require_no_run(folder)  # another process may have had the lock meanwhile
-            yield trainer, RunResult()
+            yield trainer, Run(chosen.name, chosen)
         return
     files.require_writable(folder)
     checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
@@ -50,7 +50,7 @@ def opened(
         trainer.restore(saved, path)
         if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.done):
             click.echo(note, err=True)
-        yield trainer, RunResult(**saved.meta["history"])
+        yield trainer, Run(chosen.name, chosen, **saved.meta["history"])
 
 
 def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:

@@ -22,7 +22,7 @@ from duotone.lab import files
 
 MODEL, TRAINING, META, DIGESTS = "model.safetensors", "training.safetensors", "meta.json", "SHA256SUMS"
 LAYOUT = 1
-KEPT = 3
+MOST = 3
 STEP_NAME = re.compile(r"step-[0-9]{8,}")
 
 
@@ -50,7 +50,7 @@ def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, aliases
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, *, keep: int = MOST) -> Path:
     """Publish `checkpoint` below `folder`, then remove all but the newest `keep`; gives the new folder.
 
     UserError where the disk refuses it; the earlier checkpoints stay as they were. What a killed save left behind is in

@@ -9,8 +9,8 @@ from duotone import Plan
 from duotone.errors import UserError
 from duotone.lab import models
 from duotone.lab.data import Corpus
-from duotone.lab.document import PERTURBATION, Run, document
-from duotone.lab.loop import RunResult, train
+from duotone.lab.document import PERTURBATION, document
+from duotone.lab.loop import Run, train
 from duotone.lab.progress import Progress
 from duotone.lab.schema import Document
 from duotone.lab.trainer import TrainConfig, Trainer
@@ -53,10 +53,10 @@ def compare(
         perturbation = PERTURBATION if run.is_noise else 0.0
         try:
             trainer = Trainer(config, run.recipe, corpus, perturbation=perturbation)
-            train(trainer, run.name, result=run.result, progress=progress, should_stop=should_stop)
+            train(trainer, run, progress=progress, should_stop=should_stop)
         except (UserError, torch.OutOfMemoryError) as error:
-            run.result.error = str(error).splitlines()[0]
-        stopped = run.result.stopped
+            run.error = str(error).splitlines()[0]
+        stopped = run.stopped
         publish(document(config, corpus, runs, command=command, partial=True))
     return document(config, corpus, runs, command=command, partial=stopped)
 
@@ -74,9 +74,8 @@ def plan_runs(config: TrainConfig, recipes: Sequence[Recipe]) -> list[Run]:
     for recipe in recipes:
         planned(config, recipe)
     reference = duotone.recipes.load(REFERENCE)
-    others = [Run(recipe.name, recipe, RunResult()) for recipe in recipes if recipe.name != REFERENCE]
     return [
-        Run(REFERENCE, reference, RunResult(), is_reference=True),
-        Run(NOISE, reference, RunResult(), is_noise=True),
-        *others,
+        Run(REFERENCE, reference, is_reference=True),
+        Run(NOISE, reference, is_noise=True),
+        *(Run(recipe.name, recipe) for recipe in recipes if recipe.name != REFERENCE),
     ]

@@ -57,9 +57,9 @@ def load(paths: Sequence[str], *, context: int) -> Corpus:
 
     UserError: a path that does not exist, an empty or binary file, fewer bytes than two contexts.
     """
-    found, skipped = texts.read(paths) if paths else (texts.python_texts(), 0)
+    parts, skipped = texts.read(paths) if paths else (texts.python_texts(), 0)
     sources = tuple(paths) or (texts.DEFAULT_SOURCE,)
-    text = b"\n".join(found)
+    text = b"\n".join(parts)
     least = 2 * (context + 1)
     if len(text) < least:
         raise UserError(

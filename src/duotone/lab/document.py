@@ -2,7 +2,6 @@
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,29 +11,17 @@ import duotone
 from duotone.dispatch import compiled_casts
 from duotone.lab import models
 from duotone.lab.data import Corpus
-from duotone.lab.loop import RunResult
+from duotone.lab.loop import Run
 from duotone.lab.schema import Document, Json, RunEntry
 from duotone.lab.trainer import TrainConfig
-from duotone.recipes import Recipe, Schedule
 
 PERTURBATION = 1e-6
 """Relative noise on the initial weights of the noise run."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run of a document: a recipe or a schedule by name, its part in the comparison, and what came of it."""
-
-    name: str
-    recipe: Recipe | Schedule
-    result: RunResult
-    is_reference: bool = False
-    is_noise: bool = False
-
-
 def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool) -> Document:
     """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None."""
-    reference = next((run.result for run in runs if run.is_reference), None)
+    reference = next((run for run in runs if run.is_reference), None)
     entries = [_entry(run, reference, config) for run in runs]
     noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
     return {
@@ -71,32 +58,32 @@ def machine(device: str) -> Json:
     }
 
 
-def _entry(run: Run, reference: RunResult | None, config: TrainConfig) -> RunEntry:
-    result, memory, step_ms = run.result, run.result.memory, run.result.step_ms
+def _entry(run: Run, reference: Run | None, config: TrainConfig) -> RunEntry:
+    memory, step_ms = run.memory, run.step_ms
     return {
         "name": run.name,
         "recipe": run.recipe.to_dict(),
         "is_reference": run.is_reference,
         "is_noise": run.is_noise,
-        "train_loss": result.train_loss,
-        "heldout_loss": result.heldout_loss,
-        "final_train_loss": result.final_train_loss,
-        "final_heldout_loss": result.final_heldout_loss,
-        "gap_percent": _gap_percent(result, reference, config.steps),
+        "train_loss": run.train_loss,
+        "heldout_loss": run.heldout_loss,
+        "final_train_loss": run.final_train_loss,
+        "final_heldout_loss": run.final_heldout_loss,
+        "gap_percent": _gap_percent(run, reference, config.steps),
         "step_ms": step_ms,
         "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,
         "peak_memory_bytes": memory and memory.peak_bytes,
         "weight_bytes": memory and memory.weight_bytes,
         "saved_activation_bytes": memory and memory.saved_activation_bytes,
-        "plan": result.plan,
-        "statistics": result.statistics,
-        "error": result.error,
+        "plan": run.plan,
+        "statistics": run.statistics,
+        "error": run.error,
     }
 
 
-def _gap_percent(result: RunResult, reference: RunResult | None, steps: int) -> float | None:
+def _gap_percent(run: Run, reference: Run | None, steps: int) -> float | None:
     """Held-out loss above the reference's, where both reached the last step."""
-    runs = (result, reference) if reference is not None else ()
+    runs = (run, reference) if reference is not None else ()
     if not runs or not all(run.heldout_loss and run.heldout_loss[-1][0] == steps for run in runs):
         return None
     loss, base = (run.final_heldout_loss for run in runs)

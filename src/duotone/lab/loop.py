@@ -3,8 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict, cast
@@ -18,6 +17,7 @@ from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
 from duotone.lab.schema import GemmEntry, Loss, PlaneEntry
 from duotone.lab.trainer import Trainer
+from duotone.recipes import Recipe, Schedule
 
 UNTIMED = 3
 """The first steps of a run compile and warm caches; they do not count in the step time."""
@@ -35,9 +35,13 @@ class History(TypedDict):
 
 
 @dataclass
-class RunResult:
-    """What one run gave."""
+class Run:
+    """One run: a recipe or a schedule by name, its part in a comparison, and what came of it."""
 
+    name: str
+    recipe: Recipe | Schedule
+    is_reference: bool = False
+    is_noise: bool = False
     train_loss: list[Loss] = field(default_factory=list)
     heldout_loss: list[Loss] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -79,39 +83,37 @@ class Saving:
 
 def train(
     trainer: Trainer,
-    name: str,
+    run: Run,
     *,
-    result: RunResult | None = None,
     saving: Saving | None = None,
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-) -> RunResult:
-    """Train to the last step of the config, or until `should_stop()`; save where `saving` says.
+) -> None:
+    """Train to the last step of the config, or until `should_stop()`, and fill `run`; save where `saving` says.
 
-    `result` may hold the history of the steps before. A loss that is not finite ends the run with `error`.
+    `run` may hold the history of the steps before. A loss that is not finite ends it with `error`.
     A checkpoint that cannot be written is a note, except the last one: a UserError.
     """
-    result, progress = result or RunResult(), progress or Progress()
-    result.plan = [cast(GemmEntry, row.to_dict()) for row in duotone.plan(trainer.model, trainer.recipe)]
+    progress = progress or Progress()
+    run.plan = [cast(GemmEntry, row.to_dict()) for row in duotone.plan(trainer.model, trainer.recipe)]
     progress.begin(
-        name,
+        run.name,
         steps=trainer.config.steps,
         done=trainer.done,
         tokens_per_step=trainer.config.preset.tokens_per_step,
         model=trainer.config.model,
     )
     try:
-        _steps(trainer, result, saving, progress, should_stop)
+        _steps(trainer, run, saving, progress, should_stop)
     finally:
         progress.end()
-    if result.stopped and not result.abandoned:
-        _heldout(trainer, result)
-    return result
+    if run.stopped and not run.abandoned:
+        _heldout(trainer, run)
 
 
 def _steps(
     trainer: Trainer,
-    result: RunResult,
+    run: Run,
     saving: Saving | None,
     progress: Progress,
     should_stop: Callable[[], bool],
@@ -121,36 +123,38 @@ def _steps(
     measured = min(first + 2, steps)
     store = observe.Tap()
     if first < steps:
-        progress.note(_first_step(result))
-    while trainer.done < steps and result.error is None and not result.stopped:
+        progress.note(_first_step(run))
+    while trainer.done < steps and run.error is None and not run.stopped:
         number = trainer.done + 1
+        start = time.perf_counter()
         try:
-            with _timed(result, number > first + UNTIMED and number not in sampled and number != measured):
-                if number == measured:
-                    loss = _measured_step(trainer, result)
-                else:
-                    loss = trainer.step(observe.with_statistics(trainer.recipe, store) if number in sampled else None)
+            if number == measured:
+                loss = _measured_step(trainer, run)
+            else:
+                loss = trainer.step(observe.with_statistics(trainer.recipe, store) if number in sampled else None)
         except Exception:
             if not should_stop():
                 raise
             # A C++ compiler dies of the same Ctrl-C: the step is given up, and nothing is saved of it.
-            result.stopped = result.abandoned = True
+            run.stopped = run.abandoned = True
             break
-        result.train_loss.append(_point(number, loss))
+        if number > first + UNTIMED and number not in sampled and number != measured:
+            run.step_seconds.append(time.perf_counter() - start)
+        run.train_loss.append(_point(number, loss))
         progress.step(number, loss)
         if not math.isfinite(loss):
-            result.error = f"the loss is {loss} at step {number}"
+            run.error = f"the loss is {loss} at step {number}"
             break
         if number in heldout:
-            _heldout(trainer, result)
-        result.stopped = number < steps and should_stop()
-        _save(trainer, result, saving, progress)
-    result.statistics = cast(list[PlaneEntry], store.rows())
+            _heldout(trainer, run)
+        run.stopped = number < steps and should_stop()
+        _save(trainer, run, saving, progress)
+    run.statistics = cast(list[PlaneEntry], store.rows())
 
 
-def _first_step(result: RunResult) -> str:
+def _first_step(run: Run) -> str:
     """Why the first step may take long."""
-    if all(row["a"] == row["b"] == "identity" for row in result.plan):
+    if all(row["a"] == row["b"] == "identity" for row in run.plan):
         return "first step"
     return f"first step: {'compiling casts' if compiled_casts() else 'casts in plain torch'}"
 
@@ -160,34 +164,26 @@ def points(steps: int, count: int) -> set[int]:
     return {max(1, round(steps * part / count)) for part in range(1, count + 1)}
 
 
-@contextmanager
-def _timed(result: RunResult, counts: bool) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    if counts:
-        result.step_seconds.append(time.perf_counter() - start)
-
-
-def _measured_step(trainer: Trainer, result: RunResult) -> float:
+def _measured_step(trainer: Trainer, run: Run) -> float:
     parameters = list(trainer.model.parameters())
-    held = trainer.held_tensors()
-    with measure_step(parameters, held, trainer.device) as memory:
-        loss = trainer.step(forward=memory.forward([*parameters, *held]))
-    result.memory = memory
+    other = [*trainer.optimizer.state().values(), *trainer.model.buffers()]
+    with measure_step(parameters, other, trainer.device) as memory:
+        loss = trainer.step(forward=memory.forward([*parameters, *other]))
+    run.memory = memory
     return loss
 
 
-def _heldout(trainer: Trainer, result: RunResult) -> None:
-    result.heldout_loss.append(_point(trainer.done, trainer.heldout_loss()))
+def _heldout(trainer: Trainer, run: Run) -> None:
+    run.heldout_loss.append(_point(trainer.done, trainer.heldout_loss()))
 
 
-def _save(trainer: Trainer, result: RunResult, saving: Saving | None, progress: Progress) -> None:
+def _save(trainer: Trainer, run: Run, saving: Saving | None, progress: Progress) -> None:
     """Save where this step asks for it; only a save that ends the run may fail it."""
-    last = result.stopped or trainer.done == trainer.config.steps
+    last = run.stopped or trainer.done == trainer.config.steps
     if saving is None or not (last or trainer.done % saving.every == 0):
         return
     try:
-        checkpoint.save(saving.folder, trainer.checkpoint(result.history))
+        checkpoint.save(saving.folder, trainer.checkpoint(run.history))
     except UserError as error:
         if last:
             raise

@@ -27,11 +27,11 @@ class StepMemory:
 
 
 @contextmanager
-def measure_step(parameters: Sequence[Tensor], held: Iterable[Tensor], device: torch.device) -> Iterator[StepMemory]:
+def measure_step(parameters: Sequence[Tensor], other: Iterable[Tensor], device: torch.device) -> Iterator[StepMemory]:
     """Measure the training step inside the block.
 
     On CUDA the peak is the allocator's. Elsewhere it is the high-water mark of live storages, which begins
-    with `parameters` and the other tensors `held` before the step (masters, moments, buffers).
+    with `parameters` and the other tensors `other` before the step (masters, moments, buffers).
     """
     memory = StepMemory(weight_bytes=total_bytes(parameters))
     if device.type == "cuda":
@@ -39,6 +39,6 @@ def measure_step(parameters: Sequence[Tensor], held: Iterable[Tensor], device: t
         yield memory
         memory.peak_bytes = torch.cuda.max_memory_allocated(device)
     else:
-        with LiveStorages([*parameters, *held]) as live:
+        with LiveStorages([*parameters, *other]) as live:
             yield memory
         memory.peak_bytes = live.peak

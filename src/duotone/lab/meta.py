@@ -3,7 +3,6 @@
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from duotone.lab import checkpoint, presets
 from duotone.lab.checkpoint import Checkpoint
@@ -38,18 +37,18 @@ def require_run(saved: Checkpoint, path: Path) -> None:
         raise checkpoint.damaged(path, f"{checkpoint.META}: {wrong}")
 
 
-def _unlike(like: Any, value: Any, name: str) -> str:
+def _unlike(like: object, value: object, name: str) -> str:
     """Where `value` has another type, or a table of the config other keys, than `like`; "" where nowhere."""
     if type(value) is not type(like):
         return f"{name} is a {type(value).__name__}, not a {type(like).__name__}"
-    if not isinstance(like, dict) or not like:
+    if not isinstance(like, dict) or not isinstance(value, dict) or not like:
         return ""
     if value.keys() != like.keys():
         return f"{name} lacks or adds {min(value.keys() ^ like.keys())!r}"
     return next((wrong for key in like if (wrong := _unlike(like[key], value[key], f"{name}.{key}"))), "")
 
 
-def _is_curve(points: Any, last: int) -> bool:
+def _is_curve(points: object, last: int) -> bool:
     """Whether `points` are [step, loss] of rising steps from 1 to `last`, each loss finite or None."""
     if not isinstance(points, list) or not all(isinstance(point, list) and len(point) == 2 for point in points):
         return False

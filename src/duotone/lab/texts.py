@@ -24,16 +24,16 @@ def read(paths: Sequence[str]) -> tuple[list[bytes], int]:
     """
     texts: list[bytes] = []
     skipped = 0
-    for given in paths:
-        if os.path.isdir(given):
-            found = [_bytes(file) for file in files(Path(given))]
-            kept = [text for text in found if text and b"\0" not in text]
-            if not kept:
-                raise UserError(f"the folder {given} holds no text file: give text files, folders of them or globs")
-            texts += kept
-            skipped += len(found) - len(kept)
+    for name in paths:
+        if os.path.isdir(name):
+            contents = [_bytes(file) for file in files(Path(name))]
+            usable = [text for text in contents if text and b"\0" not in text]
+            if not usable:
+                raise UserError(f"the folder {name} holds no text file: give text files, folders of them or globs")
+            texts += usable
+            skipped += len(contents) - len(usable)
         else:
-            texts += [_text(file) for file in _matches(given)]
+            texts += [_text(file) for file in _matches(name)]
     return texts, skipped
 
 
@@ -65,12 +65,12 @@ def python_texts() -> list[bytes]:
     return texts
 
 
-def _matches(given: str) -> list[Path]:
-    """The file called `given`, or the files that match it as a glob, by name."""
-    found = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
-    paths = [Path(name) for name in found if not os.path.isdir(name)]
+def _matches(name: str) -> list[Path]:
+    """The file called `name`, or the files that match it as a glob, by name."""
+    matches = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    paths = [Path(match) for match in matches if not os.path.isdir(match)]
     if not paths:
-        raise UserError(f"no data file matches {given}: give an existing text file, a folder or a glob")
+        raise UserError(f"no data file matches {name}: give an existing text file, a folder or a glob")
     return paths
 
 

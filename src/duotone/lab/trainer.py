@@ -138,10 +138,6 @@ class Trainer:
         duotone.load_rng_state(self.model, seeds)
         return torch.stack(losses).mean().item()
 
-    def held_tensors(self) -> list[Tensor]:
-        """Tensors besides the parameters that live between steps."""
-        return [*self.optimizer.state().values(), *self.model.buffers()]
-
     def checkpoint(self, history: Mapping[str, object]) -> Checkpoint:
         """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
         tensors, aliases = checkpoint.unique_state(self.model)
@@ -239,12 +235,12 @@ def _as_written_now(recipe: Any) -> Any:
         return recipe
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> Any:
     """`value` as it reads back from a file."""
     return json.loads(json.dumps(value))
 
 
-def _difference(stored: Any, wanted: Any) -> str:
+def _difference(stored: object, wanted: object) -> str:
     """The first key that differs, in words."""
     if isinstance(stored, dict) and isinstance(wanted, dict):
         for key in (*stored, *wanted):

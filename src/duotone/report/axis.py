@@ -26,9 +26,9 @@ class Axis:
         return cls(low, high, *pixels, max(1.0, step) if whole else step)
 
     def position(self, value: float) -> float:
-        """The pixel of `value`, held to the axis."""
-        held = min(max(value, self.low), self.high)
-        return self.start + (held - self.low) / (self.high - self.low) * (self.end - self.start)
+        """The pixel of `value`, limited to the axis."""
+        limited = min(max(value, self.low), self.high)
+        return self.start + (limited - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Each tick's value and text."""
