@@ -51,7 +51,7 @@ class Census:
     _gradients: list[tuple[weakref.ref, Tensor | None]] = field(default_factory=list)
 
     def run(self, model: nn.Module, step: Callable[[], Tensor]) -> Tensor:
-        """Call `step` and watch every module of `model`. Takes the gradients of inputs away: `restore_gradients`."""
+        """Call `step` and watch every module of `model`. Removes the gradients of inputs; see `restore_gradients`."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self._watch(stack, name, module)
@@ -63,7 +63,7 @@ class Census:
         return output
 
     def inputs(self) -> list[Tensor]:
-        """What modules were given, came from no operation, and still lives: the bytes of each storage."""
+        """The bytes of each storage that is still alive, was an argument of a module and came from no operation."""
         alive = (storage() for storage in self._leaves)
         return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in alive if s is not None]
 
@@ -74,7 +74,7 @@ class Census:
                 tensor.grad = None
 
     def restore_gradients(self) -> None:
-        """Give the inputs of the step the gradients that they had before."""
+        """Give the inputs of the step their earlier gradients."""
         for reference, gradient in self._gradients:
             tensor = reference()
             if tensor is not None:
@@ -83,13 +83,13 @@ class Census:
     def _watch(self, stack: ExitStack, name: str, module: nn.Module) -> None:
         counts = not isinstance(module, Op) and next(module.children(), None) is None
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: object, kwargs: object) -> None:
             tensors = _tensors((args, kwargs))
             self._note_leaves(tensors)
             trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
             self._open.append((name, self._begin(name, tensors, trained) if counts else None))
 
-        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        def after(module: nn.Module, args: object, kwargs: object, result: object) -> None:
             call = self._open.pop()[1]
             if call is not None:
                 self._finish(call, result)
@@ -105,22 +105,22 @@ class Census:
     def _run_pipeline(self, apply: Any, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
         """Count a pipeline as a call of the module that runs it."""
         owner = self._open[-1][0] if self._open else OUTSIDE
-        given = [t for t in operands if isinstance(t, Tensor)]
-        call = self._begin(owner, [x], [p for t in given if (p := _parameter(t)) is not None])
+        tensors = [t for t in operands if isinstance(t, Tensor)]
+        call = self._begin(owner, [x], [p for t in tensors if (p := _parameter(t)) is not None])
         call.pipeline = PipelineCall.of(forward, backward, x, operands)
         result = apply(forward, backward, x, *operands)
         self._finish(call, result)
         return result
 
     def _begin(self, name: str, tensors: list[Tensor], trained: list[nn.Parameter]) -> Call:
-        there = self.known.union(self.saved)
-        inputs = {key: size for key, size in sizes(tensors).items() if key not in there}
+        counted = self.known.union(self.saved)
+        inputs = {key: size for key, size in sizes(tensors).items() if key not in counted}
         owed = sum(sizes(t for t in tensors if t.requires_grad).values())
         call = Call(name, trained, inputs, owed, len(self.saved))
         self.calls.append(call)
         return call
 
-    def _finish(self, call: Call, result: Any) -> None:
+    def _finish(self, call: Call, result: object) -> None:
         tensors = _tensors(result)
         call.outputs, call.end = sizes(tensors), len(self.saved)
         call.differentiable = any(t.requires_grad for t in tensors)
@@ -142,11 +142,11 @@ class Census:
         return tensor
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter that an operand is, or is a member of, where it is trained."""
+    """The trained parameter that an operand is, or is a view of."""
     owner = tensor if tensor.is_leaf else tensor._base
     return owner if isinstance(owner, nn.Parameter) and owner.requires_grad else None

@@ -1,9 +1,8 @@
 """The peak of a step, predicted from a census: what lives at each call of a module, forward and backward."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import nn
 
@@ -14,8 +13,8 @@ from duotone.observe.census import Call, Census
 class Moment:
     """What lives, in bytes, while a module runs "forward" or "backward".
 
-    `saved` is what autograd keeps at that time, `gradients` those of parameters that are complete, and `workspace` all
-    else that the call needs: inputs that nobody saved, quantized and decoded operands, results, gradients just made.
+    `saved` is what autograd keeps at that time. `gradients` are the complete ones of parameters. `workspace` is all
+    else that the call needs: inputs that nobody saved, quantized and decoded operands, results and new gradients.
     """
 
     module: str = ""
@@ -43,30 +42,30 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
     sizes = [0 if key in static else size for key, (_, size) in census.saved.items()]
     keys = list(census.saved)
     saved = list(itertools.accumulate(sizes, initial=0))
-    known: dict[Any, tuple[int, int]] = {}
+    known: dict[Hashable, tuple[int, int]] = {}
     lasting = {key: size for key, size in census.output.items() if key not in static and key not in census.saved}
     for index, call in enumerate(census.calls):
-        own = slice(call.begin, call.end)
-        forward, backward = _workspace(call, dict(zip(keys[own], sizes[own], strict=True)), known)
-        given = sum(size for key, size in call.inputs.items() if key not in static)
-        now = Moment(call.name, "forward", fixed, saved[call.begin], 0, given + forward)
+        saved_here = slice(call.begin, call.end)
+        forward, backward = _workspace(call, dict(zip(keys[saved_here], sizes[saved_here], strict=True)), known)
+        inputs = sum(size for key, size in call.inputs.items() if key not in static)
+        now = Moment(call.name, "forward", fixed, saved[call.begin], 0, inputs + forward)
         yield now
         if not call.differentiable:
             continue
         later = [p for other in census.calls[index + 1 :] for p in other.trained]
-        kept = sum(lasting.values())  # the output of the step, and its gradient where this call is not what takes it
-        kept += 0 if call.outputs.keys() & census.output.keys() else sum(census.output.values())
+        outputs = sum(lasting.values())  # of the step, and its gradient unless this call is the one that takes it
+        outputs += 0 if call.outputs.keys() & census.output.keys() else sum(census.output.values())
         yield replace(
-            now, phase="backward", saved=saved[call.end], gradients=_gradients(later), workspace=backward + kept
+            now, phase="backward", saved=saved[call.end], gradients=_gradients(later), workspace=backward + outputs
         )
 
 
-def _workspace(call: Call, saved: dict[int, int], known: dict[Any, tuple[int, int]]) -> tuple[int, int]:
+def _workspace(call: Call, saved: dict[int, int], known: dict[Hashable, tuple[int, int]]) -> tuple[int, int]:
     """Bytes of a call in forward and backward above what is saved and held; `saved` is what it saved itself."""
     if call.pipeline is None:
         results = sum(call.outputs.values())
-        made = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
-        return results + made, results + made + call.owed + _gradients(call.trained)
+        new = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
+        return results + new, results + new + call.owed + _gradients(call.trained)
     key = call.pipeline.key
     if key not in known:
         known[key] = call.pipeline.workspace()

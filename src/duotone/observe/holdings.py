@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,22 +33,22 @@ class Holdings:
 def holdings(model: nn.Module) -> Holdings:
     """Parameters are weights. Caches are all other tensors that modules and parameters hold: buffers, delayed-scaling
     states (owned by their linear), seeds, cached planes, preserved values; gradients are neither."""
-    found = Holdings()
+    result = Holdings()
     device = device_of(model)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            found.enter(found.weights, name, parameter)
+            result.enter(result.weights, name, parameter)
     for name, module in model.named_modules():
         owner = name.rpartition(".")[0] if isinstance(module, DelayedState) else name
-        own = [value for key, value in vars(module).items() if key not in ("_parameters", "_modules")]
+        attributes = [value for key, value in vars(module).items() if key not in ("_parameters", "_modules")]
         beside = [list(vars(parameter).values()) for parameter in module.parameters(recurse=False)]
-        for tensor in _tensors([own, beside]):
+        for tensor in _tensors([attributes, beside]):
             if tensor.device.type == device.type:
-                found.enter(found.caches, owner, tensor)
-    return found
+                result.enter(result.caches, owner, tensor)
+    return result
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def _tensors(values: object) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             yield leaf
@@ -58,12 +57,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device of a model, the CPU where it holds nothing. UserError where there are several, or no data."""
-    found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(found) > 1 or torch.device("meta") in found:
-        names = ", ".join(sorted(map(str, found)))
+    """The one device of a model; the CPU for an empty one. UserError if there are several, or only meta tensors."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        names = ", ".join(sorted(map(str, devices)))
         raise UserError(f"the model lives on {names}; a ledger needs all of it on one device that holds data")
-    return found.pop() if found else torch.device("cpu")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 @contextmanager

@@ -93,10 +93,10 @@ class Ledger:
 def ledger(model: nn.Module, step: Step) -> Ledger:
     """Run `step` twice and account for its memory.
 
-    `step()` runs forward and returns the loss, or any tensor: backward starts there, from ones where it is no scalar.
-    The first run watches modules, the second measures the peak: the allocator's on CUDA, above what was allocated
-    before; elsewhere the high-water mark of live storages. Gradients, buffers and random state are as before
-    afterwards; states and planes that modules make at first use stay. UserError where the step cannot run backward.
+    `step()` runs forward and returns the loss, or any tensor. Backward starts there, from ones if it is no scalar. The
+    first run watches modules. The second measures the peak: on CUDA that of the allocator, above what was allocated
+    before; elsewhere the high-water mark of live storages. Gradients, buffers and random state are restored. States and
+    planes that modules create at first use stay. UserError if the step cannot run backward.
     """
     if not isinstance(model, nn.Module) or not callable(step):
         wrong = type(model).__name__ if not isinstance(model, nn.Module) else type(step).__name__
@@ -106,33 +106,33 @@ def ledger(model: nn.Module, step: Step) -> Ledger:
     try:
         with as_before(model, device):
             _backward(census.run(model, step))
-        held = holdings(model)  # the first run may have derived planes and made states
-        given = census.inputs()
-        inputs = {key: size for key, size in sizes(given).items() if key not in held.sizes}
-        fixed = sum(held.sizes.values()) + sum(inputs.values())
-        peak = forecast(census, fixed, {*held.sizes, *inputs})
+        owned = holdings(model)  # the first run may have created planes and states
+        arguments = census.inputs()
+        inputs = {key: size for key, size in sizes(arguments).items() if key not in owned.sizes}
+        fixed = sum(owned.sizes.values()) + sum(inputs.values())
+        peak = forecast(census, fixed, {*owned.sizes, *inputs})
         census.clear_gradients()
         with as_before(model, device):
-            measured = _measured_peak(step, device, [*held.tensors, *given], fixed)
+            measured = _measured_peak(step, device, [*owned.tensors, *arguments], fixed)
     finally:
         census.restore_gradients()
     unsaved = sum(size for key, size in inputs.items() if key not in census.saved)
-    return Ledger(_rows(model, held, census), unsaved, peak, measured)
+    return Ledger(_rows(model, owned, census), unsaved, peak, measured)
 
 
-def _rows(model: nn.Module, held: Holdings, census: Census) -> tuple[LedgerRow, ...]:
+def _rows(model: nn.Module, owned: Holdings, census: Census) -> tuple[LedgerRow, ...]:
     saved: dict[str, int] = {}
     for key, (owner, size) in census.saved.items():
-        if key not in held.sizes:
+        if key not in owned.sizes:
             saved[owner] = saved.get(owner, 0) + size
     names = [*(name for name, _ in model.named_modules()), OUTSIDE]
-    rows = (LedgerRow(n, held.weights.get(n, 0), held.caches.get(n, 0), saved.get(n, 0)) for n in names)
+    rows = (LedgerRow(n, owned.weights.get(n, 0), owned.caches.get(n, 0), saved.get(n, 0)) for n in names)
     return tuple(row for row in rows if row.total)
 
 
-def _measured_peak(step: Step, device: torch.device, held: list[Tensor], fixed: int) -> int:
+def _measured_peak(step: Step, device: torch.device, living: list[Tensor], fixed: int) -> int:
     if device.type != "cuda":
-        with LiveStorages(held) as live:
+        with LiveStorages(living) as live:
             _backward(step())
         return live.peak
     torch.cuda.synchronize(device)

@@ -32,16 +32,16 @@ def total_bytes(tensors: Iterable[Tensor]) -> int:
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of living storages while it is active; `peak` is their high-water mark.
 
-    `held` are tensors that live before it starts. Memory that one operator takes and frees inside itself is
-    not seen: the number counts tensors, not the allocator's blocks.
+    `living` are tensors that exist before it starts. Memory that one operator takes and frees itself is not counted:
+    the number counts tensors, not blocks of the allocator.
     """
 
-    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, living: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
         self._references: dict[int, weakref.ref] = {}
-        for tensor in held:
+        for tensor in living:
             self._add(tensor)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -6,7 +6,7 @@ reads them.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
+T = TypeVar("T")
 Key = tuple[str, str, str, str]
 """(module, role, plane, format)."""
 
@@ -28,13 +29,13 @@ EVENTS = ("amaxes_skipped", "spikes_clamped")
 
 @dataclass
 class Entry:
-    """What is known of one key: sums and extremes as `measure` gives them, and how many samples they hold."""
+    """The statistics of one key: sums and extremes of `measure`, over so many samples."""
 
     sums: Tensor
     extremes: Tensor
     samples: int = 1
     slot: Slot | None = None
-    """Where the plane's delayed scale comes from, unless the other plane says so."""
+    """The source of the plane's delayed scale, unless the other plane has it."""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,11 +63,13 @@ class Tap:
     def rows(self) -> list[dict[str, Any]]:
         """One row per module, role, plane and format, in order of first use.
 
-        `underflow` is the share of nonzero elements that became 0, `saturation` the share of elements larger than their
-        scale can hold, `amax` the largest finite magnitude seen, `dynamic_range_bits` log2 of it over the smallest one
-        that is not 0. `snr_db` is None where nothing was lost, `dynamic_range_bits` where all was 0.
-        `amaxes_skipped` and `spikes_clamped` count what did not enter the history of a delayed scale as it was, in all
-        steps so far, once where both planes share the scale.
+        - `snr_db`: the ratio of signal to noise. None if nothing was lost.
+        - `underflow`: the share of nonzero elements that became 0.
+        - `saturation`: the share of elements larger than their scale can represent.
+        - `amax`: the largest finite magnitude. `dynamic_range_bits`: log2 of amax over the smallest nonzero magnitude,
+          None if all was 0.
+        - `amaxes_skipped`, `spikes_clamped`: amaxes that did not enter the history of a delayed scale unchanged, in all
+          steps so far. They count once if both planes share the scale.
         """
         return [
             {
@@ -98,10 +101,10 @@ class TappedQuantizer:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _untapped, (self.inner,)
 
-    def __deepcopy__(self, memo: Any) -> "TappedQuantizer":
+    def __deepcopy__(self, memo: object) -> "TappedQuantizer":
         return self
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
@@ -126,10 +129,10 @@ class TappedRecipe(Recipe):
     inner: Recipe
     store: Tap
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return _untapped, (self.inner,)
 
-    def __deepcopy__(self, memo: Any) -> "TappedRecipe":
+    def __deepcopy__(self, memo: object) -> "TappedRecipe":
         return self
 
     @property
@@ -144,20 +147,22 @@ class TappedRecipe(Recipe):
     def alignment(self) -> int:
         return self.inner.alignment
 
-    def __call__(self, role: QuantizerRole | None) -> Any:
+    def __call__(self, role: QuantizerRole | None) -> Quantizer:
         return self._tapped(self.inner(role), role)
 
-    def quantizer(self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None) -> Any:
+    def quantizer(
+        self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
+    ) -> Quantizer:
         return self._tapped(self.inner.quantizer(role, site, slot), role)
 
-    def _tapped(self, made: Quantizer, role: QuantizerRole | None) -> Any:
-        return made if role is None else TappedQuantizer(made, role, self.store)
+    def _tapped(self, quantizer: Quantizer, role: QuantizerRole | None) -> Quantizer:
+        return quantizer if role is None else cast(Quantizer, TappedQuantizer(quantizer, role, self.store))
 
     def to_dict(self) -> dict[str, Any]:
         return self.inner.to_dict()
 
 
-def _untapped(inner: Any) -> Any:
+def _untapped(inner: T) -> T:
     return inner
 
 
@@ -168,5 +173,5 @@ def with_statistics(recipe: RecipeLike, store: Tap) -> TappedRecipe:
         got = type(store).__name__
         raise UserError(f"with_statistics takes a Tap; got {got}: call with_statistics(recipe, observe.Tap())")
     evaluation = None if recipe.evaluation is None else with_statistics(recipe.evaluation, store)
-    own = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
-    return TappedRecipe(inner=recipe, store=store, **{**own, "evaluation": evaluation})
+    options = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
+    return TappedRecipe(inner=recipe, store=store, **{**options, "evaluation": evaluation})

@@ -4,7 +4,7 @@ The stages run on tensors that have shapes and no data (fake tensors), so operan
 casts and results count as the plans' own kernels make them, for every format and GEMM rule, and nothing is computed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from duotone.observe.storages import LiveStorages
 from duotone.pipeline.autograd import PipelineFunction, Stages
 from duotone.tensor import QuantizedTensor
 
-Shell = Callable[[], Any]
-"""Makes an operand of the same buffers without their data; inside of a fake mode."""
+Shell = Callable[[], object]
+"""Creates an operand of the same buffers without their data, inside a fake mode."""
 
 
 @dataclass
@@ -27,14 +27,14 @@ class PipelineCall:
     forward: Stages
     backward: Stages
     shells: list[Shell]
-    key: Any
+    key: Hashable
 
     @staticmethod
-    def of(forward: Stages, backward: Stages, x: Tensor, operands: Sequence[Any]) -> "PipelineCall":
+    def of(forward: Stages, backward: Stages, x: Tensor, operands: Sequence[object]) -> "PipelineCall":
         tracked = torch.is_grad_enabled()
-        made = [_shell(value, tracked) for value in (x, *operands)]
+        shells, keys = zip(*(_shell(value, tracked) for value in (x, *operands)), strict=True)
         stages = tuple((type(basic), getattr(basic, "plan", basic)) for stage in forward for basic in stage.basics)
-        return PipelineCall(forward, backward, [shell for shell, _ in made], (stages, *(key for _, key in made)))
+        return PipelineCall(forward, backward, list(shells), (stages, *keys))
 
     def workspace(self) -> tuple[int, int]:
         """Peak bytes above the operands in forward, and above operands and saved tensors in backward.
@@ -42,10 +42,10 @@ class PipelineCall:
         The first includes the output, the second its gradient and all gradients that the call makes.
         """
         with FakeTensorMode():
-            given = [shell() for shell in self.shells]
-            with LiveStorages([t for t in given if isinstance(t, Tensor)]) as live:
+            operands = [shell() for shell in self.shells]
+            with LiveStorages([t for t in operands if isinstance(t, Tensor)]) as live:
                 base = live.live
-                y: Any = PipelineFunction.apply(self.forward, self.backward, *given)
+                y: Any = PipelineFunction.apply(self.forward, self.backward, *operands)
                 forward = live.peak - base
                 outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
                 if not outputs:
@@ -59,18 +59,18 @@ class PipelineCall:
             return forward, live.peak - base
 
 
-def _shell(value: Any, tracked: bool) -> tuple[Shell, Any]:
+def _shell(value: object, tracked: bool) -> tuple[Shell, Hashable]:
     """What makes the shell of a value, and what it depends on."""
     if not isinstance(value, Tensor):
         return lambda: value, value
     needs = tracked and value.requires_grad
     if isinstance(value, QuantizedTensor):
         parts = value.planes.map(lambda part: part.detach())
-        held: Any = value.detach()
+        detached: Any = value.detach()
         fmts = tuple(plane and plane.format for plane in parts)
 
         def planes() -> Tensor:
-            return held.with_planes(parts.map(_like)).requires_grad_(needs)
+            return detached.with_planes(parts.map(_like)).requires_grad_(needs)
 
         return planes, (fmts, value.shape, value.dtype, needs)
     shape, stride, dtype, device = layout = value.shape, value.stride(), value.dtype, value.device
