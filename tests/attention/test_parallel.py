@@ -24,7 +24,7 @@ def test_two_ranks_give_the_layer_of_one(tmp_path) -> None:
     command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path), "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
-    outputs = [process.communicate(timeout=120) for process in ranks]
+    outputs = [process.communicate(timeout=240) for process in ranks]
     assert not any(process.returncode for process in ranks), outputs[0][1][-3000:] + outputs[1][1][-3000:]
     found = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
     assert len(found) == 6

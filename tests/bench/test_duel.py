@@ -128,11 +128,14 @@ def test_an_interrupt_is_not_a_candidates_error(clock):
         duel({"a": interrupted}, clock)
 
 
-def test_the_hosts_clock_measures_sleep():
-    import time
+def test_the_hosts_clock_measures_milliseconds(monkeypatch):
+    seconds = [10.0]
+    monkeypatch.setattr("time.perf_counter", lambda: seconds[0])
 
-    found = duel({"a": lambda: time.sleep(0.002)}, HostClock(), Pace(turns=2, seconds=0.004))["a"]
-    assert 2.0 <= found.median < 50.0
+    def call():
+        seconds[0] += 0.002
+
+    assert duel({"a": call}, HostClock(), Pace(turns=2, seconds=0.004))["a"].median == pytest.approx(2.0)
 
 
 def test_errors_are_one_short_line():

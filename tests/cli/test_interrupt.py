@@ -71,5 +71,5 @@ def test_a_terminal_that_hangs_up_takes_no_output_and_raises_nothing(tmp_path):
     while b"ready" not in heard:
         heard += os.read(ours, 100)
     os.close(ours)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     assert (tmp_path / "saved").read_text() == "129"

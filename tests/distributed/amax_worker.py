@@ -20,7 +20,7 @@ GROUPS: dict[str, dist.ProcessGroup] = {}
 def groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Ranks {0, 1} and ranks {1, 2}."""
     if not GROUPS:
-        short = datetime.timedelta(seconds=60)
+        short = datetime.timedelta(seconds=180)
         for name, ranks in (("low", [0, 1]), ("high", [1, 2])):
             GROUPS[name] = dist.new_group(ranks, timeout=short)
     return GROUPS["low"], GROUPS["high"]

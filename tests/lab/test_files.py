@@ -135,7 +135,7 @@ from pathlib import Path
 from duotone.lab import files
 with files.locked(Path(sys.argv[1])):
     print("locked", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -339,7 +339,7 @@ def test_a_backward_that_ends_rolls_nothing_of_one_that_runs_in_another_thread(m
 
     def wait(gradient: Tensor) -> None:
         inside.set()
-        assert ended.wait(60)
+        assert ended.wait(120)
 
     def train(m: nn.Sequential, waits: bool) -> None:
         y = m[0](x())
@@ -352,7 +352,7 @@ def test_a_backward_that_ends_rolls_nothing_of_one_that_runs_in_another_thread(m
     rolled.clear()
     other = threading.Thread(target=lambda: (train(slow, False), rolled.clear(), train(slow, True)))
     other.start()
-    assert inside.wait(60)
+    assert inside.wait(120)
     train(quick, False)
     first, of_quick = sorted(rolled), sorted(s.number for s in states(quick).values())
     ended.set()

@@ -31,7 +31,7 @@ def in_thread(function: Callable[[], Any], inside: Callable[[], Any] = lambda: N
     go = threading.Event()
 
     def run() -> None:
-        go.wait(10)
+        go.wait(120)
         try:
             results.append(function())
         except Exception as error:
@@ -41,7 +41,7 @@ def in_thread(function: Callable[[], Any], inside: Callable[[], Any] = lambda: N
     thread.start()
     inside()
     go.set()
-    thread.join(10)
+    thread.join(120)
     return results[0]
 
 
