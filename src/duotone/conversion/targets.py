@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
 from duotone.linear.plan import PlanRequest, ask_recipe, build_plan
-from duotone.pipeline.op import held
+from duotone.pipeline.op import quantizer_of
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe
@@ -47,7 +47,7 @@ class Target:
         """The quantizers of the slots in one phase. Raises if its plan cannot be built."""
         request = self._request(phase.recipe, rules)
         slots = ask_recipe(request)
-        in_memory = None if phase.convert_parameters else held(self.weight)
+        in_memory = None if phase.convert_parameters else quantizer_of(self.weight)
         build_plan(replace(request, weight_held=in_memory), slots)
         if phase.recipe.evaluation is not None:
             build_plan(replace(request, recipe=phase.recipe.evaluation, weight_held=in_memory, input_grad=False))

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from duotone.pipeline.stage import Stage
 from duotone.state import frames
 from duotone.state.amax_mode import AmaxMode, in_backward
 from duotone.state.autocast_context import HIGH_PRECISION, AutocastRegion, active_region
+from duotone.state.region import STACK
 from duotone.state.rolling import roll_after
+from duotone.state.stack import innermost
 from duotone.tensor import QuantizedTensor, Quantizer
 
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
@@ -59,15 +61,15 @@ class Op(Channels, KnownRoles):
         """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        """The stage for an input like `signal`, and what its output is like. Raises UserError where that cannot be."""
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be."""
         raise NotImplementedError
 
-    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Any, info: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
         return extra
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, info: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
 
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
@@ -100,72 +102,66 @@ class Op(Channels, KnownRoles):
         return run((self,), x, extra, is_first_microbatch, self)
 
 
-def run(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
+def run(
+    ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any, may_trace: bool = True
+) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    What keeps weights or gradients from one call to the next runs outside of compiled graphs.
+    What keeps weights or gradients from one call to the next runs outside of compiled graphs, without `may_trace`.
     """
-    if first is not None or any([op.fuse_wgrad_accumulation or op.delay_wgrad_compute for op in ops]):
-        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:  # else nothing compiles, nor should it load
-            from duotone.pipeline.uncompiled import run_uncompiled
-
-            return run_uncompiled(ops, x, extra, first, owner)  # type: ignore[call-arg]
-    return run_ops(ops, x, extra, first, owner)
-
-
-def run_ops(ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any) -> Any:
-    """As `run`, wherever it is called."""
-    signal = signal_of(x, owner.__dict__.get("module_name", ""))
-    if signal.dtype is not x.dtype:
-        x = x.to(signal.dtype)
-    taken, linked = 0, []
+    keeps = first is not None
     for op in ops:
-        before = signal
-        stage, signal = op.link(before, first)
+        keeps = keeps or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
+    if keeps and may_trace and (torch.compiler.is_compiling() or "torch._dynamo" in sys.modules):
+        from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
+
+        return run_uncompiled(ops, x, extra, first, owner, False)  # type: ignore[call-arg]
+    info = signal_of(x, owner.__dict__.get("module_name", ""))
+    x = x if info.dtype is x.dtype else x.to(info.dtype)
+    taken, linked, stages = 0, [], ()
+    for op in ops:
+        before = info
+        stage, info = op.link(before, first)
         linked.append((op, stage, before))
+        stages += (stage,)
         taken += op.extra_inputs
-    if taken != len(extra):
-        raise UserError(f"{len(extra)} further inputs were given to ops that take {taken}; pass one for each")
-    stages = tuple([stage for _, stage, _ in linked])
-    compiling = torch.compiler.is_compiling()
-    forward, backward, rolls = (stages, Backward(stages), False) if compiling else _rewritten(stages, owner.__dict__)
-    if backward.again is not None and is_transformed():
-        backward.again.check()
-    given = _accepted(linked, extra) if taken else iter(())
+    if torch.compiler.is_compiling():
+        forward, backward, rolls, apply = stages, Backward(stages), False, PipelineFunction.apply
+    else:
+        forward, backward, rolls = _rewritten(stages, owner.__dict__)
+        apply = RUNNER.apply
+        if is_transformed():
+            assert backward.again is not None
+            backward.again.check()
+            apply = backward.again.transformed
+    accepted = _accepted(linked, extra, taken) if taken or extra else iter(())
     operands: list[Any] = []
     for op, stage, before in linked:
-        operands += op.operands(stage, before, next(given) if op.extra_inputs else ())
-    y = _apply(forward, backward, signal.device, x, operands)
+        operands += op.operands(stage, before, next(accepted) if op.extra_inputs else ())
+    if info.device == "meta" or not torch.is_autocast_enabled(info.device):
+        y = apply(forward, backward, x, *operands)
+    else:  # operands are cast already: torch.autocast must not cast what is inside of products and epilogues
+        with torch.autocast(info.device, enabled=False):
+            y = apply(forward, backward, x, *operands)
+    if backward.again is not None and backward.again.marks:
+        y = y[0] if len(y) == 2 else y[:-1]
     if rolls:
         _roll_with(y)
     return y
 
 
-def _accepted(linked: Sequence[tuple[Op, Stage, TensorInfo]], extra: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """What each op that takes further inputs makes of its own."""
+def _accepted(
+    linked: Sequence[tuple[Op, Stage, TensorInfo]], extra: Sequence[Any], count: int
+) -> Iterator[Sequence[Any]]:
+    """What each op that takes further inputs makes of its own. UserError unless there are `count` in all."""
+    if count != len(extra):
+        raise UserError(f"{len(extra)} further inputs were given to ops that take {count}; pass one for each")
     at, accepted = 0, []
-    for op, stage, signal in linked:
+    for op, stage, info in linked:
         if op.extra_inputs:
-            accepted.append(op.accept(stage, signal, extra[at : at + op.extra_inputs]))
+            accepted.append(op.accept(stage, info, extra[at : at + op.extra_inputs]))
             at += op.extra_inputs
     return iter(accepted)
-
-
-def _apply(forward: Any, backward: Backward, device: str, x: Tensor, operands: list[Any]) -> Any:
-    """Operands are cast already: torch.autocast must not cast what is inside of products and epilogues."""
-    again = backward.again
-    if again is None:
-        apply = PipelineFunction.apply
-    else:
-        apply = again.transformed if is_transformed() else RUNNER.apply
-    if not is_autocast(device):
-        y = apply(forward, backward, x, *operands)
-    else:
-        with torch.autocast(device, enabled=False):
-            y = apply(forward, backward, x, *operands)
-    if again is None or not again.marks:
-        return y
-    return y[0] if len(y) == 2 else y[:-1]
 
 
 def is_autocast(device: str) -> bool:
@@ -188,11 +184,13 @@ def signal_of(x: Any, name: str = "") -> TensorInfo:
     if type(x) is not Tensor and is_distributed(x):
         raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
     device, dtype = x.device.type, x.dtype
-    if dtype in CAST and is_autocast(device):
+    if dtype in CAST and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     width = x.shape[-1]
     rows = x.numel() // width if width else x.shape[:-1].numel()
-    quantizer = held(x) if dtype is x.dtype else None  # casting a quantized tensor dequantizes it
+    quantizer = None
+    if isinstance(x, QuantizedTensor) and dtype is x.dtype:  # casting a quantized tensor dequantizes it
+        quantizer = quantizer_of(x)
     index = x.get_device() if device == "cuda" else -1
     return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index)
 
@@ -201,32 +199,31 @@ CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What torch.autocast casts."""
 
 
-def fits(signal: TensorInfo, dtype: torch.dtype) -> bool:
-    """Whether parameters of `dtype` go with a signal: they are of its dtype, or torch.autocast casts them to it."""
-    if signal.dtype is dtype:
-        return True
-    return is_autocast(signal.device) and signal.dtype is torch.get_autocast_dtype(signal.device)
-
-
-def require_fit(name: str, signal: TensorInfo, weight: Tensor) -> None:
-    """UserError unless an input like `signal` can be multiplied by `weight` (out, width)."""
-    if weight.device.type != signal.device:
-        raise UserError(f"{name} is on {weight.device.type} and its input on {signal.device}; move one of them")
+def require_fit(name: str, info: TensorInfo, weight: Tensor) -> None:
+    """UserError unless an input like `info` can be multiplied by `weight` (out, width)."""
+    if weight.device.type != info.device:
+        raise UserError(f"{name} is on {weight.device.type} and its input on {info.device}; move one of them")
     width = weight.shape[1]
-    if signal.width not in (None, width) or not fits(signal, weight.dtype):
+    if (info.width is not None and info.width != width) or not (
+        info.dtype is weight.dtype or _casts_to(info, weight.dtype)
+    ):
         raise UserError(
             f"{name} takes (..., {width}) in {weight.dtype}; "
-            f"got (..., {signal.width}) in {signal.dtype}: cast or reshape the input"
+            f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
         )
 
 
-def require_bias(name: str, weight: Tensor, bias: Tensor) -> None:
-    """UserError unless `bias` goes with `weight` (out, width): kernels see its address alone."""
-    if bias.shape != weight.shape[:1] or bias.device != weight.device:
-        raise UserError(
-            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
-            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
-        )
+def _casts_to(info: TensorInfo, dtype: torch.dtype) -> bool:
+    """Whether torch.autocast casts parameters of `dtype` to the dtype of the input."""
+    return is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
+
+
+def refuse_bias(name: str, weight: Tensor, bias: Tensor) -> NoReturn:
+    """UserError: `bias` does not go with `weight` (out, width), and kernels would see its address alone."""
+    raise UserError(
+        f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
+        f"its weight asks for ({weight.shape[0]},) on {weight.device}"
+    )
 
 
 class CallRegion:
@@ -246,22 +243,23 @@ class CallRegion:
         elif running and self.newest is not None:
             region = self.newest[0]
         else:
-            region = active_region()
+            regions = STACK.regions
+            region = innermost(regions, "autocast") if regions else None
         frames.remember(key, region)
         if mode is not AmaxMode.USE and not running and (self.newest is None or self.newest[0] is not region):
             self.newest = (region,)
         return region
 
 
-def held(x: Tensor) -> Quantizer | None:
+def quantizer_of(x: Tensor) -> Quantizer | None:
     """The quantizer of a quantized tensor, in the formats that it really holds."""
     if type(x) is Tensor or not isinstance(x, QuantizedTensor):
         return None
     row, col = x.planes
-    made = x.quantizer
-    if (row is None or made.rowwise == row.format) and (col is None or made.columnwise == col.format):
-        return made
-    return Quantizer(row.format if row else made.rowwise, col.format if col else made.columnwise)
+    quantizer = x.quantizer
+    if (row is None or quantizer.rowwise == row.format) and (col is None or quantizer.columnwise == col.format):
+        return quantizer
+    return Quantizer(row.format if row else quantizer.rowwise, col.format if col else quantizer.columnwise)
 
 
 REMEMBERED = 64

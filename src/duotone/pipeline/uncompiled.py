@@ -5,6 +5,6 @@ A module of its own, imported where something is compiled: making the function i
 
 import torch
 
-from duotone.pipeline.op import KEEPS, run_ops
+from duotone.pipeline.op import KEEPS, run
 
-run_uncompiled = torch.compiler.disable(run_ops, reason=f"{KEEPS}: leave them out, or compile without fullgraph")
+run_uncompiled = torch.compiler.disable(run, reason=f"{KEEPS}: leave them out, or compile without fullgraph")

@@ -11,7 +11,7 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
-from duotone.pipeline.op import Op, TensorInfo, held, require_fit, run, signal_of
+from duotone.pipeline.op import Op, TensorInfo, quantizer_of, require_fit, run, signal_of
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
 from duotone.planned.initialisation import initialise, keep_initialiser
@@ -47,9 +47,9 @@ class PlannedGroup(Planned):
     @property
     def weight_held(self) -> Quantizer | None:
         weights = self.weights
-        first = held(weights[0])
+        first = quantizer_of(weights[0])
         for i, weight in enumerate(weights):
-            if held(weight) != first or weight.dtype is not weights[0].dtype:
+            if quantizer_of(weight) != first or weight.dtype is not weights[0].dtype:
                 formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
                 raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
         return first
@@ -334,7 +334,7 @@ def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
 
 
 def _formats(weight: Tensor) -> str:
-    found = held(weight)
+    found = quantizer_of(weight)
     if found is None:
         return f"plain {weight.dtype}"
     return "/".join(fmt.name if fmt else "none" for fmt in (found.rowwise, found.columnwise))

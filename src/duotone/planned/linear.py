@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, TensorInfo, held, require_bias, require_fit, run
+from duotone.pipeline.op import Op, TensorInfo, quantizer_of, refuse_bias, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary
 from duotone.planned.initialisation import initialise, keep_initialiser
@@ -19,6 +20,7 @@ from duotone.planned.tensor_parallel import local_sizes, parallel_layout
 from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
+from duotone.tensor import QuantizedTensor
 
 
 class PlannedLinear(Planned):
@@ -58,31 +60,39 @@ class PlannedLinear(Planned):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
-        return (self.weight if weight is None else weight,)
+        return (self.weight,)
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        (weight,) = self.weights
-        require_fit(self.module_name, signal, weight)
-        stage = self.plans.stage(signal, weight.requires_grad, held(weight))
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+        weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
+        if weight is None:
+            weight = self.weight
+        require_fit(self.module_name, info, weight)
+        quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
+        stage = self.plans.stage(info, weight.requires_grad, quantizer)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
-        tracked = signal.requires_grad
+        tracked = info.requires_grad
         if not tracked and torch.is_grad_enabled():
             bias = None if self.return_bias else self._bias
             tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
-        rows = None if self.layout.sequence_parallel else signal.rows
-        return stage, TensorInfo(signal.device, signal.dtype, weight.shape[0], rows, tracked, index=signal.index)
+        rows = None if self.layout.sequence_parallel else info.rows
+        return stage, TensorInfo(info.device, info.dtype, weight.shape[0], rows, tracked, None, info.index)
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
-        (weight,), bias = self.weights, None if self.return_bias else self._bias
-        if weight.dtype is not signal.dtype and not holds_codes(weight):  # codes stand for values of any dtype
-            weight = weight.to(signal.dtype)
+    def operands(self, stage: LinearStage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor | None]:
+        own, dtype = self._parameters, info.dtype
+        weight, bias = own.get("weight"), None
+        if weight is None:
+            weight = self.weight
+        if not self.return_bias:
+            bias = own["bias"] if "bias" in own else self.bias
+        if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
+            weight = weight.to(dtype)
         if bias is not None:
-            require_bias(self.module_name, weight, bias)
-            bias = bias if bias.dtype is signal.dtype else bias.to(signal.dtype)
-        plan = stage.plan
-        return weight, bias, seeds.take(getattr(self, seeds.BUFFER), plan.seeds) if plan.seeds else None
+            if bias.shape[0] != weight.shape[0] or bias.dim() != 1 or bias.device != weight.device:
+                refuse_bias(self.module_name, weight, bias)
+            bias = bias if bias.dtype is dtype else bias.to(dtype)
+        count = stage.plan.seeds
+        return weight, bias, seeds.take(getattr(self, seeds.BUFFER), count) if count else None
 
     @property
     def _bias(self) -> nn.Parameter | None:

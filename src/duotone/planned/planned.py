@@ -12,7 +12,7 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.pipeline.op import Op, held, signal_of
+from duotone.pipeline.op import Op, quantizer_of, signal_of
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states
 from duotone.planned.planner import PlannedStage, Planner
@@ -125,7 +125,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     @property
     def weight_held(self) -> Quantizer | None:
         """The quantizer of weights that are quantized tensors."""
-        return held(self.weights[0])
+        return quantizer_of(self.weights[0])
 
     def refuse_held(self, weight: nn.Parameter) -> None:
         """UserError where this module cannot hold the weight in those planes."""

@@ -106,7 +106,8 @@ class Planner:
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
         """
         compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
-        module = self.module
+        module = self._module()
+        assert module is not None
         mode = AmaxMode.USE if compiling else mode_now()
         region = active_region() if compiling else self.region.now(mode)
         recipe, group = (module.recipe, "") if region is None else (region.recipe, region.group)
