@@ -1,5 +1,6 @@
 """Old public names: each still works, with a DeprecationWarning that names the new one."""
 
+import pkgutil
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,14 +12,15 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def old_names(names: Mapping[str, str], module: dict[str, Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module with these globals, in which old names lead to new ones."""
+    """The `__getattr__` of a module with these globals, in which old names lead to new ones of it or to full paths."""
 
     def find(name: str) -> Any:
         home = module["__name__"]
         if name not in names:
             raise AttributeError(f"module {home!r} has no attribute {name!r}")
-        warn_renamed(f"{home}.{name}", f"{home}.{names[name]}")
-        return module[names[name]]
+        path = names[name] if "." in names[name] else f"{home}.{names[name]}"
+        warn_renamed(f"{home}.{name}", path)
+        return pkgutil.resolve_name(path)
 
     return find
 

@@ -1,5 +1,6 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
+from duotone.renamed import old_names
 from duotone.tensor import ops, pickling  # noqa: F401 (fill the tables of operations and pickles)
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
@@ -12,3 +13,6 @@ __all__ = [
     "BOTH", "LOCAL", "History", "Plane", "Planes", "QuantizeContext", "QuantizedTensor", "Quantizer", "Usage",
     "clear", "prepare_for_saving", "restore_from_saved",
 ]  # fmt: skip
+
+_HANDLES = "Float8Block Float8CurrentScaling Float8 Hybrid Identity MXFP8 NVFP4".split()
+__getattr__ = old_names({f"{kind}Quantizer": f"duotone.{kind}Quantizer" for kind in _HANDLES}, globals())
