@@ -49,8 +49,8 @@ PREAMBLES = {
     ("README.md", 0): MODEL,
     ("README.md", 2): MODEL,
     ("docs/hopper.md", 0): "import torch\nloss = torch.ones((), requires_grad=True) * 2",
-    ("docs/parallel.md", 0): MODEL + "model = build_model()",
-    ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')",
+    ("docs/parallel.md", 0): MODEL + "model = build_model()\ndel fully_shard",
+    ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')\ndel group",
 }
 
 EACH_FOR_ITSELF = {("README.md", 2)}
