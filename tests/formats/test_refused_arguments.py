@@ -119,3 +119,17 @@ NO_MATRICES = {
 def test_what_is_no_dense_matrix_is_refused(name, make):
     x = make()
     refused(lambda: get(name).encode(x))
+
+
+@pytest.mark.parametrize(
+    "name", ["fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "mxfp8_e4m3", "mxfp4", "nvfp4", "nvfp4_row"]
+)
+def test_parts_of_the_wrong_size_are_refused(name):
+    fmt = get(name)
+    parts = fmt.encode(X)
+    fmt.decode(parts, torch.float32)
+    wrong = [{**parts, part: values.new_empty(0)} for part, values in parts.items()]
+    wrong += [{**parts, part: values[..., None]} for part, values in parts.items()]
+    wrong += [{**parts, part: torch.cat([values, values])} for part, values in parts.items() if part != "codes"]
+    for one in wrong:
+        refused(lambda one=one: fmt.decode(one, torch.float32))

@@ -37,6 +37,20 @@ def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
             raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
 
 
+def check_sizes(fmt: "ScaledFormat", parts: Parts) -> None:
+    """UserError unless the scales fit the codes."""
+    codes = parts["codes"]
+    if codes.dim() != 2:
+        raise UserError(f"{fmt.name} decodes codes of a matrix; got {codes.dim()}-D codes: pass all that encode gave")
+    for name, spec in fmt.parts(codes.shape[0], codes.shape[1] * fmt.element.codes_per_byte).items():
+        given, wanted = parts[name], spec.dtype
+        if given.shape != spec.shape or (wanted is not None and given.dtype.itemsize != wanted.itemsize):
+            raise UserError(
+                f"{fmt.name} takes {name!r} of shape {tuple(spec.shape)} in {wanted} for codes of shape "
+                f"{tuple(codes.shape)}; got {tuple(given.shape)} in {given.dtype}: pass all that encode gave"
+            )
+
+
 def require_dense(name: str, x: Tensor) -> None:
     """UserError if `x` is nested, sparse or in a layout of a library. Traced code cannot see the layout."""
     if torch.compiler.is_compiling():

@@ -93,8 +93,11 @@ class Format:
         """
         raise NotImplementedError
 
-    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
-        """The values that a GEMM multiplies, (M, K). Hadamard formats: rotated, with the padded length."""
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
+        """The values that a GEMM multiplies, (M, K). Hadamard formats: rotated, with the padded length.
+
+        UserError for parts that do not fit together; with `stages` the caller is responsible for their sizes.
+        """
         raise NotImplementedError
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ class Identity(Format):
         check_matrix(self.name, x, plane)
         return {"codes": x}
 
-    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
         require_parts(self.name, ("codes",), parts)
         return parts["codes"].to(dtype)
 

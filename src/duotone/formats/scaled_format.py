@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.formats import hadamard, philox
-from duotone.formats.checks import check_request, check_values, require_parts
+from duotone.formats.checks import check_request, check_sizes, check_values, require_parts
 from duotone.formats.elements import Element
 from duotone.formats.format import Format
 from duotone.formats.geometry import Block
@@ -112,8 +112,11 @@ class ScaledFormat(Format):
             codes = stages.pack(codes)
         return {"codes": codes, **scaled.parts}
 
-    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages = PLAIN) -> Tensor:
+    def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
         require_parts(self.name, self.part_names, parts)
+        if stages is None:
+            check_sizes(self, parts)
+            stages = PLAIN
         return self._values(parts, dtype, self.rule.factor, stages)
 
     def rotate(self, x: Tensor) -> Tensor:
