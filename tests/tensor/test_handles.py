@@ -453,3 +453,32 @@ def test_a_delayed_handle_over_what_is_no_scale_or_amax_is_refused(scale, amax) 
     with pytest.raises(UserError, match="Float8Quantizer takes") as error:
         Float8Quantizer(scale, amax)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["rowwise_usge", "columnwise", "internal", "amax_reduction_group"])
+@pytest.mark.parametrize("make", LEAVES.values(), ids=LEAVES.keys())
+def test_an_attribute_that_no_handle_has_cannot_be_set(make, name) -> None:
+    handle = make()
+    with pytest.raises(UserError, match=f"^{name} of {type(handle).__name__} cannot be set; ") as error:
+        setattr(handle, name, True)
+    assert "\n" not in str(error.value)
+    handle.rowwise_usage = False
+    assert handle.get_usages() == {"rowwise": False, "columnwise": True}
+
+
+def test_the_scale_of_a_handle_is_written_in_place() -> None:
+    """Another tensor would not reach its slot."""
+    handle = delayed(2.0)
+    with pytest.raises(UserError, match="scale of Float8Quantizer cannot be set; write into the tensor in place"):
+        handle.scale = torch.tensor([4.0])
+    handle.scale.fill_(4.0)
+    assert handle(torch.ones(16, 16)).planes.rowwise.parts["scale"].item() == 0.25
+
+
+def test_a_subclass_of_a_handle_has_attributes_of_its_own() -> None:
+    class Mine(MXFP8Quantizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.note = "mine"
+
+    assert Mine().note == "mine"

@@ -49,6 +49,15 @@ class QuantizerHandle:
         self.value = value
         self._usage = Usage(rowwise, columnwise)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """UserError for a name that no handle has. Subclasses of users may have attributes of their own."""
+        is_known = name in ("value", "_usage") or hasattr(type(self), name)
+        if not is_known and type(self).__module__ == __name__:
+            allowed = "allowed are rowwise_usage and columnwise_usage"
+            remedy = "write into the tensor in place" if hasattr(self, name) else ELSEWHERE.get(name, allowed)
+            raise UserError(f"{name} of {type(self).__name__} cannot be set; {remedy}")
+        super().__setattr__(name, value)
+
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Change the planes that later calls make; existing tensors stay as they are."""
         row, col = self._usage
@@ -185,6 +194,9 @@ class Float8Quantizer(QuantizerHandle):
     quantize multiplies by `scale` and raises `amax` to the largest magnitude it meets.
     """
 
+    scale: Tensor
+    amax: Tensor
+
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Fp8Dtype = "e4m3", **usage: bool) -> None:
         for what, given in (("scale", scale), ("amax", amax)):
             if not isinstance(given, Tensor) or given.numel() != 1:
@@ -193,7 +205,7 @@ class Float8Quantizer(QuantizerHandle):
         check_values("Float8Quantizer", scale, amax)
         fmt = formats.get(f"fp8_{fp8_element(fp8_dtype)}_delayed")
         super().__init__(Quantizer(fmt, fmt, history=History()), **usage)
-        self.scale, self.amax = scale, amax
+        vars(self).update(scale=scale, amax=amax)
         self.slots = (TensorSlot(scale, amax), None)
 
 
