@@ -149,3 +149,24 @@ def test_it_shows_its_factory_by_name_and_is_not_read_back() -> None:
     assert shown["qfactory"].endswith("test_custom.never") and shown["quantization_alignment"] == 64
     with pytest.raises(RecipeError, match="a recipe of a function cannot be read back: make the CustomRecipe"):
         recipes.from_dict(shown)
+
+
+def test_a_quantize_that_no_module_calls_is_an_error() -> None:
+    class Value(Quantizer):
+        def quantize(self, x, **options):
+            return super().quantize(x * 0, **options)
+
+    class Whole(Value):
+        def encode(self, x, *arguments):
+            return super().encode(x * 0, *arguments)
+
+    class Handle(MXFP8Quantizer):
+        def quantize(self, tensor, **options):
+            return super().quantize(tensor * 0, **options)
+
+    mx = formats.get("mxfp8_e4m3")
+    for made in (Value(mx, mx), Handle()):
+        with pytest.raises(RecipeError, match=f"returned {type(made).__name__} for .* overrides quantize") as error:
+            CustomRecipe(qfactory=lambda role, made=made: made)(WEIGHT)
+        assert "\n" not in str(error.value)
+    assert CustomRecipe(qfactory=lambda role: Whole(mx, mx))(WEIGHT) == Whole(mx, mx)

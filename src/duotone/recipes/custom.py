@@ -58,6 +58,7 @@ class CustomRecipe(Recipe):
         if missing or isinstance(value, type):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
             raise RecipeError(f"qfactory returned {_words(made)} for {slot}; {remedy}")
+        _refuse_unused(made, slot)
         return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
     def quantizer(
@@ -79,6 +80,23 @@ class AdaptedQuantizer(Quantizer):
 
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
         return self.inner.encode(x, usage, ctx)
+
+
+def _refuse_unused(made: Any, slot: str) -> None:
+    """RecipeError for a subclass with a `quantize` of its own, which no module would call."""
+    kind = type(made)
+    quantize = getattr(kind, "quantize", None)
+    is_own = quantize is not None and not quantize.__module__.startswith("duotone.")
+    if is_own and issubclass(kind, Quantizer) and kind.encode is Quantizer.encode:
+        raise RecipeError(
+            f"qfactory returned {_words(made)} for {slot}, which overrides quantize alone; modules call encode: "
+            "override that instead"
+        )
+    if is_own and not hasattr(kind, "encode") and isinstance(getattr(made, "value", None), Quantizer):
+        raise RecipeError(
+            f"qfactory returned {_words(made)} for {slot}, a handle that overrides quantize; modules call the encode "
+            "of its value: give it a subclass of Quantizer with an encode"
+        )
 
 
 def _adapted(value: Any, slot: str) -> Quantizer:

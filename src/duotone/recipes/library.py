@@ -13,7 +13,7 @@ from typing import Any
 from duotone.errors import RecipeError
 from duotone.recipes import reading
 from duotone.recipes.builtin import BUILTIN
-from duotone.recipes.limits import BASES, DEPTH, DOTTED, FILE_BYTES, check_table, one_line
+from duotone.recipes.limits import BASES, DEPTH, DOTTED, FILE_BYTES, LONG_NUMBER, TOO_LONG, check_table, one_line
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.schedule import Schedule
 
@@ -159,8 +159,8 @@ def _parse(path: Path, content: bytes) -> Any:
         return tomllib.loads(text)
     except RecursionError:
         reason = f"its tables are more than {DEPTH} deep"
-    except ValueError as error:  # also a number of too many digits
-        reason = str(error)
+    except ValueError as error:
+        reason = f"a number {TOO_LONG}" if LONG_NUMBER.search(text) else str(error)
     raise RecipeError(one_line(f"recipe file {path} is not valid {kind}: {reason}"))
 
 

@@ -17,6 +17,13 @@ BASES = 16
 
 RULES, PHASES = 4096, 1024
 INTEGER = 2**63 - 1
+TOO_LONG = "has more than 18 digits; give a smaller one"
+PRINTABLE = 10**4000
+"""Python prints no integer of more than 4300 digits, so no message could show it."""
+
+LONG_NUMBER = re.compile(r"[0-9_]{4300}")
+"""What Python reads no integer from."""
+
 MESSAGE = 1000
 
 PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
@@ -47,6 +54,12 @@ def check_number(field: str, count: int, most: int) -> None:
         raise RecipeError(f"{count} {field} are more than a recipe may have; give at most {most}")
 
 
+def check_integer(field: str, value: object, most: int = INTEGER) -> None:
+    """RecipeError for an integer beyond `most`."""
+    if isinstance(value, int) and not -most <= value <= most:
+        raise RecipeError(f"{field} {TOO_LONG}")
+
+
 def check_table(data: Any, depth: int = DEPTH) -> None:
     """RecipeError where a value of a file is too deep, too long, no text or too large a number."""
     if isinstance(data, dict | list):
@@ -58,8 +71,8 @@ def check_table(data: Any, depth: int = DEPTH) -> None:
             check_table(value, depth - 1)
     elif isinstance(data, str):
         check_text("a text", data)
-    elif isinstance(data, int) and not -INTEGER <= data <= INTEGER:
-        raise RecipeError("a number has more than 18 digits; give a smaller one")
+    else:
+        check_integer("a number", data)
 
 
 def one_line(text: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar, Union
 
 from duotone.errors import RecipeError, qualified_name, shown_fields
 from duotone.numbered import Numbered
+from duotone.recipes.limits import PRINTABLE, check_integer
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
@@ -204,6 +205,7 @@ def _check_arguments(kind: type, args: tuple[Any, ...], options: dict[str, Any])
         if name not in known:
             remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(known)}"
             raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
+        check_integer(name, options[name], PRINTABLE)
 
 
 _FIRST: "weakref.WeakKeyDictionary[Recipe, weakref.ref[Recipe]]" = weakref.WeakKeyDictionary()
