@@ -1,4 +1,4 @@
-"""QuantizeContext: what a quantize needs besides the tensor, passed at the point of use and kept by no quantizer."""
+"""QuantizeContext: what a quantize needs besides the tensor. Callers pass it, and no quantizer keeps it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ class Slot:
         return f"{type(self).__name__}()"
 
     def fixed(self) -> "Slot":
-        """The slot with the scale that it has now, for a second encoding of what was just encoded; records nothing."""
+        """The slot with the scale that it has now, to encode the same tensor again. Records nothing."""
         return self
 
     is_new = False
-    """Whether it takes its scale from what it meets first, so that this has to be there whole."""
+    """Whether it takes its scale from the first tensor, which must then exist before the cast."""
 
     def events(self) -> tuple[int, int]:
-        """How many amaxes were not finite and did not enter the history, and how many entered as less, so far."""
+        """How many amaxes so far did not enter the history because they were not finite, and how many were clamped."""
         return 0, 0
 
     def scale_for(self, x: Tensor) -> Tensor:
-        """The scale to encode `x` with, fp32 (1,); records the amax of `x`."""
+        """The scale to encode `x` with, fp32 (1,). Records the amax of `x`."""
         raise NotImplementedError
 
     def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As `scale_for`, but the cast itself records where there is a second result: int32 bits (1,) to enlarge."""
+        """Like `scale_for`, but the cast records the amax: it raises the second result, its int32 bits (1,), if any."""
         return self.scale_for(x), None
 
     def place_each(
@@ -41,18 +41,21 @@ class Slot:
         raise NotImplementedError
 
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
-        """In traced code: the codes and scales of both planes in formats of these names ("" for none)."""
+        """In traced code: the codes and scales of both planes, in the formats of these names ("" for no plane)."""
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
 
 
 @dataclass(frozen=True)
 class QuantizeContext:
-    """`shard`: the tensor is one shard of another. `slots`: delayed scaling of the rowwise and the columnwise plane.
+    """How to encode one tensor.
 
-    `seed`: int64 (1,), for stochastic rounding. `traces_kernel`: traced code may call the kernel that casts both
-    planes, which was found when the plan was built, because tracing cannot look. `propagate`: elements that are not
-    finite make the products that read them non-finite (see `Format.encode`). `nominal`: the dtype of the tensor that is
-    written, and of the dequantized plane that another plane encodes; None where it is the dtype of the values.
+    - `shard`: the tensor is one shard of another.
+    - `slots`: delayed scaling of the rowwise and the columnwise plane.
+    - `seed`: int64 (1,), for stochastic rounding.
+    - `traces_kernel`: traced code may call the kernel that casts both planes. The plan decides it, as a trace cannot.
+    - `propagate`: elements that are not finite make the products that read them non-finite (see `Format.encode`).
+    - `nominal`: the dtype of the tensor that is written, and of the dequantized plane that another plane encodes; None
+      means the dtype of the values.
     """
 
     shard: ShardContext | None = None
@@ -68,7 +71,7 @@ class QuantizeContext:
         return QuantizeContext(self.shard, self.slots, seed, self.traces_kernel, self.propagate, self.nominal)
 
     def fixed(self) -> "QuantizeContext":
-        """The context that encodes later as this one does now."""
+        """The context that later encodes like this one does now."""
         row, col = self.slots
         if row is col is None:
             return self

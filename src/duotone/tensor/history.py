@@ -1,8 +1,7 @@
-"""The parameters of delayed scaling, as a value: how a scale follows from the amaxes of earlier steps."""
+"""History: the parameters of delayed scaling, how a scale follows from the amaxes of earlier steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -10,29 +9,30 @@ from duotone.errors import UserError, shown_fields
 
 ALGORITHMS = ("max", "most_recent")
 LARGEST_MARGIN = 16
-"""At 2^-16 of its largest value E4M3 has three magnitudes left, from 2^-19 on none; at 2^16 all but these saturate."""
+"""At margin 16 the amax maps to the third smallest magnitude of E4M3. At -16 all but the smallest values saturate."""
 
 LONGEST = 2**20
-"""Steps: more would be gigabytes, as every slot of every module has a history."""
+"""In steps. Every slot of every module has a history, so more would take gigabytes."""
 
 
 @dataclass(frozen=True)
 class History:
     """scale = MAX 2^-margin / amax, with amax the largest ("max") or newest ("most_recent") of the history.
 
-    `amax_history_len` counts the slot that fills at present. Callables replace the rules: `amax_compute_algo(history)`
-    takes the history (L, n), newest last, to amax (n,); `scaling_factor_compute_algo(amax, scale, fp8_max, history)`
-    gives the new scale (n,). `reduce_amax` takes the maximum over the amax reduction group of the autocast.
-
-    `skip_nonfinite_amax`: an amax that is infinite or NaN does not enter the history. `spike_factor`: an amax above
-    that many times the largest of the rest of the history enters as this; 0 lets all enter. Both are counted.
-    `first_scale_from_amax`: a slot that has met nothing yet scales its first tensor by the amax of this, not by 1.
+    - `amax_history_len`: entries, the one that fills in this step included.
+    - `amax_compute_algo`: may be a function from the history (L, n), newest last, to amax (n,).
+    - `scaling_factor_compute_algo(amax, scale, fp8_max, history)`: returns the new scale (n,) instead of the formula.
+    - `reduce_amax`: take the maximum over the amax reduction group of the autocast.
+    - `skip_nonfinite_amax`: an amax that is infinite or NaN does not enter the history. Such amaxes are counted.
+    - `spike_factor`: an amax above this times the largest other entry enters as that product. Such amaxes are counted.
+      0 turns this off.
+    - `first_scale_from_amax`: a new slot scales its first tensor by the amax of that tensor, not by 1.
     """
 
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, "History"], Tensor] | None = None
     reduce_amax: bool = True
     skip_nonfinite_amax: bool = True
     spike_factor: float = 16.0

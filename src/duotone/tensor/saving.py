@@ -11,15 +11,15 @@ from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.quantized import QuantizedTensor
 
 Shell = Any
-"""What a kept thing is besides its buffers: a plane is (format, shape, part names), a tensor TENSOR, a plane that is
-made later (DEFERRED, make, number of tensors)."""
+"""What is left of a saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
+(DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
 
 
 @dataclass(eq=False, slots=True)
 class DeferredPlane:
-    """A plane that backward makes, of tensors that are kept anyway: `make(*tensors)`."""
+    """A plane that backward makes from tensors that are saved anyway: `make(*tensors)`."""
 
     make: Callable[..., Plane]
     tensors: tuple[Tensor | None, ...]
@@ -28,11 +28,11 @@ class DeferredPlane:
         return self.make(*self.tensors)
 
 
-def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
-    """Planes and tensors as shells and a flat list of buffers; None and tuples of one thing stay as they are."""
+def pack(saved: Sequence[object]) -> tuple[list[Shell], list[Tensor | None]]:
+    """Planes and tensors as shells and a flat list of buffers."""
     shells: list[Shell] = []
-    tensors: list[Any] = []
-    for one in kept:
+    tensors: list[Tensor | None] = []
+    for one in saved:
         if isinstance(one, Plane):
             shells.append((one.format, one.shape, tuple(one.parts)))
             tensors.extend(one.parts.values())
@@ -47,33 +47,33 @@ def pack(kept: Sequence[Any]) -> tuple[list[Shell], list[Tensor]]:
     return shells, tensors
 
 
-def unpack(shells: Sequence[Shell], tensors: Sequence[Tensor]) -> list[Any]:
-    """The inverse of `pack`; may be called again, for a second backward."""
+def unpack(shells: Sequence[Shell], tensors: Sequence[Any]) -> list[Any]:
+    """The inverse of `pack`. A second backward may call it again."""
     at = 0
-    kept: list[Any] = []
+    saved: list[Any] = []
     for shell in shells:
         if shell is None or len(shell) == 1:
-            kept.append(shell)
+            saved.append(shell)
         elif shell is TENSOR:
-            kept.append(tensors[at])
+            saved.append(tensors[at])
             at += 1
         elif shell[0] is DEFERRED:
             _, make, count = shell
-            kept.append(DeferredPlane(make, tuple(tensors[at : at + count])))
+            saved.append(DeferredPlane(make, tuple(tensors[at : at + count])))
             at += count
         else:
             fmt, shape, names = shell
-            kept.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
+            saved.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
             at += len(names)
-    return kept
+    return saved
 
 
 def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
-    """Take the buffers out of `t`, rowwise first; it keeps only their description until `restore_from_saved`."""
+    """Take the buffers out of `t`, rowwise first. `t` only knows their shapes until `restore_from_saved`."""
     if "_shells" in vars(t):
         raise MissingPlaneError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
-    shells, tensors = pack(t.planes)
-    t._shells = shells  # type: ignore[attr-defined]
+    tensors = t.parts
+    t._shells, _ = pack(t.planes)  # type: ignore[attr-defined]
     t._rowwise = t._columnwise = None
     return tensors
 
@@ -92,7 +92,7 @@ def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Te
 
 
 def clear(t: QuantizedTensor) -> None:
-    """Give the memory of every buffer back at once, also where others hold a reference; the shape stays."""
+    """Free the memory of every buffer at once, even if others hold a reference. The shape stays."""
     for part in t.parts:
         part.data = part.new_empty(0)
     t._rowwise = t._columnwise = None

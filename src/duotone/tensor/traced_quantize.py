@@ -1,5 +1,6 @@
-"""quantize inside of a compiled function: one call of the graph, because Dynamo makes no wrapper subclass by itself."""
+"""quantize in a compiled function: one call of the graph, because Dynamo cannot construct a wrapper subclass."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
 
+HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
+
 
 class _Known(Slot):
-    """A slot whose scale the graph has asked for already."""
+    """A slot whose scale the graph already holds."""
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
@@ -26,27 +29,26 @@ class _Known(Slot):
 
 
 def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> QuantizedTensor:
-    """`Quantizer.quantize`, in traced code. Tensors, names and numbers alone go into the graph."""
+    """`Quantizer.quantize` in traced code. Only tensors, names and numbers go into the graph."""
     row, col, history = quantizer.rowwise, quantizer.columnwise, quantizer.history
     names = "" if row is None else row.name, "" if col is None else col.name
-    kept: tuple[Any, ...] | None = None
+    fields: tuple[object, ...] | None = None
     if history is not None:
         if callable(history.amax_compute_algo) or history.scaling_factor_compute_algo is not None:
             raise MissingPlaneError("a history with functions of its own stays out of compiled code; quantize outside")
-        kept = history.margin, history.amax_history_len, history.amax_compute_algo, None, history.reduce_amax
-        kept += history.skip_nonfinite_amax, history.spike_factor, history.first_scale_from_amax
+        fields = tuple([getattr(history, name) for name in HISTORY_FIELDS])
     first, second = ctx.slots
     wants_row = usage.rowwise and row is not None and row.is_delayed
     wants_col = usage.columnwise and col is not None and col.is_delayed
     of_row = first.scale_for(x) if first is not None and (wants_row or (wants_col and second is None)) else None
     of_col = second.scale_for(x) if second is not None and wants_col else None
     shard = None if ctx.shard is None else (ctx.shard.group, ctx.shard.dim)
-    value = (*names, quantizer.columnwise_source, kept, ctx.propagate)
-    return _made(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
+    value = (*names, quantizer.columnwise_source, fields, ctx.propagate)
+    return _quantize(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
 
 
 @torch.compiler.allow_in_graph
-def _made(
+def _quantize(
     x: Tensor,
     of_row: Tensor | None,
     of_col: Tensor | None,
