@@ -26,7 +26,6 @@ class Corpus:
     train: Tensor
     heldout: Tensor
     digest: str
-    skipped: int
 
     @property
     def size(self) -> int:
@@ -57,7 +56,7 @@ def load(paths: Sequence[str], *, context: int) -> Corpus:
 
     UserError: a path that does not exist, an empty or binary file, fewer bytes than two contexts.
     """
-    parts, skipped = texts.read(paths) if paths else (texts.python_texts(), 0)
+    parts = texts.read(paths) if paths else texts.python_texts()
     sources = tuple(paths) or (texts.DEFAULT_SOURCE,)
     text = b"\n".join(parts)
     least = 2 * (context + 1)
@@ -67,7 +66,7 @@ def load(paths: Sequence[str], *, context: int) -> Corpus:
             f"hold out need {least}: give more text or a preset with a shorter context"
         )
     train, heldout = split(np.frombuffer(text, dtype=np.uint8), context)
-    return Corpus(sources, train, heldout, hashlib.sha256(text).hexdigest(), skipped)
+    return Corpus(sources, train, heldout, hashlib.sha256(text).hexdigest())
 
 
 def split(text: np.ndarray, context: int) -> tuple[Tensor, Tensor]:

@@ -16,25 +16,22 @@ DEFAULT_SOURCE = "the Python documentation and standard library"
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
-def read(paths: Sequence[str]) -> tuple[list[bytes], int]:
-    """The texts of all paths in the order given, and how many files of folders were left out as no text.
+def read(paths: Sequence[str]) -> list[bytes]:
+    """The texts of all paths in the order given; files of folders that are no text are left out.
 
     UserError: a path that does not exist or cannot be read, a named file that is empty or binary, a folder
     without text.
     """
     texts: list[bytes] = []
-    skipped = 0
     for name in paths:
         if os.path.isdir(name):
-            contents = [_bytes(file) for file in files(Path(name))]
-            usable = [text for text in contents if text and b"\0" not in text]
+            usable = [text for text in map(_bytes, files(Path(name))) if text and b"\0" not in text]
             if not usable:
                 raise UserError(f"the folder {name} holds no text file: give text files, folders of them or globs")
             texts += usable
-            skipped += len(contents) - len(usable)
         else:
             texts += [_text(file) for file in _matches(name)]
-    return texts, skipped
+    return texts
 
 
 def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
