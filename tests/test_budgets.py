@@ -14,20 +14,20 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
 LIBRARY_LINES = 23200
-TOOL_LINES = 4200
+TOOL_LINES = 3870
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1060, 32, 32),
-    "cli": (880, 20, 10),
+    "cli": (840, 2, 0),
     "comm": (140, 1, 0),
     "compat": (640, 5, 5),
     "conversion": (1360, 22, 38),
     "dispatch": (2500, 72, 30),
     "formats": (1520, 11, 9),
     "kernels": (3680, 44, 154),
-    "lab": (1900, 24, 22),
+    "lab": (1910, 7, 0),
     "linear": (1720, 67, 50),
     "modules": (460, 22, 9),
     "observe": (900, 34, 21),
@@ -37,7 +37,7 @@ BUDGETS = {
     "pipeline": (940, 112, 34),
     "planned": (1660, 81, 32),
     "recipes": (1860, 61, 31),
-    "report": (1440, 19, 11),
+    "report": (1120, 0, 0),
     "state": (1440, 49, 10),
     "tensor": (1900, 92, 35),
 }

@@ -14,20 +14,7 @@ from duotone.report import charts, numbers, plan_table, planes, verdict
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
-FILTERS = (
-    "broken",
-    "finite",
-    "listing",
-    "moment",
-    "number",
-    "percent",
-    "power",
-    "px",
-    "share",
-    "shorten",
-    "significant",
-    "size",
-)
+FILTERS = "broken finite listing moment number percent power px share shorten significant size".split()
 
 
 @dataclass(frozen=True)
