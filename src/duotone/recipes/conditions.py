@@ -1,4 +1,4 @@
-"""What a rule may ask of the place of a module besides its name: the layer, from either end, and the sizes."""
+"""Conditions of rules besides names: the layer, counted from either end, and the sizes of the weight."""
 
 import difflib
 import operator
@@ -6,7 +6,6 @@ import re
 import sys
 import warnings
 from fnmatch import fnmatchcase
-from typing import Any
 
 from duotone.errors import RecipeError
 from duotone.recipes.roles import TENSORS_OF_MODULES
@@ -25,7 +24,7 @@ COMPARE = {
 
 
 def check_module_type(pattern: str) -> None:
-    """RecipeError where a glob looks like a slip of a module type that Duotone has; a warning where it is another."""
+    """RecipeError if a glob is nearly a module type of Duotone; a warning if it matches none."""
     known = tuple(TENSORS_OF_MODULES)
     if any(fnmatchcase(kind, pattern) for kind in (*known, "")):  # "" for roles without a type
         return
@@ -36,7 +35,7 @@ def check_module_type(pattern: str) -> None:
     warnings.warn(f"{message}: such a rule is for roles of your own", stacklevel=6)
 
 
-def check_layer(layer: Any) -> None:
+def check_layer(layer: object) -> None:
     """RecipeError unless `layer` is an integer, or text such as "0", "-1", "0:2" or "-2:"."""
     if isinstance(layer, int) and not isinstance(layer, bool) and abs(layer) < 10**9:
         return
@@ -45,23 +44,23 @@ def check_layer(layer: Any) -> None:
 
 
 def is_layer(layer: int | str, index: int | None, count: int | None) -> bool:
-    """Whether the module at `index` of a stack of `count` is meant; never where the index is not known."""
+    """Whether `layer` contains the module at `index` of a stack of `count`. False if the index is unknown."""
     if index is None:
         return False
-    found = LAYER.fullmatch(str(layer))
-    assert found is not None
+    match = LAYER.fullmatch(str(layer))
+    assert match is not None
     total = sys.maxsize if count is None else count
-    if found["one"] is not None:
-        wanted = int(found["one"])
+    if match["one"] is not None:
+        wanted = int(match["one"])
         return index == (wanted if wanted >= 0 else total + wanted)
-    start, stop = (int(found[end]) if found[end] else None for end in ("start", "stop"))
+    start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
     return index in range(*slice(start, stop).indices(total))
 
 
-def check_size(field: str, condition: Any) -> None:
+def check_size(field: str, condition: object) -> None:
     """RecipeError unless `condition` is text such as ">=4096", "<1024", "==4096" or "%32"."""
-    found = SIZE.fullmatch(condition) if isinstance(condition, str) else None
-    if found is None or (found[1] == "%" and int(found[2]) == 0):
+    match = SIZE.fullmatch(condition) if isinstance(condition, str) else None
+    if match is None or (match[1] == "%" and int(match[2]) == 0):
         raise RecipeError(
             f"{field} is {condition!r}; give a comparison such as '>=4096', '<1024' or '==4096', or '%32' for multiples"
         )
@@ -69,6 +68,6 @@ def check_size(field: str, condition: Any) -> None:
 
 def is_size(condition: str, size: int) -> bool:
     """Whether a size meets the condition."""
-    found = SIZE.fullmatch(condition)
-    assert found is not None
-    return COMPARE[found[1]](size, int(found[2]))
+    match = SIZE.fullmatch(condition)
+    assert match is not None
+    return COMPARE[match[1]](size, int(match[2]))

@@ -20,11 +20,12 @@ BOUNDARY = "a boundary slot whose consumer is unknown (role None)"
 
 @dataclass(frozen=True, kw_only=True)
 class CustomRecipe(Recipe):
-    """`qfactory(role)` returns a `Quantizer`, a handle named after one of Transformer Engine's, or a request.
+    """`qfactory(role)` returns a `Quantizer`, a handle such as `duotone.MXFP8Quantizer()`, or a request.
 
-    It is called once per slot when a module builds its plan, never per step: a grouped linear has the slots of every
-    expert, whose formats must agree. The role of a boundary slot whose consumer is unknown is None. Any object with
-    `rowwise`, `columnwise` and `encode` is a quantizer too.
+    - It is called once per slot when a module builds its plan, never per step.
+    - The role of a boundary slot whose consumer is unknown is None.
+    - A grouped linear has the slots of every expert. Their formats must agree.
+    - An object with `rowwise`, `columnwise` and `encode` is a quantizer too.
     """
 
     qfactory: Factory
@@ -47,24 +48,24 @@ class CustomRecipe(Recipe):
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         slot = BOUNDARY if role is None else str(role)
         try:
-            made = self.qfactory(role)
+            answer = self.qfactory(role)
         except Exception as error:
             text = " ".join(str(error).split())
             raise RecipeError(f"qfactory raised {type(error).__name__} for {slot}: {text}; correct it") from error
-        if isinstance(made, DelayedScalingRequest):
-            return made.quantizer(role)
-        value = getattr(made, "value", made)
+        if isinstance(answer, DelayedScalingRequest):
+            return answer.quantizer(role)
+        value = getattr(answer, "value", answer)
         missing = [needed for needed in ("rowwise", "columnwise", "encode") if not hasattr(value, needed)]
         if missing or isinstance(value, type):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
-            raise RecipeError(f"qfactory returned {_words(made)} for {slot}; {remedy}")
-        _refuse_unused(made, slot)
+            raise RecipeError(f"qfactory returned {_words(answer)} for {slot}; {remedy}")
+        _refuse_unused(answer, slot)
         return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
     def quantizer(
         self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
     ) -> Quantizer:
-        """What the function gives the role as it is: None where the consumer of a boundary slot is not known."""
+        """What the function returns for the role, which is None if the consumer of a boundary slot is unknown."""
         return self(role)
 
 
@@ -107,7 +108,7 @@ def _adapted(value: Any, slot: str) -> Quantizer:
         raise RecipeError(f"qfactory returned {_words(value)} for {slot}: {error}") from None
 
 
-def _words(made: Any) -> str:
-    if made is None:
+def _words(answer: object) -> str:
+    if answer is None:
         return "None"
-    return f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
+    return f"the class {answer.__name__}" if isinstance(answer, type) else type(answer).__name__

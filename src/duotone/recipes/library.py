@@ -8,18 +8,27 @@ import stat
 import tomllib
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from duotone.errors import RecipeError
 from duotone.recipes import reading
 from duotone.recipes.builtin import BUILTIN
-from duotone.recipes.limits import BASES, DEPTH, DOTTED, FILE_BYTES, LONG_NUMBER, TOO_LONG, check_table, one_line
+from duotone.recipes.limits import (
+    BASES,
+    DEPTH,
+    DOTTED,
+    FILE_BYTES,
+    LONG_NUMBER,
+    TOO_LONG,
+    Table,
+    check_table,
+    one_line,
+)
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.schedule import Schedule
 
 
 class _ReferenceError(RecipeError):
-    """Of files that refer to each other: none of them is put before its message."""
+    """Files refer to each other in a cycle or too deep. The message names none of them first."""
 
 
 def names() -> list[str]:
@@ -33,16 +42,16 @@ def schedule_names() -> list[str]:
 
 
 def load(name_or_path: str) -> Recipe:
-    """The recipe of that name, or of that TOML or JSON file. Raises RecipeError where there is none or it is wrong."""
+    """The recipe of that name, or of that TOML or JSON file. RecipeError if there is none, or if it is wrong."""
     return _as_recipe(load_any(name_or_path), name_or_path)
 
 
 def load_schedule(name_or_path: str) -> Schedule:
-    """The schedule of that name, or of that TOML or JSON file. Raises RecipeError where there is none."""
-    found = load_any(name_or_path)
-    if not isinstance(found, Schedule):
+    """The schedule of that name, or of that TOML or JSON file. RecipeError if there is none, or if it is wrong."""
+    schedule = load_any(name_or_path)
+    if not isinstance(schedule, Schedule):
         raise RecipeError(f"{name_or_path} is a recipe, not a schedule: use duotone.recipes.load, or add [[phases]]")
-    return found
+    return schedule
 
 
 def load_any(name_or_path: str) -> Recipe | Schedule:
@@ -50,22 +59,22 @@ def load_any(name_or_path: str) -> Recipe | Schedule:
     return _Loading().load(name_or_path, Path(), ())
 
 
-def from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") -> Recipe:
+def from_dict(data: object, *, where: str = "recipe", default_name: str = "rules") -> Recipe:
     """A recipe from its `to_dict` form: {"recipe": a built-in name, fields} or {"name", "rules": [...]}."""
     return _as_recipe(any_from_dict(data, where=where, default_name=default_name), where)
 
 
-def any_from_dict(data: Any, *, where: str = "recipe", default_name: str = "rules") -> Recipe | Schedule:
+def any_from_dict(data: object, *, where: str = "recipe", default_name: str = "rules") -> Recipe | Schedule:
     """A recipe or a schedule from its `to_dict` form."""
     return _Loading().read(data, where, default_name, Path(), ())
 
 
-def _as_recipe(found: Recipe | Schedule, where: str) -> Recipe:
-    if isinstance(found, Schedule):
+def _as_recipe(value: Recipe | Schedule, where: str) -> Recipe:
+    if isinstance(value, Schedule):
         raise RecipeError(
             f"{where} is a schedule, not a recipe: use duotone.recipes.load_schedule, or duotone train --recipe"
         )
-    return found
+    return value
 
 
 class _Loading:
@@ -75,7 +84,7 @@ class _Loading:
         self._files: dict[str, Recipe | Schedule] = {}
 
     def load(self, name_or_path: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
-        """What `name_or_path` names, a path from `folder` on; `chain` are the files that led here."""
+        """The value of a name, or of a path relative to `folder`. `chain` are the files that refer to it."""
         if not isinstance(name_or_path, str | Path):
             raise RecipeError(f"a recipe is loaded by its name or the path of its file; got {name_or_path!r}")
         if name_or_path in BUILTIN:
@@ -102,15 +111,17 @@ class _Loading:
             self._files[key] = self.read(data, str(path), title, path.parent, (*chain, key))
         return self._files[key]
 
-    def read(self, data: Any, where: str, default_name: str, folder: Path, chain: tuple[str, ...]) -> Recipe | Schedule:
-        """What a table says, which is called `where` in messages."""
+    def read(
+        self, data: object, where: str, default_name: str, folder: Path, chain: tuple[str, ...]
+    ) -> Recipe | Schedule:
+        """The recipe or schedule of a table, which messages call `where`."""
 
         def resolve(name_or_path: str) -> Recipe:
             return _as_recipe(self.load(name_or_path, folder, chain), name_or_path)
 
         try:
             check_table(data)
-            return reading.value(data, resolve, default_name)
+            return reading.read(data, resolve, default_name)
         except _ReferenceError:
             raise
         except (RecipeError, TypeError) as error:
@@ -129,7 +140,7 @@ def _unknown(name: str, path: Path) -> RecipeError:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a recipe file; RecipeError where it is no file that can be read, or too large for a recipe."""
+    """The bytes of a recipe file. RecipeError if it cannot be read or is too large for a recipe."""
     try:
         mode = path.stat().st_mode
         reason = "it is a directory" if stat.S_ISDIR(mode) else "" if stat.S_ISREG(mode) else "it is no regular file"
@@ -144,7 +155,7 @@ def _content(path: Path) -> bytes:
     raise RecipeError(one_line(f"recipe file {path} cannot be read: {reason}; name a .toml or .json file"))
 
 
-def _parse(path: Path, content: bytes) -> Any:
+def _parse(path: Path, content: bytes) -> object:
     kind = path.suffix[1:].upper()
     try:
         text = content.decode("utf-8-sig")
@@ -164,9 +175,9 @@ def _parse(path: Path, content: bytes) -> Any:
     raise RecipeError(one_line(f"recipe file {path} is not valid {kind}: {reason}"))
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON; ValueError where a key comes twice, as in TOML."""
-    table: dict[str, Any] = {}
+def _without_twins(pairs: list[tuple[str, object]]) -> Table:
+    """A table of JSON. ValueError if a key comes twice, like in TOML."""
+    table: Table = {}
     for key, value in pairs:
         if key in table:
             raise ValueError(f"the key {key!r} comes twice")
@@ -176,5 +187,5 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _shipped(folder: str) -> dict[str, str]:
-    found = resources.files("duotone.recipes").joinpath(*folder.split("/"))
-    return {Path(f.name).stem: f.read_text(encoding="utf-8") for f in found.iterdir() if f.name.endswith(".toml")}
+    files = resources.files("duotone.recipes").joinpath(*folder.split("/"))
+    return {Path(f.name).stem: f.read_text(encoding="utf-8") for f in files.iterdir() if f.name.endswith(".toml")}

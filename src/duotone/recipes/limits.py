@@ -1,9 +1,12 @@
-"""How large a recipe may be, so that nothing in a file makes it slow or impossible to read, plan or print."""
+"""How large a recipe may be, so that no file is slow or impossible to read, plan or print."""
 
 import re
 from typing import Any
 
 from duotone.errors import RecipeError
+
+Table = dict[str, Any]
+"""A table of a recipe file."""
 
 FILE_BYTES = 2**20
 TEXT = 1024
@@ -13,7 +16,7 @@ DEPTH = 32
 """Tables and lists inside of each other."""
 
 BASES = 16
-"""Recipes below a recipe, each the base of the one before; files that refer to each other likewise."""
+"""Recipes below a recipe, each the base of the one before. The same for files that refer to each other."""
 
 RULES, PHASES = 4096, 1024
 INTEGER = 2**63 - 1
@@ -28,7 +31,7 @@ MESSAGE = 1000
 
 PART = r"""(?:[A-Za-z0-9_-]+|"(?:\\.|[^"\\\n])*"|'[^'\n]*')"""
 DOTTED = re.compile(rf"(?:\.[ \t]*{PART}[ \t]*){{{DEPTH}}}")
-"""A key of more parts than may be; the reader of TOML takes time with the cube of their number."""
+"""A key of too many parts: the time of the TOML reader grows with the cube of their number."""
 
 
 def check_text(field: str, text: str) -> None:
@@ -39,7 +42,7 @@ def check_text(field: str, text: str) -> None:
         raise RecipeError(f"{field} is {text[:80]!r}, which holds NUL or half a surrogate pair; leave that out")
 
 
-def check_title(title: Any) -> None:
+def check_title(title: object) -> None:
     """RecipeError unless `title` is one line that tables and files can show."""
     if not isinstance(title, str):
         raise RecipeError(f"title is {title!r}; it must be a string")
@@ -49,7 +52,7 @@ def check_title(title: Any) -> None:
 
 
 def check_number(field: str, count: int, most: int) -> None:
-    """RecipeError where there are more than `most` of something."""
+    """RecipeError if `count` is above `most`."""
     if count > most:
         raise RecipeError(f"{count} {field} are more than a recipe may have; give at most {most}")
 
@@ -60,8 +63,8 @@ def check_integer(field: str, value: object, most: int = INTEGER) -> None:
         raise RecipeError(f"{field} {TOO_LONG}")
 
 
-def check_table(data: Any, depth: int = DEPTH) -> None:
-    """RecipeError where a value of a file is too deep, too long, no text or too large a number."""
+def check_table(data: object, depth: int = DEPTH) -> None:
+    """RecipeError if a value of a file is nested too deep, too long, not printable, or too large a number."""
     if isinstance(data, dict | list):
         if depth == 0:
             raise RecipeError(f"tables are more than {DEPTH} deep; let a file name another one instead")
@@ -76,6 +79,6 @@ def check_table(data: Any, depth: int = DEPTH) -> None:
 
 
 def one_line(text: str) -> str:
-    """`text` without what no line holds, and without its middle where it is long."""
+    """`text` as one printable line. A long text loses its middle."""
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return shown if len(shown) <= MESSAGE else f"{shown[: MESSAGE // 2]} ... {shown[-MESSAGE // 2 :]}"

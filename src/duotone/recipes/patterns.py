@@ -103,24 +103,24 @@ class _Automaton:
             waits_for, test, following = self._states[state]
             if waits_for == ONE and test is not None and test.match(text, place):
                 after += following
-        found = self._reachable(after, text, place + 1)
-        if self._is_local and len(found) < self._room:
-            self._room -= len(found) + 1
-            self._moves[key] = found
-        return found
+        reached = self._reachable(after, text, place + 1)
+        if self._is_local and len(reached) < self._room:
+            self._room -= len(reached) + 1
+            self._moves[key] = reached
+        return reached
 
     def _reachable(self, states: list[int], text: str, place: int) -> frozenset[int]:
         """The states and those after them that wait for no character."""
-        found: set[int] = set()
+        reached: set[int] = set()
         while states:
             state = states.pop()
-            if state in found:
+            if state in reached:
                 continue
-            found.add(state)
+            reached.add(state)
             waits_for, test, following = self._states[state]
             if waits_for == SPLIT or (waits_for == AT and test is not None and test.match(text, place)):
                 states += following
-        return frozenset(found)
+        return frozenset(reached)
 
     def _add(self, waits_for: str, test: "re.Pattern[str] | None", *following: int) -> int:
         if len(self._states) == LARGEST:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, Union
 
 from duotone.errors import RecipeError, qualified_name, shown_fields
 from duotone.numbered import Numbered
-from duotone.recipes.limits import PRINTABLE, check_integer
+from duotone.recipes.limits import PRINTABLE, Table, check_integer
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
@@ -97,10 +97,10 @@ class Recipe(metaclass=RecipeClass):
         self._check_evaluation()
         _intern(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Table:
         return {name: value for name, value in self.__dict__.items() if name not in ("key", "_first")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Table) -> None:
         vars(self).update({RENAMED.get(name, name): value for name, value in state.items()})
         _intern(self)
 
@@ -163,7 +163,7 @@ class Recipe(metaclass=RecipeClass):
         """Whether a role of attention runs in low precision. A recipe for all tensors alike means linears only."""
         return self.fp8_dpa or self.fp8_mha
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Table:
         """JSON-ready; `duotone.recipes.from_dict` reads it back."""
         values = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         return {"recipe": self.kind, **{key: value for key, value in values.items() if value is not None}}
@@ -185,7 +185,7 @@ ELSEWHERE = {
 """Options of Transformer Engine, and what to write here instead."""
 
 
-def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
+def with_new_names(options: Table) -> Table:
     """Fields of a recipe by the names that they have now, with a DeprecationWarning for each old one.
 
     An old name goes before the new one, which `dataclasses.replace` gives too.
@@ -196,7 +196,7 @@ def with_new_names(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in RENAMED} | old
 
 
-def _check_arguments(kind: type, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _check_arguments(kind: type, args: tuple[Any, ...], options: Table) -> None:
     """RecipeError unless a recipe of that class takes the arguments."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     if args:
@@ -247,7 +247,7 @@ def align_size(recipe: RecipeLike) -> int:
     return as_recipe("align_size", recipe).alignment
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """A field for JSON: a recipe as its table, a function as its name, which cannot be read back."""
     if isinstance(value, Recipe):
         return value.to_dict()
@@ -277,7 +277,7 @@ def _loaded(name_or_path: str) -> "Recipe":
 _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def one_of(field: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
     """RecipeError unless `value` is allowed."""
     if value not in allowed:
         raise RecipeError(f"{field} {value!r} is unknown; allowed are {', '.join(map(repr, allowed))}")

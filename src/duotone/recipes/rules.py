@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 from duotone import formats
 from duotone.errors import RecipeError, shown_fields
 from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
-from duotone.recipes.limits import BASES, RULES, check_number, check_text, check_title
+from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
 from duotone.recipes.patterns import expression, glob
 from duotone.recipes.recipe import Recipe, as_recipe, one_of, plain
 from duotone.recipes.roles import (
@@ -34,18 +34,18 @@ ATTENTION_FIELDS = ("fp8_dpa", "fp8_mha")
 Subject = tuple[QuantizerRole | None, Site]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Rule:
-    """Matches roles by every condition that is given; None asks nothing.
+    """Conditions on roles, and the formats of those that meet all of them. A condition of None is always met.
 
-    `module` is a glob and `module_regex` a regular expression on the full name, `module_type` a glob. `layer` is an
-    index into the stack of layers or a range of them, from either end: 0, "-1", "0:2", "-2:". `in_features` and
-    `out_features` compare the weight's sizes: ">=4096", "<1024", "==4096", "%32" for multiples. A `tensor_type` of
-    "output" or "grad_input" is that slot of the module which the other conditions name, whoever consumes the tensor;
-    every other rule looks at the consumer.
+    - `module`: a glob on the full name. `module_regex`: a regular expression on it. `module_type`: a glob.
+    - `layer`: an index into the stack of layers or a range, from either end: 0, "-1", "0:2", "-2:".
+    - `in_features`, `out_features`: the sizes of the weight: ">=4096", "<1024", "==4096", "%32" for multiples.
+    - `tensor_type`: with "output" or "grad_input", the other conditions describe the module that makes the tensor. In
+      all other rules they describe the module that consumes it.
 
-    Formats are given for both planes (`format`), per plane (`rowwise`, `columnwise`), or per GEMM for both of its
-    operands (`fprop`, `dgrad`, `wgrad`). A plane's own format goes before its GEMM's, that before `format`.
+    Formats are for both planes (`format`), for one plane (`rowwise`, `columnwise`), or for both operands of a GEMM
+    (`fprop`, `dgrad`, `wgrad`). That of a plane goes before that of its GEMM, and that before `format`.
     """
 
     module: str | None = None
@@ -64,7 +64,7 @@ class Rule:
     columnwise_source: str = "original"
 
     why: ClassVar[str] = "kept in high precision by a rule"
-    """What plans say of a product of which the rule keeps both operands in high precision."""
+    """The reason that plans show for a product with both operands in high precision by this rule."""
 
     def __repr__(self) -> str:
         return shown_fields(self)
@@ -104,7 +104,7 @@ class Rule:
             expression(self.module_regex)
 
     def matches(self, role: QuantizerRole | None, site: Site = ANYWHERE) -> bool:
-        """Whether the rule decides the role. RecipeError where it asks for a name or layer that nobody has set."""
+        """Whether the rule decides the role. RecipeError if it asks for a name or a layer that is not set."""
         if role is None or not self.concerns(role):
             return False
         asked = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
@@ -122,7 +122,7 @@ class Rule:
 
     @property
     def asks_for_place(self) -> bool:
-        """Whether the rule names modules, layers or sizes, so that some model should have them."""
+        """Whether the rule names modules, layers or sizes, so that it should match something in a model."""
         return any(getattr(self, field) is not None for field in (*BY_PLACE, *SIZES))
 
     def concerns(self, role: QuantizerRole) -> bool:
@@ -141,12 +141,12 @@ class Rule:
         return True
 
     def quantizer(self, role: QuantizerRole, history: History | None = None) -> Quantizer:
-        """What the rule gives; `history` are the parameters of its delayed formats, None for the default ones."""
+        """The quantizer of the rule. `history` are the parameters of delayed formats, None for the default ones."""
         if role.tensor_type == "grad_output":  # boundaries and attention have no product that reads both planes
             self._require_original(role.tensor_type)
         row, col = (formats.get(self._require_format(role.tensor_type, direction)) for direction in DIRECTIONS)
-        made = Quantizer(row, col, self.columnwise_source)
-        return replace(made, history=history or History()) if any(made.delayed) else made
+        quantizer = Quantizer(row, col, self.columnwise_source)
+        return replace(quantizer, history=history or History()) if any(quantizer.delayed) else quantizer
 
     def _require_original(self, tensor_type: str) -> None:
         if self.columnwise_source != "original" and tensor_type in GRADIENTS:
@@ -155,7 +155,7 @@ class Rule:
                 "is for inputs and weights alone: leave columnwise_source out, or add tensor_type or an earlier rule"
             )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Table:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: v for k, v in values.items() if v is not None and (k, v) != ("columnwise_source", "original")}
 
@@ -179,10 +179,10 @@ def _gemm_of(tensor_type: str, direction: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleRecipe(Recipe):
-    """A recipe of ordered rules; a role that none matches gets what `base` gives, or stays in high precision.
+    """A recipe of ordered rules. A role that no rule matches gets the quantizer of `base`, or stays in high precision.
 
-    `base` gives quantizers alone: all that says how they are used, such as strict or evaluation, is this recipe's own.
-    `history` are the parameters of delayed formats, the default ones where None.
+    `base` gives quantizers only: options such as strict or evaluation are those of this recipe. `history` are the
+    parameters of delayed formats, None for the default ones.
     """
 
     rules: tuple[Rule, ...]
@@ -206,7 +206,7 @@ class RuleRecipe(Recipe):
     def _check_base(self) -> None:
         if self.base is None:
             return
-        below: Any = self.base
+        below: Recipe | None = self.base
         for _ in range(BASES):
             below = getattr(below, "base", None)
         if below is not None:
@@ -231,13 +231,15 @@ class RuleRecipe(Recipe):
     def quantizer(
         self, role: QuantizerRole | None, site: Site = ANYWHERE, slot: QuantizerRole | None = None
     ) -> Quantizer:
-        found = first_match(self.rules, role, site, self.history, slot)
-        if found is None and self.base is not None:
+        quantizer = first_match(self.rules, role, site, self.history, slot)
+        if quantizer is not None:
+            return quantizer
+        if self.base is not None:
             return self.base.quantizer(role, site, slot)
-        if found is None and role is not None and self.strict:
+        if role is not None and self.strict:
             remedy = "correct a rule, or end with one that has format = 'identity'"
             raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
-        return found or Quantizer()
+        return Quantizer()
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
         """Also where the rule of the role names attention by its module type or its tensor type."""
@@ -248,8 +250,8 @@ class RuleRecipe(Recipe):
             return self.base is not None and self.base.asks_for(role, site)
         return not rule.matches(QuantizerRole(name=role.name), site)
 
-    def to_dict(self) -> dict[str, Any]:
-        head: dict[str, Any] = {"name": self.title}
+    def to_dict(self) -> Table:
+        head: Table = {"name": self.title}
         for field in (*(f.name for f in fields(Recipe)), "base"):
             head[field] = plain(getattr(self, field))
         if self.history is not None:
@@ -268,26 +270,26 @@ def first_match(
 ) -> Quantizer | None:
     """The quantizer of the first rule that matches, or None.
 
-    `role` is what the tensor is to its consumer, None where nobody is known; `slot` is the module's own place for it,
-    which rules that name "output" or "grad_input" match.
+    `role` is that of the tensor in its consumer, None if that is unknown. `slot` is its role in the module that makes
+    it; rules that name "output" or "grad_input" match the slot.
     """
-    found = _first(rules, role, site, slot)
-    return None if found is None else rules[found[0]].quantizer(found[1], history)
+    decision = _first(rules, role, site, slot)
+    return None if decision is None else decision.rule.quantizer(decision.role, history)
 
 
 def first_rule(rules: Sequence[Rule], role: QuantizerRole, site: Site = ANYWHERE) -> Rule | None:
     """The first rule that matches the role, or None."""
-    found = _first(rules, role, site, None)
-    return None if found is None else rules[found[0]]
+    decision = _first(rules, role, site, None)
+    return None if decision is None else decision.rule
 
 
 def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:
-    """The rules that decide none of the subjects: no role is theirs, or an earlier rule takes it.
+    """The rules that decide none of the subjects: they match none, or an earlier rule decides.
 
-    A subject whose tensor type is "output" or "grad_input" is that slot of a module, with a consumer that is not known.
+    A subject of tensor type "output" or "grad_input" is that slot of a module, with an unknown consumer.
     """
-    used = {found[0] for subject in subjects if (found := _decides(rules, subject))}
-    return [rule for i, rule in enumerate(rules) if i not in used]
+    used = {decision.place for subject in subjects if (decision := _decides(rules, subject))}
+    return [rule for place, rule in enumerate(rules) if place not in used]
 
 
 def undecided(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Subject]:
@@ -295,20 +297,28 @@ def undecided(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Subjec
     return [subject for subject in subjects if _decides(rules, subject) is None]
 
 
-def _decides(rules: Sequence[Rule], subject: Subject) -> tuple[int, QuantizerRole] | None:
+def _decides(rules: Sequence[Rule], subject: Subject) -> "_Decision | None":
     role, site = subject
     is_slot = role is not None and role.tensor_type in BOUNDARIES
     return _first(rules, None if is_slot else role, site, role)
 
 
+class _Decision(NamedTuple):
+    """A rule, its place among the rules, and the role that it matches."""
+
+    place: int
+    rule: Rule
+    role: QuantizerRole
+
+
 def _first(
     rules: Sequence[Rule], role: QuantizerRole | None, site: Site, slot: QuantizerRole | None
-) -> tuple[int, QuantizerRole] | None:
-    """The place of the first rule that matches the role, or the slot where it names that, and which of both."""
-    for i, rule in enumerate(rules):
-        for found in (role, slot if rule.tensor_type in BOUNDARIES else None):
-            if found is not None and rule.matches(found, site):
-                return i, found
+) -> _Decision | None:
+    """The first rule that matches the role, or the slot if the rule names a boundary."""
+    for place, rule in enumerate(rules):
+        for candidate in (role, slot if rule.tensor_type in BOUNDARIES else None):
+            if candidate is not None and rule.matches(candidate, site):
+                return _Decision(place, rule, candidate)
     return None
 
 

@@ -4,10 +4,9 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 from duotone.errors import RecipeError, UserError
-from duotone.recipes.limits import PHASES, check_number, check_title
+from duotone.recipes.limits import PHASES, Table, check_number, check_title
 from duotone.recipes.recipe import Recipe, as_recipe
 
 
@@ -63,8 +62,8 @@ class Schedule:
         check_title(self.title)
         check_number("phases", len(self.phases), PHASES)
         if not self.phases or self.phases[0].start != 0:
-            given = repr(self.phases[0].start) if self.phases else "nothing"
-            raise RecipeError(f"the first phase starts at {given}; it must start at 0")
+            start = repr(self.phases[0].start) if self.phases else "nothing"
+            raise RecipeError(f"the first phase starts at {start}; it must start at 0")
         if self.steps is not None:
             if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
                 raise RecipeError(f"steps is {self.steps!r}; it must be an integer of at least 1, or left out")
@@ -116,12 +115,12 @@ class Schedule:
         """The schedule with every recipe changed."""
         return replace(self, phases=tuple(replace(phase, recipe=change(phase.recipe)) for phase in self.phases))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Table:
         """JSON-ready; `duotone.recipes.any_from_dict` reads it back."""
         head = {"name": self.title} | ({} if self.steps is None else {"steps": self.steps})
         return {**head, "phases": [_row(phase) for phase in self.phases]}
 
 
-def _row(phase: Phase) -> dict[str, Any]:
+def _row(phase: Phase) -> Table:
     row = {"from": phase.start, "recipe": phase.recipe.to_dict()}
     return {**row, "convert_parameters": True} if phase.convert_parameters else row

@@ -2,7 +2,6 @@
 
 import json
 import re
-from typing import Any
 
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.schedule import Schedule
@@ -10,20 +9,20 @@ from duotone.recipes.schedule import Schedule
 BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def dumps(value: Recipe | Schedule) -> str:
+def dumps(recipe: Recipe | Schedule) -> str:
     """TOML that `load` or `load_schedule` reads back; functions appear by name and are not read back."""
-    data = value.to_dict()
+    data = recipe.to_dict()
     tables = {key: rows for key, rows in data.items() if key in ("rules", "phases") and rows}
-    lines = [f"{_key(key)} = {_inline(found)}" for key, found in data.items() if key not in tables]
+    lines = [f"{_key(key)} = {_inline(value)}" for key, value in data.items() if key not in tables]
     for key, rows in tables.items():
         for row in rows:
-            lines += ["", f"[[{key}]]", *(f"{_key(name)} = {_inline(found)}" for name, found in row.items())]
+            lines += ["", f"[[{key}]]", *(f"{_key(name)} = {_inline(value)}" for name, value in row.items())]
     return "\n".join(lines) + "\n"
 
 
-def _inline(value: Any) -> str:
+def _inline(value: object) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_inline(found)}" for key, found in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(key)} = {_inline(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_inline, value)) + "]"
     return _text(value) if isinstance(value, str) else json.dumps(value)
