@@ -1,11 +1,10 @@
 """Factories for `CustomRecipe(qfactory=...)`, named as in Transformer Engine; each also ships as a recipe, see RECIPES.
 
-All take a role or None and give a new quantizer or request on each call. `rowwise_dequantized` is for inputs and
-weights whose backward uses another format than forward: backward then differentiates what forward computed.
+Each takes a role or None and returns a new quantizer or request. Inputs and weights whose backward uses another format
+than forward encode the dequantized rowwise plane, so that backward differentiates what forward computed.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from duotone import formats
 from duotone.compat.quantizers import (
@@ -21,7 +20,9 @@ from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.roles import GRADIENTS, LINEAR, QuantizerRole
 from duotone.tensor.quantizer import Quantizer
 
-Made = QuantizerHandle | DelayedScalingRequest
+Answer = QuantizerHandle | DelayedScalingRequest
+"""What a factory gives a role."""
+
 FOLLOWING = "rowwise_dequantized"
 
 
@@ -39,24 +40,24 @@ def _row_scaled() -> QuantizerHandle:
     return QuantizerHandle(Quantizer(fmt, fmt))
 
 
-def high_precision_factory(role: QuantizerRole | None) -> Made:
+def high_precision_factory(role: QuantizerRole | None) -> Answer:
     return IdentityQuantizer()
 
 
-def delayed_scaling_factory(role: QuantizerRole | None) -> Made:
+def delayed_scaling_factory(role: QuantizerRole | None) -> Answer:
     return DelayedScalingRequest()
 
 
-def current_scaling_factory(role: QuantizerRole | None) -> Made:
+def current_scaling_factory(role: QuantizerRole | None) -> Answer:
     gradient = role is not None and role.tensor_type in GRADIENTS
     return Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
 
 
-def float8_block_scaling_factory(role: QuantizerRole | None) -> Made:
+def float8_block_scaling_factory(role: QuantizerRole | None) -> Answer:
     return Float8BlockQuantizer(block_scaling_dim=2 if _kind(role) == "weight" else 1)
 
 
-def mxfp8_factory(role: QuantizerRole | None) -> Made:
+def mxfp8_factory(role: QuantizerRole | None) -> Answer:
     return MXFP8Quantizer()
 
 
@@ -68,13 +69,13 @@ def nvfp4_factory(role: QuantizerRole | None) -> QuantizerHandle:
     return NVFP4Quantizer(with_rht=True, stochastic_rounding=kind == "grad_output")
 
 
-def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Made:
+def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Answer:
     if _kind(role) == "grad_output":
         return MXFP8Quantizer()
     return _hybrid(IdentityQuantizer(), MXFP8Quantizer())
 
 
-def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Made:
+def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Answer:
     kind = _kind(role)
     if kind == "input":
         return _hybrid(MXFP8Quantizer(), NVFP4Quantizer(with_rht=True))
@@ -83,14 +84,14 @@ def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Made:
     return nvfp4_factory(role) if kind == "grad_output" else MXFP8Quantizer()
 
 
-def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Made:
+def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Answer:
     """NVFP4 whose weights have 1-D scales in both directions."""
     if _kind(role) == "weight":
         return _hybrid(NVFP4Quantizer(), NVFP4Quantizer(), FOLLOWING)
     return nvfp4_factory(role)
 
 
-def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Made:
+def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Answer:
     """The same bits as MXFP8 with backward_override="dequantized"."""
     kind = _kind(role)
     if kind in ("input", "weight"):
@@ -98,7 +99,7 @@ def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Made:
     return IdentityQuantizer() if kind == "grad_output" else MXFP8Quantizer()
 
 
-def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Made:
+def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Answer:
     """Row-scaled NVFP4 in the forward of grouped linears, MXFP8 everywhere else."""
     kind = _kind(role, ("grouped_linear",))
     if kind == "input":
@@ -106,7 +107,7 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Made:
     return _hybrid(NVFP4Quantizer(), MXFP8Quantizer(), FOLLOWING) if kind == "weight" else MXFP8Quantizer()
 
 
-def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Made:
+def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Answer:
     kind = _kind(role)
     if kind == "input":
         return _hybrid(_row_scaled(), IdentityQuantizer(), FOLLOWING)
@@ -115,7 +116,7 @@ def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) 
     return IdentityQuantizer() if kind == "grad_output" else NVFP4Quantizer()
 
 
-def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Made:
+def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Answer:
     """NVFP4 linears; attention in FP8, its softmax with a delayed scale of one step."""
     kind = _kind(role, ("dpa",))
     hint = role is not None and not role.module_type and role.name.endswith((".dpa_output", ".dpa_grad_input"))
@@ -127,7 +128,7 @@ def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Made:
     return nvfp4_factory(role)
 
 
-RECIPES: dict[str, Callable[[QuantizerRole | None], Any]] = {
+RECIPES: dict[str, Callable[[QuantizerRole | None], Answer]] = {
     "bf16": high_precision_factory,
     "fp8-delayed": delayed_scaling_factory,
     "fp8-current": current_scaling_factory,
@@ -142,4 +143,4 @@ RECIPES: dict[str, Callable[[QuantizerRole | None], Any]] = {
     "nvfp4-row-scaled-fwd-high-precision-bwd": nvfp4_row_scaled_fwd_high_precision_bwd_factory,
     "nvfp4-linear-fp8-dpa": nvfp4_linear_fp8_dpa_factory,
 }
-"""By the name of the recipe that gives linears the same quantizers."""
+"""The factory by the name of the recipe that gives linears the same quantizers."""

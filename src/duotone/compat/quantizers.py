@@ -30,19 +30,19 @@ ELSEWHERE = {
     "optimize_for_gemm": "kernels lay scales out themselves: leave it out",
     "device": "results are on the device of what is quantized: leave it out",
 }
-"""What Transformer Engine's quantizers take besides, and what to do instead."""
+"""Arguments of Transformer Engine's quantizers that are missing here, and what to do instead."""
 
 
 class QuantizerHandle:
-    """A `Quantizer` value with mutable default usages; handles are equal where their values are.
+    """A `Quantizer` value with mutable default usages.
 
-    A handle that is bound to a delayed-scaling slot compares by identity.
+    Handles are equal if their values are. A handle that is bound to a delayed-scaling slot compares by identity.
     """
 
     slots: tuple[Slot | None, Slot | None] = (None, None)
-    """Of the rowwise and the columnwise plane; None in the second place shares the first."""
+    """Delayed scaling of the rowwise and the columnwise plane. The first serves both if the second is None."""
 
-    def __init__(self, value: Quantizer, *, rowwise: bool = True, columnwise: bool = True, **unknown: Any) -> None:
+    def __init__(self, value: Quantizer, *, rowwise: bool = True, columnwise: bool = True, **unknown: object) -> None:
         for name in unknown:
             remedy = ELSEWHERE.get(name, "its usages are rowwise and columnwise")
             raise UserError(f"{type(self).__name__} has no {name}; {remedy}")
@@ -59,7 +59,7 @@ class QuantizerHandle:
         super().__setattr__(name, value)
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Change the planes that later calls make; existing tensors stay as they are."""
+        """Change the planes that later calls make. Existing tensors stay as they are."""
         row, col = self._usage
         self._usage = Usage(row if rowwise is None else rowwise, col if columnwise is None else columnwise)
 
@@ -68,7 +68,7 @@ class QuantizerHandle:
 
     @property
     def rowwise_usage(self) -> bool:
-        """Whether later calls make the rowwise plane; to be set, as by `set_usage`."""
+        """Whether later calls make the rowwise plane. It may be set, like with `set_usage`."""
         return self._usage.rowwise
 
     @rowwise_usage.setter
@@ -77,7 +77,7 @@ class QuantizerHandle:
 
     @property
     def columnwise_usage(self) -> bool:
-        """Likewise, of the columnwise plane."""
+        """Whether later calls make the columnwise plane. It may be set, like with `set_usage`."""
         return self._usage.columnwise
 
     @columnwise_usage.setter
@@ -93,7 +93,7 @@ class QuantizerHandle:
         ctx: QuantizeContext = LOCAL,
         seed: Tensor | None = None,
     ) -> QuantizedTensor:
-        """(*lead, K) -> a quantized tensor; `out` is rewritten in place and returned. `dtype` is ignored."""
+        """(*lead, K) -> a quantized tensor. With `out`, rewrite and return it. `dtype` is ignored."""
         if out is not None:
             return self.update_quantized(tensor, out, ctx=ctx, seed=seed)
         return self.value.quantize(tensor, usage=self._usage, ctx=self._context(ctx, seed))
@@ -113,16 +113,16 @@ class QuantizerHandle:
         ctx: QuantizeContext = LOCAL,
         seed: Tensor | None = None,
     ) -> QuantizedTensor:
-        """Rewrite those held planes of `target` that the usages name; a `noop_flag` that is not 0 keeps every byte."""
+        """Rewrite the held planes of `target` that the usages name. A `noop_flag` that is not 0 keeps every byte."""
         ctx = self._context(ctx, seed)
         return self.value.quantize(source, out=target, usage=self._usage, noop_flag=noop_flag, ctx=ctx)
 
     def make_empty(self, shape: tuple[int, ...], **kwargs: Any) -> QuantizedTensor:
-        """The buffers that `quantize` would make, uninitialised; keywords are those of `Quantizer.make_empty`."""
+        """The buffers that `quantize` would make, uninitialised. Keywords are those of `Quantizer.make_empty`."""
         return self.value.make_empty(tuple(shape), usage=self._usage, **kwargs)
 
     def calibrate(self, tensor: Tensor) -> None:
-        """Record the amax where a delayed-scaling slot is bound; nothing otherwise, and no bytes are made."""
+        """Record the amax if a delayed-scaling slot is bound. Encodes nothing."""
         for slot in self.slots:
             if slot is not None:
                 slot.scale_for(tensor.detach().reshape(matrix_shape(tensor.shape)))
@@ -151,7 +151,7 @@ class QuantizerHandle:
     def _is_bound(self) -> bool:
         return self.slots != (None, None)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         if self._is_bound or not isinstance(other, QuantizerHandle) or other._is_bound:
             return self is other
         return self.value == other.value
@@ -169,7 +169,7 @@ FP8_DTYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def fp8_element(fp8_dtype: Fp8Dtype) -> str:
-    """The element of an `fp8_dtype`: "e4m3" or "e5m2", or torch's dtype of those. RecipeError for anything else."""
+    """ "e4m3" or "e5m2", from either or from its torch dtype. RecipeError for anything else."""
     element = FP8_DTYPES.get(fp8_dtype, fp8_dtype)  # type: ignore[call-overload]
     if element not in FP8_DTYPES.values():
         allowed = "'e4m3', 'e5m2', torch.float8_e4m3fn and torch.float8_e5m2"
@@ -189,19 +189,19 @@ class IdentityQuantizer(QuantizerHandle):
 
 
 class Float8Quantizer(QuantizerHandle):
-    """FP8 under a delayed scale. `scale` and `amax` are fp32 with one element each, shared and never copied:
+    """FP8 under a delayed scale. `scale` and `amax` are fp32 with one element each, shared and never copied.
 
-    quantize multiplies by `scale` and raises `amax` to the largest magnitude it meets.
+    `quantize` multiplies by `scale` and raises `amax` to the largest magnitude of its input.
     """
 
     scale: Tensor
     amax: Tensor
 
     def __init__(self, scale: Tensor, amax: Tensor, fp8_dtype: Fp8Dtype = "e4m3", **usage: bool) -> None:
-        for what, given in (("scale", scale), ("amax", amax)):
-            if not isinstance(given, Tensor) or given.numel() != 1:
-                got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-                raise UserError(f"Float8Quantizer takes its {what} as a tensor with one element; got {got}")
+        for name, value in (("scale", scale), ("amax", amax)):
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise UserError(f"Float8Quantizer takes its {name} as a tensor with one element; got {got}")
         check_values("Float8Quantizer", scale, amax)
         fmt = formats.get(f"fp8_{fp8_element(fp8_dtype)}_delayed")
         super().__init__(Quantizer(fmt, fmt, history=History()), **usage)
@@ -210,7 +210,7 @@ class Float8Quantizer(QuantizerHandle):
 
 
 class TensorSlot(Slot):
-    """A slot over two tensors of its user."""
+    """A slot over two tensors of the user."""
 
     def __init__(self, scale: Tensor, amax: Tensor) -> None:
         self.scale, self.amax = scale, amax
@@ -222,7 +222,7 @@ class TensorSlot(Slot):
 
 
 class Float8CurrentScalingQuantizer(QuantizerHandle):
-    """FP8 with one scale per tensor, from its own amax, at least `amax_epsilon`. `fp8_dtype` is as in `fp8_element`."""
+    """FP8 with one scale per tensor, from its amax. An amax counts as at least `amax_epsilon`."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class MXFP8Quantizer(QuantizerHandle):
 
 
 class NVFP4Quantizer(QuantizerHandle):
-    """NVFP4; the Hadamard transform applies to the columnwise plane alone."""
+    """NVFP4. The Hadamard transform applies to the columnwise plane only."""
 
     def __init__(
         self,
@@ -278,8 +278,8 @@ class NVFP4Quantizer(QuantizerHandle):
         **usage: bool,
     ) -> None:
         if nvfp4_e4m3_max not in (448, 256) or nvfp4_4over6_err_mode not in ("MAE", "MSE"):
-            given = f"{nvfp4_e4m3_max!r} and {nvfp4_4over6_err_mode!r}"
-            raise UserError(f"nvfp4_e4m3_max is 448 or 256 and nvfp4_4over6_err_mode MAE or MSE; got {given}")
+            got = f"{nvfp4_e4m3_max!r} and {nvfp4_4over6_err_mode!r}"
+            raise UserError(f"nvfp4_e4m3_max is 448 or 256 and nvfp4_4over6_err_mode MAE or MSE; got {got}")
         if nvfp4_use_4over6 and (with_rht or stochastic_rounding):
             raise UserError("nvfp4_use_4over6 was given with with_rht or stochastic_rounding; choose one of them")
         if row_scaled_nvfp4 and (with_rht or with_2d_quantization or stochastic_rounding):
@@ -297,9 +297,9 @@ class NVFP4Quantizer(QuantizerHandle):
 
 
 class HybridQuantizer(QuantizerHandle):
-    """The rowwise plane as `rowwise_quantizer` makes it, the columnwise one as `columnwise_quantizer` does.
+    """The rowwise plane of `rowwise_quantizer` and the columnwise plane of `columnwise_quantizer`.
 
-    Both are handles or values, subclasses of `Quantizer` with an encode of their own too.
+    Both are handles or values. Subclasses of `Quantizer` may override `encode`.
     """
 
     def __init__(
@@ -310,8 +310,8 @@ class HybridQuantizer(QuantizerHandle):
         columnwise_source: str = "original",
         **usage: bool,
     ) -> None:
-        given = {"rowwise": rowwise_quantizer, "columnwise": columnwise_quantizer}
-        for direction, child in given.items():
+        children = {"rowwise": rowwise_quantizer, "columnwise": columnwise_quantizer}
+        for direction, child in children.items():
             if not isinstance(child, QuantizerHandle | Quantizer):
                 raise TypeError(
                     f"{direction}_quantizer must be a quantizer; got {type(child).__name__} "
@@ -319,7 +319,7 @@ class HybridQuantizer(QuantizerHandle):
                 )
         if rowwise_quantizer is columnwise_quantizer and isinstance(rowwise_quantizer, QuantizerHandle):
             raise UserError("rowwise_quantizer and columnwise_quantizer are the same object; make two quantizers")
-        row, col = (child.value if isinstance(child, QuantizerHandle) else child for child in given.values())
+        row, col = (child.value if isinstance(child, QuantizerHandle) else child for child in children.values())
         super().__init__(paired(row, col, columnwise_source), **usage)
-        of_row, of_col = (getattr(child, "slots", (None, None)) for child in given.values())
+        of_row, of_col = (getattr(child, "slots", (None, None)) for child in children.values())
         self.slots = (of_row[0], of_col[1] or of_col[0])

@@ -1,13 +1,12 @@
 """RecipeState: the quantizers of one module and direction, with the delayed scales that they share.
 
-Modules of this library resolve plans instead; this is Transformer Engine's interface to the same recipes and states.
+This is Transformer Engine's interface to recipes and states. Modules of this library resolve plans instead.
 """
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from duotone.tensor.context import Slot
 
 
 class RecipeState:
-    """What a recipe means for `num_quantizers` slots. `create` makes one; `make_quantizers` gives a handle per slot."""
+    """The quantizers of a recipe for `num_quantizers` slots. `make_quantizers` returns a handle for each."""
 
     def __init__(
         self, recipe: Recipe, mode: str, roles: Sequence[QuantizerRole | None], device: torch.device | str | None
@@ -49,9 +48,10 @@ class RecipeState:
         device: torch.device | str | None = None,
         roles: Sequence[QuantizerRole | None] | None = None,
     ) -> "RecipeState":
-        """`mode` is "forward" or "backward". Without roles, slots are input, weight and output, or grad_output and
-        grad_input, in turn; so are slots whose role names no tensor of a linear. Raises UserError, a ValueError, where
-        the arguments do not fit each other.
+        """The state of a recipe in a `mode`, "forward" or "backward".
+
+        Slots without a role, or whose role names no tensor of a linear, are in turn input, weight and output (forward),
+        or grad_output and grad_input (backward). Raises UserError, a ValueError, if the arguments do not fit together.
         """
         recipe = as_recipe("RecipeState", recipe)
         if mode not in SLOTS:
@@ -66,26 +66,29 @@ class RecipeState:
             if isinstance(recipe, CustomRecipe):
                 message = "a custom recipe got no roles, so that its factory sees tensor types by position alone"
                 warnings.warn(f"{message}; give RecipeState roles", stacklevel=2)
-            roles = [QuantizerRole(tensor_type=kind) for kind in itertools.islice(_positions(mode), num_quantizers)]
+            roles = [
+                QuantizerRole(tensor_type=kind)
+                for kind in itertools.islice(itertools.cycle(SLOTS[mode]), num_quantizers)
+            ]
         return cls(recipe, mode, roles, device)
 
     @property
     def scale(self) -> Tensor | None:
-        """fp32 (n,): the encode scales of delayed slots, by slot, then second directions; None without any."""
+        """fp32 (n,): the encode scales by slot, then of second directions. None without delayed scaling."""
         return None if self.delayed is None else self.delayed.scale
 
     @property
     def amax_history(self) -> Tensor | None:
-        """fp32 (L, n): row 0 fills, the last row is the newest; None without delayed scaling."""
+        """fp32 (L, n): row 0 fills, the last row is the newest. None without delayed scaling."""
         return None if self.delayed is None else self.delayed.amax_history
 
     def make_quantizers(self) -> list[QuantizerHandle]:
-        """A new handle per slot. Handles of delayed slots view this state's buffers; none asks the recipe again."""
+        """A new handle per slot. Handles of delayed slots view the buffers of this state."""
         second = itertools.count(len(self.values))
         return [self._handle(i, value, second) for i, value in enumerate(self.values)]
 
     def roll(self) -> None:
-        """Update the delayed scales now, for loops without autocast and backward, which do so by themselves."""
+        """Update the delayed scales now, in loops without autocast and backward, which otherwise do it."""
         if self.delayed is not None:
             self.delayed.roll()
 
@@ -100,12 +103,8 @@ class RecipeState:
             return None
         check_requests(delayed)
         history = next((value.history for value in delayed.values() if value.history is not None), History())
-        largest = [0.0] * len(self.values)
-        for i, value in enumerate(self.values):
-            found = _largest(value)
-            largest[i : i + 1] = found[:1] or [0.0]
-        for value in self.values:
-            largest += _largest(value)[1:]
+        by_slot = [_largest(value) for value in self.values]
+        largest = [(*sides, 0.0)[0] for sides in by_slot] + [side for sides in by_slot for side in sides[1:]]
         state = DelayedState(len(largest), history, device)
         state.largest = largest
         return state
@@ -114,7 +113,7 @@ class RecipeState:
         role = self.roles[i]
         return f"slot {i}" if role is None or not role.tensor_type else f"slot {i} ({role.tensor_type})"
 
-    def _handle(self, i: int, value: Quantizer, second: Any) -> QuantizerHandle:
+    def _handle(self, i: int, value: Quantizer, second: Iterator[int]) -> QuantizerHandle:
         row, col = value.delayed
         if self.delayed is None or not (row or col):
             return QuantizerHandle(value)
@@ -139,7 +138,7 @@ class DelayedHandle(QuantizerHandle):
 
 @dataclass(frozen=True)
 class LiveSlot(Slot):
-    """A slot that always records, in the reduction group of the autocast that encloses the use."""
+    """A slot that always records, in the reduction group of the enclosing autocast."""
 
     state: str
     index: int
@@ -149,10 +148,6 @@ class LiveSlot(Slot):
         region = active_region()
         group = "" if region is None else region.group
         return DelayedSlot(self.state, self.index, group, AmaxMode.RECORD, self.backward).scale_for(x)
-
-
-def _positions(mode: str) -> "itertools.cycle[str]":
-    return itertools.cycle(SLOTS[mode])
 
 
 def _largest(value: Quantizer) -> list[float]:
