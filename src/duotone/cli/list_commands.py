@@ -1,8 +1,12 @@
 """`duotone formats` and `duotone recipes`: what there is by name."""
 
 import json
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from duotone.recipes import Recipe, Schedule
 
 
 @click.command()
@@ -31,23 +35,21 @@ def recipes(name: str | None) -> None:
         [[recipe, *_formats(library.load(recipe))] for recipe in library.names()],
     )
     click.echo()
-    print_table(("schedule", "phases"), [[schedule, _phases(schedule)] for schedule in library.schedule_names()])
+    print_table(
+        ("schedule", "phases"),
+        [[schedule, _phases(library.load_schedule(schedule))] for schedule in library.schedule_names()],
+    )
 
 
-def _formats(recipe: object) -> list[str]:
+def _formats(recipe: "Recipe") -> list[str]:
     """The formats of each tensor of a linear, rowwise / columnwise where they differ."""
     from duotone.recipes.roles import TENSOR_TYPES, QuantizerRole
 
-    cells = []
-    for tensor_type in TENSOR_TYPES:
-        quantizer = recipe(QuantizerRole("linear", tensor_type, ""))  # type: ignore[operator]
-        planes = [plane.name for plane in (quantizer.rowwise, quantizer.columnwise)]
-        cells.append(" / ".join(dict.fromkeys(planes)))
-    return cells
+    quantizers = [recipe(QuantizerRole("linear", tensor_type)) for tensor_type in TENSOR_TYPES]
+    planes = [[plane.name for plane in (q.rowwise, q.columnwise) if plane is not None] for q in quantizers]
+    return [" / ".join(dict.fromkeys(names)) for names in planes]
 
 
-def _phases(name: str) -> str:
+def _phases(schedule: "Schedule") -> str:
     """Each recipe of a schedule with its start."""
-    from duotone import recipes as library
-
-    return ", ".join(f"{phase.recipe.name} from {phase.start}" for phase in library.load_schedule(name).phases)
+    return ", ".join(f"{phase.recipe.name} from {phase.start}" for phase in schedule.phases)

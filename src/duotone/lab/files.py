@@ -1,5 +1,6 @@
 """Writing so that a crash leaves either the old file or folder or the new one, never half of one."""
 
+import contextlib
 import fcntl
 import os
 import platform
@@ -124,22 +125,15 @@ def _open_locked(path: Path) -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, path):  # its last holder removes it
-                os.ftruncate(descriptor, 0)
-                os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
-                return descriptor
+            with contextlib.suppress(FileNotFoundError):  # its last holder removes it, and the next one makes another
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+                    return descriptor
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file still has the name `path`."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _holder(path: Path) -> str:
@@ -151,24 +145,19 @@ def _holder(path: Path) -> str:
 
 def require_writable(folder: Path) -> None:
     """UserError unless `folder` is, or could be made, a folder that takes new files; creates nothing."""
-    existing = folder.absolute()
-    while not _exists(existing, folder):
-        existing = existing.parent
+    remedy = "choose a folder that you may write"
+    for existing in (folder.absolute(), *folder.absolute().parents):
+        try:
+            existing.stat()
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:  # a name is too long, a link leads to itself
+            raise UserError(f"cannot write to {folder} ({error.strerror}): {remedy}") from error
     if not existing.is_dir():
-        raise UserError(f"cannot write to {folder}: {existing} is not a folder; choose a folder that you may write")
+        raise UserError(f"cannot write to {folder}: {existing} is not a folder; {remedy}")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to {folder}: {existing} is read-only; choose a folder that you may write")
-
-
-def _exists(path: Path, wanted: Path) -> bool:
-    """Whether `path` exists; UserError where no folder `wanted` could: a name is too long, a link leads to itself."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise UserError(f"cannot write to {wanted} ({error.strerror}): choose a folder that you may write") from error
-    return True
+        raise UserError(f"cannot write to {folder}: {existing} is read-only; {remedy}")
 
 
 def make_folder(folder: Path) -> Path:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
 import duotone
 from duotone import observe
@@ -25,13 +25,6 @@ UNTIMED = 3
 FINAL_STEPS = 10
 HELDOUT_POINTS = 4
 SAMPLES = 3
-
-
-class History(TypedDict):
-    """The curves of a run, which a checkpoint holds."""
-
-    train_loss: list[Loss]
-    heldout_loss: list[Loss]
 
 
 @dataclass
@@ -69,7 +62,8 @@ class Run:
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
 
     @property
-    def history(self) -> History:
+    def history(self) -> dict[str, list[Loss]]:
+        """What a checkpoint holds of the run."""
         return {"train_loss": self.train_loss, "heldout_loss": self.heldout_loss}
 
 
