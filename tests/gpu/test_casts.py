@@ -37,12 +37,17 @@ ONE_READ = [
     "mxfp8_e4m3",
     "mxfp8_e5m2",
     "mxfp8_e4m3_32x32",
+    "mxfp6_e2m3",
+    "mxfp6_e3m2",
+    "mxfp4",
 ]
 MIXED = [
     ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
     ("fp8_e4m3_row", "fp8_e5m2_tensor"),
     ("mxfp8_e4m3", "fp8_e5m2_1x128_fp32"),
     ("fp8_e4m3_tensor", "mxfp8_e5m2"),
+    ("mxfp4", "mxfp6_e3m2"),
+    ("mxfp8_e4m3", "mxfp4"),
 ]
 SHAPES = [(128, 256), (1, 16), (17, 1), (130, 257), (256, 384), (64, 128), (512, 96)]
 USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]

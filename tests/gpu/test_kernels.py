@@ -1,4 +1,4 @@
-"""On a CUDA device: Triton's stages have the bits of the plain ones, the FP8 product the values of its operands."""
+"""On a CUDA device: planes have the bits of the CPU's, the FP8 product the values of its operands."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ from comparing import bits
 from torch import Tensor
 
 from duotone import formats
+from duotone.comm import ShardContext
 from duotone.dispatch import gemms
-from duotone.dispatch.stages import stages_for
 from duotone.dispatch.target import target
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane
 
 pytestmark = pytest.mark.skipif(
@@ -24,20 +25,33 @@ def matrices(awkward: Tensor) -> list[Tensor]:
     return [awkward, awkward.t(), awkward[1:, :150], awkward[::2, ::3], awkward[:1], awkward[:, :1], wide, wide.t()]
 
 
+class Twice(ShardContext):
+    """A matrix that is one of two shards; the other has twice the amaxes."""
+
+    def max(self, amax: Tensor) -> Tensor:
+        return 2 * amax
+
+    def transposed(self) -> "Twice":
+        return Twice(self.group, 1 - self.dim)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shard", [None, Twice("", 0), Twice("", 1)], ids=["whole", "rows", "columns"])
 @pytest.mark.parametrize("name", formats.names())
-def test_stages_on_cuda_have_the_bits_of_the_cpu(name, dtype, awkward) -> None:
+def test_planes_on_cuda_have_the_bits_of_the_cpu(name, shard, dtype, awkward) -> None:
+    """Also of shards, whose amaxes come from outside of the kernel."""
     fmt = formats.get(name)
     for x in matrices(awkward):
         x = x.to(dtype)
-        there = x.cuda().as_strided(x.shape, x.stride()) if x.is_contiguous() else x.cuda()
-        stages = stages_for(there)
-        assert stages.name == "Triton"
-        here, made = fmt.encode(x, seed=5), fmt.encode(there, seed=5, stages=stages)
-        for part, value in here.items():
-            assert torch.equal(bits(made[part]), bits(value)), (part, tuple(x.shape), x.stride())
-        for dtype in (torch.float32, torch.bfloat16):
-            assert torch.equal(bits(fmt.decode(made, dtype, stages)), bits(fmt.decode(here, dtype)))
+        for plane in ("row", "col"):
+            here, made = (
+                Plane.encode(fmt, one, QuantizeContext(shard, seed=torch.tensor([5], device=one.device)), plane)
+                for one in (x, x.cuda())
+            )
+            for part, value in here.parts.items():
+                assert torch.equal(bits(made.parts[part]), bits(value)), (part, tuple(x.shape), x.stride())
+            for dtype in (torch.float32, torch.bfloat16):
+                assert torch.equal(bits(made.values(dtype)), bits(here.values(dtype)))
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -13,11 +13,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone import formats
-from duotone.dispatch.casts import _find_two_level
+from duotone.dispatch.casts import _find_two_level, _spec
 from duotone.kernels import (
     activations,
     adamw,
-    blocks,
     cast,
     decode,
     decode_nvfp4,
@@ -25,6 +24,7 @@ from duotone.kernels import (
     grouped,
     norms,
     roll,
+    rows,
     segment_cast,
 )
 from duotone.kernels.launch import Launch
@@ -49,94 +49,6 @@ class Case:
     @property
     def function(self) -> Any:
         return getattr(self.kernel, "function", self.kernel)
-
-
-MATRIX = {"stride_m": "i32", "stride_k": "i32", "M": "i32", "K": "i32"}
-"""Any strides, any sizes."""
-
-ROWS = {"stride_m": "i32:16", "M": "i32:16", "K": "i32:16"}
-"""A contiguous matrix of round sizes; its `stride_k` is the constant 1."""
-
-TILE = {"TM": blocks.ROWS, "TK": blocks.COLS}
-WIDE = blocks.WHOLE
-
-CODES = {"e4m3": "*fp8e4nv", "e5m2": "*fp8e5"}
-
-
-def extents(rows: int, cols: int) -> dict[str, Any]:
-    """Constants of a block of rows x cols, 0 for the whole extent."""
-    return {"R": rows or WIDE, "C": cols or WIDE, "WIDE_R": rows == 0, "WIDE_C": cols == 0}
-
-
-CASES = [
-    *[
-        Case(
-            f"block_amax {r}x{c} {x}",
-            blocks.block_amax_kernel,
-            {"x": f"*{x}", "out": "*fp32", "GC": "i32", "nan": "fp32"} | MATRIX,
-            {"R": r, "C": c, "TM": max(r, 32), "TK": 128},
-        )
-        for x in ("bf16", "fp32")
-        for r, c in ((1, 16), (1, 32), (1, 128), (16, 16), (128, 128))
-    ],
-    Case(
-        "block_amax 1x32 bf16 contiguous",
-        blocks.block_amax_kernel,
-        {"x": "*bf16:16", "out": "*fp32:16", "GC": "i32:16", "nan": "fp32"} | ROWS,
-        {"stride_k": 1, "R": 1, "C": 32, "TM": 32, "TK": 128},
-    ),
-    Case("row_amax bf16", blocks.row_amax_kernel, {"x": "*bf16", "out": "*i32", "nan": "fp32"} | MATRIX, TILE),
-    Case("tensor_amax bf16", blocks.tensor_amax_kernel, {"x": "*bf16", "out": "*i32", "nan": "fp32"} | MATRIX, TILE),
-    *[
-        Case(
-            f"cast {shape} bf16 to {element}",
-            blocks.cast_kernel,
-            {"x": "*bf16", "multiplier": "*fp32", "out": codes, "GC": "i32", "largest": "fp32"} | MATRIX,
-            extents(r, c) | TILE | {"MARKS": False},
-        )
-        for element, codes in CODES.items()
-        for shape, r, c in (("tensor", 0, 0), ("row", 1, 0), ("1x32", 1, 32))
-    ],
-    Case(
-        "cast 1x32 bf16 to e4m3 contiguous",
-        blocks.cast_kernel,
-        {"x": "*bf16:16", "multiplier": "*fp32:16", "out": "*fp8e4nv:16", "GC": "i32:16", "largest": "fp32"} | ROWS,
-        {"stride_k": 1} | extents(1, 32) | TILE | {"MARKS": True},
-    ),
-    *[
-        Case(
-            f"values {shape} {element} to bf16",
-            blocks.values_kernel,
-            {"codes": codes, "factor": "*fp32", "out": "*bf16", "GC": "i32"} | MATRIX,
-            extents(r, c) | TILE,
-        )
-        for element, codes in CODES.items()
-        for shape, r, c in (("tensor", 0, 0), ("row", 1, 0), ("1x32", 1, 32))
-    ],
-    Case(
-        "values 1x32 e4m3 to bf16 contiguous",
-        blocks.values_kernel,
-        {"codes": "*fp8e4nv:16", "factor": "*fp32:16", "out": "*bf16:16", "GC": "i32:16"} | ROWS,
-        {"stride_k": 1} | extents(1, 32) | TILE,
-    ),
-    *[
-        Case(
-            f"fp32_scale {name}",
-            blocks.fp32_scale_kernel,
-            {"amax": "*fp32", "scale": "*fp32", "stored": "*fp32", "N": "i32"}
-            | dict.fromkeys(("largest", "overflow", "epsilon"), "fp32"),
-            {"CODEC": codec, "T": 1024},
-        )
-        for name, codec in (("fp32", 0), ("pow2", 1))
-    ],
-    Case(
-        "exponent_scale",
-        blocks.exponent_scale_kernel,
-        {"amax": "*fp32", "code": "*u8", "multiplier": "*fp32", "N": "i32", "reciprocal": "fp32"},
-        {"T": 1024},
-    ),
-    Case("rows u8", blocks.rows_kernel, {"x": "*u8", "out": "*u8"} | MATRIX, {"TM": 64, "TK": 64}),
-]
 
 
 NAMES = {
@@ -186,11 +98,7 @@ def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def spec(name: str) -> cast.PlaneSpec:
     """As `duotone.dispatch.casts` describes a format."""
-    fmt = formats.get(name)
-    assert fmt.code_dtype is not None
-    block = fmt.block
-    limits = fmt.scale_limits(torch.bfloat16)
-    return cast.PlaneSpec(fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *limits, is_delayed=fmt.is_delayed)
+    return _spec(formats.get(name), torch.bfloat16)
 
 
 def casts(row: str, col: str, m: int, k: int) -> list[Case]:
@@ -253,7 +161,11 @@ BOTH = [
     "fp8_e4m3_128x128",
     "mxfp8_e4m3",
 ]
-CASES += [
+SMALL = ["mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
+CASES = [
+    *[case for name in SMALL for case in casts(name, name, 256, 512)],
+    *[case for name in SMALL[1:] for case in casts(name, name, 130, 257)],
+    *launched("rows u8", lambda: rows.contiguous_rows(torch.empty(256, 512, dtype=torch.uint8).t())),
     *[case for name in BOTH for case in casts(name, name, 256, 512)],
     *[case for name in BOTH[:4] + BOTH[-1:] for case in casts(name, name, 130, 257)],
     *casts("fp8_e4m3_1x128", "fp8_e4m3_128x128", 256, 512),

@@ -1,4 +1,4 @@
-"""A script: the kernels of `duotone.kernels.blocks` in Triton's interpreter on the CPU, against their plain twins.
+"""A script: the cast of both planes, and copies, in Triton's interpreter on the CPU, against the plain stages.
 
 Prints each difference, then how many comparisons were made. The interpreter's own conversions between floats are not
 those of a GPU: they round ties away, truncate FP8 subnormals and bf16, drop carries into the exponent, and lose FP8's
@@ -20,10 +20,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from duotone.formats import stages
+from duotone import formats
+from duotone.dispatch.casts import _find
+from duotone.formats import Format
 from duotone.formats.elements import E4M3, E5M2
-from duotone.formats.geometry import Block
-from duotone.kernels import blocks
+from duotone.kernels import rows
+from duotone.kernels.cast import Cast
+from duotone.kernels.launch import Launch
 
 TORCH = {
     tl.float32: torch.float32,
@@ -33,8 +36,17 @@ TORCH = {
     tl.float8e5: torch.float8_e5m2,
 }
 BYTES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-BLOCKS = [Block(*extents) for extents in ((0, 0), (1, 0), (1, 16), (1, 32), (1, 128), (16, 16), (128, 128))]
-MAX = torch.finfo(torch.float32).max
+ELEMENTS = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+PAIRS = [
+    *((name, name) for name in ("fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_tensor_pow2")),
+    *((name, name) for name in ("fp8_e4m3_1x128", "fp8_e4m3_128x128_fp32", "mxfp8_e4m3", "mxfp8_e5m2_32x32")),
+    *((name, name) for name in ("mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")),
+    ("fp8_e4m3_1x128", "fp8_e4m3_128x128"),
+    ("mxfp4", "mxfp6_e3m2"),
+    ("mxfp8_e4m3", "mxfp4"),
+    ("fp8_e4m3_tensor", "mxfp6_e2m3"),
+    ("mxfp4", "fp8_e4m3_row"),
+]
 
 
 def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
@@ -42,6 +54,35 @@ def convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     given = torch.from_numpy(np.ascontiguousarray(data).view(BYTES[data.itemsize])).view(TORCH[source])
     made = given.to(TORCH[target])
     return made.view(getattr(torch, f"uint{8 * made.itemsize}")).numpy()
+
+
+def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """To FP8 as GPUs convert: infinities become the largest value, NaN has no sign."""
+    if target in ELEMENTS:
+        element = ELEMENTS[target]
+        values = torch.from_numpy(np.ascontiguousarray(data).view(np.uint32)).view(torch.float32)
+        return element.encode(values).view(torch.uint8).numpy()
+    return convert(data, source, target, rounding)
+
+
+def patched(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
+    """numpy 2 makes no integer of the one-element arrays that scalars are here."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
+    """Floats become fp32 scalars, as in a launch; the interpreter leaves them Python's."""
+    if not isinstance(arg, float):
+        return convert_other(arg)
+    return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
+
+
+def launched(
+    self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
+) -> None:
+    given = (*descriptors, *tensors, *integers, *floats)
+    self.function.run(*given, grid=(programs,), warmup=False, **self.options)
 
 
 @triton.jit
@@ -65,16 +106,6 @@ def awkward() -> Tensor:
     return x
 
 
-def matrices() -> Iterator[tuple[str, Tensor]]:
-    """Odd sizes, transposed and strided views, one row, one column."""
-    x = awkward()
-    yield "fp16 whole", x.half()
-    for dtype in (torch.float32, torch.bfloat16):
-        y = x.to(dtype)
-        views = {"whole": y, "turned": y.t(), "odd": y[1:, :143], "gaps": y[::2, ::3], "row": y[7:8], "col": y[:, :1]}
-        yield from ((f"{dtype} {name}", view) for name, view in views.items())
-
-
 def bits(t: Tensor) -> Tensor:
     """Bits, with all NaNs of one dtype made one."""
     if t.is_floating_point():
@@ -86,68 +117,76 @@ Check = Iterator[tuple[str, Tensor, Tensor]]
 """What was compared, the kernel's result, its twin's."""
 
 
-def amaxes() -> Check:
-    for (name, x), block in itertools.product(matrices(), BLOCKS):
-        yield (
-            f"amax {block.name} {name}",
-            blocks.block_amax(x, block.rows, block.cols),
-            stages.block_amax(block.view(x)),
-        )
+HOW = [(torch.bfloat16, True, None), (torch.float32, False, 1), (torch.float16, True, 0)]
+
+
+class Twice:
+    """A matrix that is one of two shards; the other has twice the amaxes."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def max(self, amax: Tensor) -> Tensor:
+        return 2 * amax
+
+
+def twins(row: Format, col: Format, x: Tensor, propagate: bool, dim: int | None) -> Iterator[dict[str, Tensor]]:
+    """The parts of both planes by the plain stages; `dim` is the sharded one."""
+    along, across = (None, None) if dim is None else (Twice(dim), Twice(1 - dim))
+    yield row.encode(x, shard=along, propagate=propagate)
+    if col.is_derivable:
+        parts = col.derive(col.encode(x, shard=along, propagate=propagate), x.shape[1])
+        assert parts is not None
+        yield parts
+    else:
+        yield col.encode(x.t(), plane="col", shard=across, propagate=propagate)
 
 
 def casts() -> Check:
-    """Codes of every matrix, by multipliers that its scale would be, and their values."""
-    for (name, x), block, element in itertools.product(matrices(), BLOCKS, (E4M3, E5M2)):
-        amax = stages.block_amax(block.view(x))
-        multiplier, factor = stages.fp32_scale(amax, element.max, MAX, 0.0, False)
-        extents = block.rows, block.cols
-        codes = blocks.block_cast(x, multiplier, *extents, element.max, element.dtype)
-        want = stages.cast(block.view(x), multiplier[:, None, :, None], element)
-        want = block.unview(want.view(torch.uint8), *x.shape).contiguous()
-        yield f"cast {element.name} {block.name} {name}", codes.view(torch.uint8), want
-
-        given = want if x.is_contiguous() else want.t().contiguous().t()
-        values = stages.values(block.view(want).view(element.dtype), factor[:, None, :, None], element, x.dtype)
-        got = blocks.block_values(given.view(element.dtype), factor, *extents, x.dtype)
-        yield f"values {element.name} {block.name} {name}", got, block.unview(values, *x.shape)
-
-
-def scales() -> Check:
-    subnormal = [0.0, 1e-45, 1e-40, 1.2e-38, E4M3.max * 2.0**-127, E5M2.max * 2.0**-127, E5M2.max * 2.0**-128]
-    edges = [*subnormal, 0.5, 1.0, 447.9, 448.0, 449.0, 1e30, MAX, float("inf"), float("nan")]
-    amax = torch.cat([torch.tensor(edges), torch.rand(1100).exp2() * torch.logspace(-38, 38, 1100)])[None]
-    for element, epsilon, power in itertools.product((E4M3, E5M2), (0.0, 1e-12), (False, True)):
-        given = amax, element.max, MAX, epsilon, power
-        for part, got, want in zip(
-            ("scale", "stored"), blocks.fp32_scale(*given), stages.fp32_scale(*given), strict=True
+    """Even and odd sizes, one row, one column; infinities and NaN that propagate and that do not; shards."""
+    x = awkward()
+    shapes = {"even": x[:64, :128], "odd": x[1:, :143], "row": x[7:8], "column": x[:, :1]}
+    for pair, (name, part) in itertools.product(PAIRS, shapes.items()):
+        row, col = (formats.get(one) for one in pair)
+        for dtype, propagate, dim in (
+            (torch.bfloat16, True, None),
+            (torch.float32, False, 1),
+            (torch.float16, True, 0),
         ):
-            yield f"fp32 {part} {element.name} {epsilon} {power}", got, want
-    for element in (E4M3, E5M2):
-        given = amax, element.reciprocal
-        made, wanted = blocks.exponent_scale(*given), stages.exponent_scale(*given)
-        for part, got, want in zip(("code", "multiplier"), made, wanted, strict=True):
-            yield f"exponent {part} {element.name}", got, want
+            matrix = part.to(dtype).contiguous()
+            cast = _find(row, col, dtype, propagate)
+            assert isinstance(cast, Cast)
+            planes = cast(matrix, shard=None if dim is None else Twice(dim))
+            for side, got, want in zip(("row", "col"), planes, twins(row, col, matrix, propagate, dim), strict=True):
+                assert got is not None and list(got) == list(want)
+                label = f"{pair} {side} {name} {dtype} {propagate=} {dim=}"
+                yield from ((f"{label} {part}", got[part], want[part]) for part in want)
 
 
 def copies() -> Check:
     codes = torch.randint(0, 256, (70, 150), dtype=torch.uint8)
-    yield "copy turned", blocks.contiguous_rows(codes.t()), codes.t().contiguous()
-    yield "copy gaps", blocks.contiguous_rows(codes[::2, ::3]), codes[::2, ::3].contiguous()
+    yield "copy turned", rows.contiguous_rows(codes.t()), codes.t().contiguous()
+    yield "copy gaps", rows.contiguous_rows(codes[::2, ::3]), codes[::2, ::3].contiguous()
 
 
 def main() -> int:
     torch.manual_seed(1234)
     torch.set_num_threads(1)
     np.seterr(all="ignore")
-    interpreter._convert_float = convert
-    checks: tuple[Callable[[], Check], ...] = amaxes, casts, scales, copies
-    made = wrong = 0
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    interpreter._convert_float = saturating
+    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
+    Launch.__call__ = launched  # type: ignore[method-assign]
+    checks: tuple[Callable[[], Check], ...] = casts, copies
+    count = wrong = 0
     for what, got, want in itertools.chain.from_iterable(check() for check in checks):
-        made += 1
+        count += 1
         if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
             wrong += 1
             print(f"{what}: {int((bits(got) != bits(want)).sum()) if got.shape == want.shape else 'shape'} differ")
-    print(f"{made} comparisons, {wrong} differ")
+    print(f"{count} comparisons, {wrong} differ")
     return wrong > 0
 
 

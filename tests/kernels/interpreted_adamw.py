@@ -12,8 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
-from interpreted import awkward, bits
-from interpreted_segments import launched, patched, saturating, scalar
+from interpreted import awkward, bits, launched, patched, saturating, scalar
 from torch import Tensor, nn
 from triton.runtime import interpreter
 

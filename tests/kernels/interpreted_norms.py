@@ -12,8 +12,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
-from interpreted import bits, rounded
-from interpreted_segments import launched, patched, saturating, scalar
+from interpreted import bits, launched, patched, rounded, saturating, scalar
 from torch import Tensor
 from triton.runtime import interpreter
 

@@ -13,14 +13,12 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 
 import numpy as np
 import torch
-import triton.language as tl
-from interpreted import awkward, bits, convert
+from interpreted import awkward, bits, launched, patched, saturating, scalar
 from torch import Tensor
 from triton.runtime import interpreter
 
 from duotone import formats
 from duotone.dispatch.casts import _spec
-from duotone.formats.elements import E4M3, E5M2
 from duotone.kernels import grouped
 from duotone.kernels.cast import Cast
 from duotone.kernels.launch import Launch
@@ -43,28 +41,7 @@ PAIRS = [
 ]
 HOW = ["host", "device", "table", "together"]
 USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
-ELEMENTS = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
 Check = Iterator[tuple[str, Tensor, Tensor]]
-
-
-def patched(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
-    """numpy 2 makes no integer of the one-element arrays that scalars are here."""
-    patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
-    """Floats become fp32 scalars, as in a launch; the interpreter leaves them Python's."""
-    if not isinstance(arg, float):
-        return convert_other(arg)
-    return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
-
-
-def launched(
-    self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
-) -> None:
-    given = (*descriptors, *tensors, *integers, *floats)
-    self.function.run(*given, grid=(programs,), warmup=False, **self.options)
 
 
 def columns(rows: int, multiple: int = 16) -> int:
@@ -82,15 +59,6 @@ def segments(splits: list[int], how: str) -> Segments:
     found = segments_of(torch.tensor(splits), sum(splits))
     assert torch.equal(found.ends, made.ends) and found.width >= made.width
     return found
-
-
-def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """To FP8 as GPUs convert: infinities become the largest value, NaN has no sign."""
-    if target in ELEMENTS:
-        element = ELEMENTS[target]
-        given = torch.from_numpy(np.ascontiguousarray(data).view(np.uint32)).view(torch.float32)
-        return element.encode(given).view(torch.uint8).numpy()
-    return convert(data, source, target, rounding)
 
 
 class Given(Slot):

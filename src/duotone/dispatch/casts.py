@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from duotone.dispatch.cuda import DTYPES, contiguous_rows
 from duotone.dispatch.target import Target, runs_kernels
 from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCodec, hadamard
 from duotone.formats.elements import FP8_DTYPES
@@ -16,6 +15,8 @@ from duotone.formats.elements import FP8_DTYPES
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import SegmentCast
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What kernels encode, and decode to."""
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
 _TWO_LEVEL_BLOCKS = (Block(1, 16), Block(16, 16))
@@ -90,13 +91,10 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     from duotone.kernels.decode import decode
 
     scale = parts["scale"] if scaled else None
-    if codes.is_contiguous():
-        return decode(spec, codes, scale, dtype)
-    turned = codes.t()
-    if not turned.is_contiguous():
-        return None
-    spec = spec._replace(rows=spec.cols, cols=spec.rows)
-    return decode(spec, turned, scale if scale is None or scale.dim() == 1 else scale.t(), dtype).t()
+    if not codes.is_contiguous() and codes.t().is_contiguous():
+        spec = spec._replace(rows=spec.cols, cols=spec.rows)
+        return decode(spec, codes.t(), scale if scale is None or scale.dim() == 1 else scale.t(), dtype).t()
+    return decode(spec, contiguous_rows(codes), scale, dtype)
 
 
 def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
@@ -105,7 +103,16 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
         return None
     if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
         return fmt.scale_limits(dtype)[0] if _is_two_level(fmt) else None
-    return _spec(fmt, dtype) if _is_simple(fmt) else None
+    return _spec(fmt, dtype) if _is_simple(fmt) and fmt.code_dtype is not None else None
+
+
+def contiguous_rows(codes: Tensor) -> Tensor:
+    """Codes (M, K), uint8, whose rows are contiguous: themselves, or a copy."""
+    if codes.is_contiguous() or not _is_real(codes) or not runs_kernels(codes.get_device()):
+        return codes.contiguous()
+    from duotone.kernels.rows import contiguous_rows as copied
+
+    return copied(codes)
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -166,14 +173,25 @@ def _is_two_level(fmt: Format) -> bool:
     return fmt.epilogue is Epilogue.TENSOR or block.rows == 1
 
 
+SMALL = {(4, 6.0): "e2m1", (6, 7.5): "e2m3", (6, 28.0): "e3m2"}
+"""Elements without a dtype of torch that kernels know, by bits and largest value."""
+
+
 def _is_simple(fmt: Format) -> bool:
-    """Whether a tile holds all that decides its codes, but for amaxes taken before."""
-    if fmt.code_dtype not in FP8_DTYPES or fmt.is_stochastic or fmt.transform or fmt.scale_codec is ScaleCodec.NONE:
+    """Whether codes depend only on one tile and on amaxes computed before."""
+    if _element(fmt) is None or fmt.is_stochastic or fmt.transform or fmt.scale_codec is ScaleCodec.NONE:
         return False
     block = fmt.block
     if block in (TENSOR, ROW):
-        return True
+        return fmt.code_dtype is not None
     return all(0 < n <= WIDEST and n & (n - 1) == 0 for n in (block.rows, block.cols))
+
+
+def _element(fmt: Format) -> torch.dtype | str | None:
+    """The key of `duotone.kernels.elements.ELEMENTS`; None if kernels do not know the element."""
+    if fmt.code_dtype is None:
+        return SMALL.get((fmt.precision, fmt.largest))
+    return fmt.code_dtype if fmt.code_dtype in FP8_DTYPES else None
 
 
 def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
@@ -181,8 +199,8 @@ def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
         return None
     from duotone.kernels.cast import PlaneSpec
 
-    assert fmt.code_dtype is not None
-    block = fmt.block
+    element, block = _element(fmt), fmt.block
+    assert element is not None
     return PlaneSpec(
-        fmt.code_dtype, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
+        element, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
     )

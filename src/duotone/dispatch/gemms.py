@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.blackwell import MXFP8, NVFP4
-from duotone.dispatch.casts import has_kernels
-from duotone.dispatch.cuda import DTYPES
+from duotone.dispatch.casts import DTYPES, has_kernels
 from duotone.dispatch.factors import finish, scaled
 from duotone.dispatch.products import mm_fp32, mm_into
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch import segment_products as products
+from duotone.dispatch.casts import contiguous_rows
 from duotone.dispatch.cublas import STEP, cublas_writes, dtype_of_product
-from duotone.dispatch.cuda import contiguous_rows
 from duotone.dispatch.rule import (
     GemmProblem,
     GemmRule,

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import PLAIN_TYPES
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES
 from duotone.dispatch.cublas import cublas_writes, dtype_of_product
-from duotone.dispatch.cuda import DTYPES
 from duotone.dispatch.products import put
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place
 from duotone.dispatch.segments import table, width

@@ -6,11 +6,10 @@ Candidates are asked in order; the first without a reason against it runs. All g
 import torch
 from torch import Tensor
 
+from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.chunked import CHUNKED
 from duotone.dispatch.compiled import COMPILED
 from duotone.dispatch.compiler import compiler_reason
-from duotone.dispatch.cuda import CUDA
-from duotone.dispatch.target import runs_kernels
 from duotone.formats import hadamard
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
@@ -23,8 +22,6 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if torch.compiler.is_compiling():
         return TRACED if x.device.type == "cpu" else PLAIN
-    if x.is_cuda and runs_kernels(x.get_device()):
-        return CUDA
     return PLAIN if x.device.type != "cpu" else _stages(x.numel())
 
 
@@ -38,7 +35,11 @@ def _stages(elements: int) -> Stages:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """fp32 (1,): the largest magnitude in a matrix, NaN ignored, 0 where it is empty."""
+    """fp32 (1,): the largest magnitude in a matrix, NaN ignored, 0 if it is empty."""
+    if has_kernels(x):
+        from duotone.kernels.amax import tensor_amax
+
+        return tensor_amax(x.contiguous()).max().reshape(1)
     return stages_for(x).amax(TENSOR.view(x)).reshape(1)
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from duotone.formats import ScaleCodec
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import record
-from duotone.kernels.cast import ELEMENTS
+from duotone.kernels.elements import ELEMENTS, codes_of
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_scale
-from duotone.kernels.tiles import codes_of, existing, store_turned
+from duotone.kernels.tiles import existing, store_turned
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 """Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32): contiguous, of one size."""

@@ -11,8 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ScaleCodec
+from duotone.formats.parts import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
+from duotone.kernels.elements import ELEMENTS, is_packed, is_small
 from duotone.kernels.launch import Launch
 from duotone.kernels.scaling import CODECS, HIDES
 from duotone.kernels.tile_scales import ABSENT, BLOCK, GIVEN, LINE, SHARED, TENSOR
@@ -22,7 +24,9 @@ from duotone.kernels.tiles import cast_kernel
 class PlaneSpec(NamedTuple):
     """What the kernel has to know of a plane's format; blocks are (rows, cols) of the plane, 0 for the whole extent."""
 
-    element: torch.dtype
+    element: torch.dtype | str
+    """A key of `kernels.elements.ELEMENTS`."""
+
     rows: int
     cols: int
     codec: ScaleCodec
@@ -34,7 +38,6 @@ class PlaneSpec(NamedTuple):
     is_delayed: bool
 
 
-ELEMENTS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
 """Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
 
@@ -65,12 +68,19 @@ class Cast:
         self.floats = *_limits(row), *_limits(col)
         self._launches: dict[Any, Launch] = {}
 
-    def __call__(self, x: Tensor, scales: Given = (None, None), live: Tensor | None = None) -> tuple[Made, Made]:
+    def __call__(
+        self,
+        x: Tensor,
+        scales: Given = (None, None),
+        live: Tensor | None = None,
+        shard: Shard | None = None,
+    ) -> tuple[Made, Made]:
         """The parts of both planes of contiguous (M, K). `scales` are those of delayed planes, fp32 (1,).
 
-        `live`, the bits of an fp32 amax as int32 (1,), becomes that of x where this is larger.
+        `live`, the bits of an fp32 amax as int32 (1,), becomes that of x if this is larger. If x is a shard,
+        amaxes of the sharded dimension are those of all shards.
         """
-        return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live)
+        return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live, shard)
 
     def produced(
         self, made: FusedProducer, scales: Given = (None, None), live: Tensor | None = None
@@ -90,12 +100,26 @@ class Cast:
         scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
         return self._enqueue(made.tensors, made.shape, (made.what, made.act), (*scales, live), count)
 
-    def _of(self, x: Tensor, amax: Tensor | None, scales: Given, live: Tensor | None) -> tuple[Made, Made]:
-        """The planes of x from its partial amaxes, where those are needed."""
+    def _of(
+        self,
+        x: Tensor,
+        amax: Tensor | None,
+        scales: Given,
+        live: Tensor | None,
+        shard: Shard | None = None,
+    ) -> tuple[Made, Made]:
+        """The planes of x from its partial amaxes, if those are needed."""
         scales = self._with(scales, TENSOR.value, amax, amax)
         if self.needs_lines:
             scales = self._with(scales, LINE.value, *line_amax(x))
         count = 0 if amax is None else amax.numel()
+        if shard is not None:
+            of_row, of_col = scales
+            scales = (
+                of_shards(shard, self.sources[0], of_row, 1, x.shape[0]),
+                of_shards(shard, self.sources[1], of_col, 0, x.shape[1]),
+            )
+            count = min(count, 1)
         return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
     def _fits(self, made: FusedProducer) -> bool:
@@ -147,8 +171,18 @@ class Cast:
             **{"MARKS": self.marks},
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
-        # Masks and the statistics of norms take registers.
-        return cast_kernel.bind(constants, warps if even and what[0] != NORMED.value else 2 * warps)
+        # Masks, the statistics of norms, and elements that the hardware does not convert to take registers.
+        small = any(is_small(ELEMENTS[spec.element]) for spec in (self.row, self.col) if spec is not None)
+        return cast_kernel.bind(constants, 2 * warps if small or not even or what[0] == NORMED.value else warps)
+
+
+def of_shards(shard: Shard, source: int, amax: Tensor | None, spans: int, lines: int) -> Tensor | None:
+    """The amax of a plane, of all shards: one, or the bits of those of `lines`, which span dimension `spans` of x."""
+    if amax is not None and source == TENSOR.value:
+        return shard.max(amax.max().reshape(1))
+    if amax is not None and source == LINE.value and shard.dim == spans:
+        return shard.max(amax[:lines].view(torch.float32)).view(torch.int32)
+    return amax
 
 
 def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool, turned: bool) -> dict[str, Any]:
@@ -191,7 +225,8 @@ def _limits(spec: PlaneSpec | None) -> tuple[float, float, float]:
 def _empty(spec: PlaneSpec, x: Tensor, m: int, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and, unless given, scales of a plane (M, K); those of a column of 1 x C blocks lie together."""
     device = x.device
-    codes = torch.empty(m, k, dtype=torch.uint8, device=device)
+    width = -(-k // 2) if is_packed(ELEMENTS[spec.element]) else k
+    codes = torch.empty(m, width, dtype=torch.uint8, device=device)
     if scale is not None:
         return codes, scale
     dtype = torch.uint8 if spec.codec is ScaleCodec.E8M0 else torch.float32

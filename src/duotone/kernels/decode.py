@@ -6,7 +6,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.cast import ELEMENTS, PlaneSpec
+from duotone.kernels.cast import PlaneSpec
+from duotone.kernels.elements import ELEMENTS
 from duotone.kernels.launch import Launch, kernel
 from duotone.kernels.scaling import CODECS, E8M0, power_of_two
 

@@ -14,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ErrorNorm
+from duotone.formats.parts import Shard
 from duotone.kernels.activations import FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
+from duotone.kernels.cast import of_shards
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
 from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.tile_scales import ABSENT, LINE, SHARED, TENSOR
 from duotone.kernels.two_level import SEARCHES, scales, spread
-
-ABSENT, TENSOR, LINE, SHARED = (tl.constexpr(i) for i in range(4))
-"""Where a plane's global amax comes from; SHARED: the codes and scales of the rowwise plane, transposed."""
 
 
 @kernel
@@ -240,54 +240,65 @@ class Cast:
         self, made: FusedProducer, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
     ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
         """As a call, of a matrix that is made first: its amax has to be known before."""
-        return self(materialize(made), scales, live, seed)
+        return self(materialize(made), scales, live, seed=seed)
 
     def __call__(
-        self, x: Tensor, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
+        self,
+        x: Tensor,
+        scales: Any = (None, None),
+        live: Tensor | None = None,
+        shard: Shard | None = None,
+        seed: Tensor | None = None,
     ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-        """The parts of both planes of contiguous (M, K); `seed` int64 where a plane rounds stochastically.
+        """The parts of both planes of contiguous (M, K); `seed` int64 if a plane rounds stochastically.
 
-        `scales` and `live` are those of delayed planes, which these are not.
+        `scales` and `live` are those of delayed planes, which these are not. `shard` as of `cast.Cast`.
         """
         del scales, live
         m, k = x.shape
-        count, of_row, of_col, lines = self._amaxes(x)
-        row = _empty(self.row, x, m, k, lines and lines[0])
-        col = _empty(self.col, x, k, m, lines and lines[1])
+        count, of_row, of_col = self._amaxes(x, shard)
+        row, col = _empty(self.row, x, m, k, of_row), _empty(self.col, x, k, m, of_col)
         tm, tk, _ = TILE
         variant = (not (m % tm or k % tk), *(_is_whole(*of) for of in ((self.row, k), (self.col, m))))
         launch = self._launches.get(variant)
         if launch is None:
             launch = self._launches[variant] = self._bind(*variant)
         kept = seed if self.is_random else None
-        tensors = (x, *_buffers(row, lines), of_row, *_buffers(col, lines), of_col, kept)
+        tensors = (x, *_buffers(row), of_row, *_buffers(col), of_col, kept)
         launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
         return row, col
 
-    def _amaxes(self, x: Tensor) -> tuple[int, Tensor | None, Tensor | None, Any]:
-        """How many partial amaxes there are, where those of each plane lie, and the amaxes of lines."""
+    def _amaxes(self, x: Tensor, shard: Shard | None) -> tuple[int, Tensor | None, Tensor | None]:
+        """How many partial amaxes there are, and those of each plane; or the bits of the amaxes of its lines."""
         m, k = x.shape
-        lines = line_amax(x, self.propagate) if self.needs_lines else None
+        lines = line_amax(x, self.propagate) if self.needs_lines else (None, None)
         plain, row, col = self.wanted
         count, partial = 0, (None, None, None)
         if row or col:
             tm, tk, _ = AMAX_TILE
             count = min(-(-m // tm) * -(-k // tk), PARTIALS)
-            made = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
-            partial = tuple(part if want else None for part, want in zip(made.unbind(), self.wanted, strict=True))
+            each = torch.empty((3, PARTIALS), dtype=torch.float32, device=x.device)
+            partial = tuple(
+                [part[:count] if want else None for part, want in zip(each.unbind(), self.wanted, strict=True)]
+            )
             _amax(*self.wanted, not (m % tm or k % tk), self.propagate)(count, (x, *partial), (m, k))
         elif plain:
             amax = tensor_amax(x, self.propagate)
             count, partial = amax.numel(), (amax, None, None)
-        sources = []
-        for i, spec in enumerate((self.row, self.col)):
-            if spec is None:
-                sources.append(None)
-            elif spec.per_line:
-                sources.append(lines[i])  # type: ignore[index]
-            else:
-                sources.append(partial[1 + i] if spec.rotated else partial[0])
-        return count, sources[0], sources[1], lines
+        of_row, of_col = (
+            None if spec is None else line if spec.per_line else partial[1 + side] if spec.rotated else partial[0]
+            for side, (spec, line) in enumerate(zip((self.row, self.col), lines, strict=True))
+        )
+        if shard is None:
+            return count, of_row, of_col
+        of_row, of_col = (
+            one if one is None or source == LINE.value else one[:count]
+            for one, source in zip((of_row, of_col), self.sources, strict=True)
+        )
+        of_row = of_shards(shard, self.sources[0], of_row, 1, m)
+        if self.sources[1] == SHARED.value:
+            return 1, of_row, of_row
+        return 1, of_row, of_shards(shard, self.sources[1], of_col, 0, k)
 
     def _bind(self, even: bool, row_words: bool, col_words: bool) -> Launch:
         tm, tk, warps = TILE
@@ -333,7 +344,7 @@ def _constants(side: str, source: int, spec: PlaneSpec | None, square: int, word
     }
 
 
-def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, lines: Tensor | None) -> dict[str, Tensor] | None:
+def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, amax: Tensor | None) -> dict[str, Tensor] | None:
     """The parts of a plane (M, K)."""
     if spec is None:
         return None
@@ -342,13 +353,13 @@ def _empty(spec: PlaneSpec | None, x: Tensor, m: int, k: int, lines: Tensor | No
     return {
         "codes": torch.empty((m, width), dtype=torch.uint8, device=device),
         "scale": torch.empty((m, groups), dtype=torch.uint8, device=device),
-        "amax": lines[:m].view(torch.float32)
-        if spec.per_line and lines is not None
+        "amax": amax[:m].view(torch.float32)
+        if spec.per_line and amax is not None
         else torch.empty((1,), dtype=torch.float32, device=device),
     }
 
 
-def _buffers(parts: dict[str, Tensor] | None, lines: Any) -> tuple[Tensor | None, ...]:
+def _buffers(parts: dict[str, Tensor] | None) -> tuple[Tensor | None, ...]:
     """Codes, scales, and where the kernel keeps the global amax."""
     if parts is None:
         return None, None, None

@@ -78,8 +78,13 @@ def given_scale(scale, CODEC: tl.constexpr):
 
 
 @triton.jit
-def encode_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
-    """What elements are multiplied by. `largest` is the element's largest value, its reciprocal for E8M0."""
+def encode_scale(amax, limits, CODEC: tl.constexpr):
+    """What elements are multiplied by.
+
+    `limits` are the element's largest value (its reciprocal for E8M0), what a scale becomes that overflows, and the
+    least amax that counts.
+    """
+    largest, overflow, epsilon = limits
     if kind(CODEC) == E8M0:
         made = power_of_two(254 - exponent(amax, largest, hides(CODEC)))
     else:

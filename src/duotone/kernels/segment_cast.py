@@ -7,7 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.cast import ELEMENTS, Cast, PlaneSpec, codec_of
+from duotone.kernels.cast import Cast, PlaneSpec, codec_of
+from duotone.kernels.elements import ELEMENTS
 from duotone.kernels.launch import Launch
 from duotone.kernels.segments import (
     APART,

@@ -12,10 +12,11 @@ import triton.language as tl
 
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import known, record
+from duotone.kernels.elements import codes_of
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, marked_four, stored_scale
 from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
-from duotone.kernels.tiles import codes_of, store_turned
+from duotone.kernels.tiles import store_turned
 
 STEP = tl.constexpr(16)
 """What a segment's columns are a multiple of where its product is one of its own."""
@@ -115,28 +116,28 @@ def segment_lines_kernel(
 
 
 @triton.jit
-def _one(source, e, SLOT, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr):
+def _one(source, e, SLOT, limits, FROM: tl.constexpr, CODEC: tl.constexpr):
     """The one scale of a segment, given or from its amax, and what is stored of it."""
     if FROM == GIVEN:
         amax = tl.load(source + e * SLOT)
         scale = given_scale(amax, CODEC)
     else:
         amax = tl.load(source + e).to(tl.float32, bitcast=True)
-        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    return scale, stored_scale(amax, scale, largest, CODEC)
+        scale = encode_scale(amax, limits, CODEC)
+    return scale, stored_scale(amax, scale, limits[0], CODEC)
 
 
 @triton.jit
 def _column(
-    scale, source, scales, e, SLOT, tile, pk, k, K, largest, overflow, epsilon,
+    scale, source, scales, e, SLOT, tile, pk, k, K, limits,
     FROM: tl.constexpr, CODEC: tl.constexpr,
 ):  # fmt: skip
     """Scales of columns k (TK,) of a tile's columnwise codes; `scale` is that of the rowwise ones."""
     lines = e.to(tl.int64) * K + k
     if FROM == LINE:
-        scale = line_scales(source, scales, lines, lines, k < K, tile == 0, largest, overflow, epsilon, CODEC)[None, :]
+        scale = line_scales(source, scales, lines, lines, k < K, tile == 0, limits, CODEC)[None, :]
     elif FROM != SHARED:
-        scale, stored = _one(source, e, SLOT, largest, overflow, epsilon, FROM, CODEC)
+        scale, stored = _one(source, e, SLOT, limits, FROM, CODEC)
         tl.store(scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     return scale
 
@@ -180,9 +181,9 @@ def segment_cast_kernel(
         above = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
         record(live + e * SLOT, tl.maximum(above, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
 
-    scale = 1.0
+    scale, row_limits = 1.0, (row_largest, row_overflow, row_epsilon)
     if ROW == GIVEN or ROW == TENSOR:
-        scale, stored = _one(row_from, e, SLOT, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC)
+        scale, stored = _one(row_from, e, SLOT, row_limits, ROW, ROW_CODEC)
         tl.store(row_scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     if ROW != ABSENT:
         codes, row_values = row_codes + (first + top) * K, marked_four(values, MARKS and ROW == GIVEN)
@@ -191,7 +192,7 @@ def segment_cast_kernel(
             line = tile * TM + tl.arange(0, TM)
             of_rows = line_scales(
                 row_from, row_scales, first + line, (first if WHOLE else column) + line, line < rows, pk == 0,
-                row_largest, row_overflow, row_epsilon, ROW_CODEC,
+                row_limits, ROW_CODEC,
             )  # fmt: skip
             scales = fours(of_rows, H)
         for j in tl.static_range(4):
@@ -201,7 +202,7 @@ def segment_cast_kernel(
     if COL != ABSENT:
         columns = pk * TK + tl.arange(0, TK)
         scale = _column(
-            scale, col_from, col_scales, e, SLOT, tile, pk, columns, K, col_largest, col_overflow, col_epsilon,
+            scale, col_from, col_scales, e, SLOT, tile, pk, columns, K, (col_largest, col_overflow, col_epsilon),
             COL, COL_CODEC,
         )  # fmt: skip
         column, length = column // PAD * PAD, tl.cdiv(rows, PAD) * PAD  # multiples that the compiler sees

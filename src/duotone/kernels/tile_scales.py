@@ -43,9 +43,7 @@ def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
 
 
 @triton.jit
-def one_scale(
-    source, scales, P, pm, pk, largest, overflow, epsilon, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr
-):
+def one_scale(source, scales, P, pm, pk, limits, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr):
     """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
     if FROM == GIVEN:
         amax = tl.load(source)
@@ -53,17 +51,17 @@ def one_scale(
     else:
         i = tl.arange(0, N)
         amax = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
-        scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales, stored_scale(amax, scale, largest, CODEC), mask=(pm == 0) & (pk == 0))
+        scale = encode_scale(amax, limits, CODEC)
+    tl.store(scales, stored_scale(amax, scale, limits[0], CODEC), mask=(pm == 0) & (pk == 0))
     return scale
 
 
 @triton.jit
-def line_scales(source, scales, read, write, exists, stores, largest, overflow, epsilon, CODEC: tl.constexpr):
+def line_scales(source, scales, read, write, exists, stores, limits, CODEC: tl.constexpr):
     """The scales (T,) of whole lines, read at one place and stored at another: each made once, not by every thread."""
     amax = tl.load(source + read, mask=exists, other=1).to(tl.float32, bitcast=True)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    tl.store(scales + write, stored_scale(amax, scale, largest, CODEC), mask=exists & stores)
+    scale = encode_scale(amax, limits, CODEC)
+    tl.store(scales + write, stored_scale(amax, scale, limits[0], CODEC), mask=exists & stores)
     return scale
 
 
@@ -78,13 +76,13 @@ def fours(scale, H: tl.constexpr):
 
 @triton.jit
 def row_lines(
-    source, scales, start, M, stores, largest, overflow, epsilon,
+    source, scales, start, M, stores, limits,
     FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
     """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
     if FROM == LINE:
         m = start + tl.arange(0, 4 * H)
-        made = fours(line_scales(source, scales, m, m, m < M, stores, largest, overflow, epsilon, CODEC), H)
+        made = fours(line_scales(source, scales, m, m, m < M, stores, limits, CODEC), H)
     else:
         made = (1.0, 1.0, 1.0, 1.0)
     return made
@@ -92,14 +90,14 @@ def row_lines(
 
 @triton.jit
 def scale_of_rows(
-    one, line, value, scales, m, M, K, pk, largest, overflow, epsilon,
+    one, line, magnitude, scales, m, M, K, pk, limits,
     FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
     """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
     if FROM == LINE:
         made = line
     elif FROM == BLOCK and R == 1:
-        made = _line(value, scales, m, M, K, pk, largest, overflow, epsilon, C, CODEC, H, TK)
+        made = _line(magnitude, scales, m, M, K, pk, limits, C, CODEC, H, TK)
     else:
         made = one
     return made
@@ -107,27 +105,27 @@ def scale_of_rows(
 
 @triton.jit
 def _line(
-    value, scales, m, M, K, pk, largest, overflow, epsilon,
+    magnitude, scales, m, M, K, pk, limits,
     C: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
     """Scales of the lines `m` of a tile, one per C columns, that broadcast to (H, TK)."""
-    amax = _largest(tl.abs(value), 1, C, H, TK)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
+    amax = _largest(magnitude, 1, C, H, TK)
+    scale = encode_scale(amax, limits, CODEC)
     bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
-    _keep(scales, stored_scale(amax, scale, largest, CODEC), m, bk, M, tl.cdiv(K, C), True)
+    _keep(scales, stored_scale(amax, scale, limits[0], CODEC), m, bk, M, tl.cdiv(K, C), True)
     return _spread(scale, 1, C, H, TK)
 
 
 @triton.jit
 def square_scales(
-    below, scales, turned, pm, pk, M, K, largest, overflow, epsilon,
+    below, scales, turned, pm, pk, M, K, limits,
     SHARED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr, DOWN: tl.constexpr,
     H: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
     """Scales of a tile's R x C blocks, R at least 4, that broadcast to (H, TK); stored transposed too where SHARED."""
     amax = _largest(below, R // 4, C, H, TK)
-    scale = encode_scale(amax, largest, overflow, epsilon, CODEC)
-    stored = stored_scale(amax, scale, largest, CODEC)
+    scale = encode_scale(amax, limits, CODEC)
+    stored = stored_scale(amax, scale, limits[0], CODEC)
     bm = (pm * (4 * H // R) + tl.arange(0, 4 * H // R))[:, None]
     bk = (pk * (TK // C) + tl.arange(0, TK // C))[None, :]
     _keep(scales, stored, bm, bk, tl.cdiv(M, R), tl.cdiv(K, C), DOWN)
@@ -138,18 +136,18 @@ def square_scales(
 
 @triton.jit
 def column_scales(
-    below, source, scales, P, pm, pk, M, K, largest, overflow, epsilon,
+    below, source, scales, P, pm, pk, M, K, limits,
     FROM: tl.constexpr, R: tl.constexpr, C: tl.constexpr, CODEC: tl.constexpr,
     H: tl.constexpr, TK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Scales of the columnwise plane of a tile, that broadcast to (H, TK)."""
     if FROM == GIVEN or FROM == TENSOR:
-        made = one_scale(source, scales, P, pm, pk, largest, overflow, epsilon, FROM, CODEC, N)
+        made = one_scale(source, scales, P, pm, pk, limits, FROM, CODEC, N)
     elif FROM == LINE:
         k = pk * TK + tl.arange(0, TK)
-        made = line_scales(source, scales, k, k, k < K, pm == 0, largest, overflow, epsilon, CODEC)[None, :]
+        made = line_scales(source, scales, k, k, k < K, pm == 0, limits, CODEC)[None, :]
     else:
         made = square_scales(
-            below, scales, scales, pm, pk, M, K, largest, overflow, epsilon, False, R, C, CODEC, C > 1, H, TK
+            below, scales, scales, pm, pk, M, K, limits, False, R, C, CODEC, C > 1, H, TK
         )  # fmt: skip
     return made

@@ -10,8 +10,9 @@ import triton.language as tl
 
 from duotone.kernels.activations import GATED_SLOPE, gated_slopes, produced
 from duotone.kernels.amax import record
+from duotone.kernels.elements import codes_of, is_packed, is_small
 from duotone.kernels.launch import kernel
-from duotone.kernels.scaling import marked_four
+from duotone.kernels.scaling import hides, marked_four
 from duotone.kernels.tile_scales import (
     ABSENT,
     BLOCK,
@@ -38,9 +39,12 @@ def existing(i, rows, j, cols, EVEN: tl.constexpr):
 
 
 @triton.jit
-def codes_of(value, ELEMENT: tl.constexpr):
-    """The conversion saturates, and gives NaN without a sign."""
-    return value.to(ELEMENT).to(tl.uint8, bitcast=True)
+def magnitude(value, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
+    """|value|. NaN of an element without NaN is infinite, so that the scale of its block is NaN, unless that HIDES."""
+    made = tl.abs(value)
+    if is_small(ELEMENT) and not hides(CODEC):
+        made = tl.where(made == made, made, float("inf"))
+    return made
 
 
 @triton.jit
@@ -56,6 +60,44 @@ def store_turned(
     im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
     out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
     tl.store(out, made, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
+
+
+@triton.jit
+def _store_turned_pairs(
+    values, scale, codes, pm, pk, M, K, ELEMENT: tl.constexpr, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr
+):
+    """As `store_turned`, codes of 4 bits into bytes (K, ceil(M / 2))."""
+    v0, v1, v2, v3 = values
+    low, high = tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale)
+    high = codes_of(high, ELEMENT)
+    if not EVEN:  # what lies behind the last row is 0, also under a scale that is NaN
+        m = pm * 4 * H + 4 * tl.arange(0, H)[:, None, None] + 2 * tl.arange(0, 2)[None, None, :] + 1
+        high = tl.where(m < M, high, 0)
+    pairs = codes_of(low, ELEMENT) | (high << 4)
+    pairs = tl.reshape(tl.permute(pairs, [1, 0, 2]), [TK, 2 * H])
+    im, ik, width = tl.arange(0, 2 * H)[None, :], tl.arange(0, TK)[:, None], tl.cdiv(M, 2)
+    out = codes + (pk * TK).to(tl.int64) * width + pm * 2 * H + (ik * width + im)
+    tl.store(out, pairs, mask=existing(pk * TK + ik, K, pm * 2 * H + im, width, EVEN))
+
+
+@triton.jit
+def _store_pairs(codes, out, row, i, m, pk, M, K, EVEN: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
+    """The codes of rows `row` + i, of 4 bits, into bytes (M, ceil(K / 2))."""
+    k, width = (pk * (TK // 2) + tl.arange(0, TK // 2))[None, :], tl.cdiv(K, 2)
+    low, high = tl.split(tl.reshape(codes, [H, TK // 2, 2]))
+    if not EVEN:  # what lies behind the last column is 0, also under a scale that is NaN
+        high = tl.where(2 * k + 1 < K, high, 0)
+    tl.store(out + row * width + (i * width + k), low | (high << 4), mask=existing(m, M, k, width, EVEN))
+
+
+@triton.jit
+def _highest(values, below, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
+    """The largest of the four `magnitude`s: `below`, the one without NaN, unless NaN counts."""
+    if is_small(ELEMENT) and not hides(CODEC):
+        v0, v1, v2, v3 = values
+        upper = tl.maximum(magnitude(v0, ELEMENT, CODEC), magnitude(v1, ELEMENT, CODEC))
+        below = tl.maximum(upper, tl.maximum(magnitude(v2, ELEMENT, CODEC), magnitude(v3, ELEMENT, CODEC)))
+    return below
 
 
 @triton.jit
@@ -77,8 +119,8 @@ def _cast_tile(
     """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits."""
     H: tl.constexpr = TM // 4
     SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
-    row_codes, row_scales, row_from, row_largest, row_overflow, row_epsilon = row_plane
-    col_codes, col_scales, col_from, col_largest, col_overflow, col_epsilon = col_plane
+    row_codes, row_scales, row_from, row_limits = row_plane
+    col_codes, col_scales, col_from, col_limits = col_plane
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, row = pm * TM + i, (pm * TM).to(tl.int64)
     v0, v1, v2, v3 = values
@@ -88,36 +130,39 @@ def _cast_tile(
         record(live, below)
     row_scale = 1.0
     if ROW == GIVEN or ROW == TENSOR:
-        row_scale = one_scale(
-            row_from, row_scales, P, pm, pk, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, N
-        )  # fmt: skip
+        row_scale = one_scale(row_from, row_scales, P, pm, pk, row_limits, ROW, ROW_CODEC, N)
     elif SQUARE:
         row_scale = square_scales(
-            below, row_scales, col_scales, pm, pk, M, K, row_largest, row_overflow, row_epsilon,
+            _highest(values, below, ROW_ELEMENT, ROW_CODEC), row_scales, col_scales, pm, pk, M, K, row_limits,
             COL == SHARED, ROW_R, ROW_C, ROW_CODEC, False, H, TK,
         )  # fmt: skip
     if ROW != ABSENT:
-        lines = row_lines(
-            row_from, row_scales, pm * TM, M, pk == 0, row_largest, row_overflow, row_epsilon, ROW, ROW_CODEC, H
-        )  # fmt: skip
+        lines = row_lines(row_from, row_scales, pm * TM, M, pk == 0, row_limits, ROW, ROW_CODEC, H)
         row_values = marked_four(values, MARKS and ROW == GIVEN)
         for j in tl.static_range(4):
+            highest = magnitude(values[j], ROW_ELEMENT, ROW_CODEC)
             row_scale = scale_of_rows(
-                row_scale, lines[j], values[j], row_scales, m + j, M, K, pk, row_largest, row_overflow, row_epsilon,
+                row_scale, lines[j], highest, row_scales, m + j, M, K, pk, row_limits,
                 ROW, ROW_R, ROW_C, ROW_CODEC, H, TK,
             )  # fmt: skip
             codes = codes_of(row_values[j] * row_scale, ROW_ELEMENT)
-            tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
+            if is_packed(ROW_ELEMENT):
+                _store_pairs(codes, row_codes, row + j, i, m + j, pk, M, K, EVEN, H, TK)
+            else:
+                tl.store(row_codes + (row + j) * K + (i * K + k), codes, mask=existing(m + j, M, k, K, EVEN))
 
     if COL != ABSENT:
         scale = row_scale
         if COL != SHARED:
             scale = column_scales(
-                below, col_from, col_scales, P, pm, pk, M, K, col_largest, col_overflow, col_epsilon,
+                _highest(values, below, COL_ELEMENT, COL_CODEC), col_from, col_scales, P, pm, pk, M, K, col_limits,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip
         values = marked_four(values, MARKS and (COL == GIVEN or (COL == SHARED and ROW == GIVEN)))
-        store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+        if is_packed(COL_ELEMENT):
+            _store_turned_pairs(values, scale, col_codes, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+        else:
+            store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
 
 
 @functools.partial(kernel, unspecialized=("P",), any_alignment=("row_from", "col_from", "live"))
@@ -154,8 +199,8 @@ def cast_kernel(
         v2 = produced(x, z, norm, row + 2, i, k, M, K, existing(m + 2, M, k, K, EVEN), WHAT, ACT)
         v3 = produced(x, z, norm, row + 3, i, k, M, K, existing(m + 3, M, k, K, EVEN), WHAT, ACT)
         made = ((v0, v1, v2, v3),)
-    row_plane = row_codes, row_scales, row_from, row_largest, row_overflow, row_epsilon
-    col_plane = col_codes, col_scales, col_from, col_largest, col_overflow, col_epsilon
+    row_plane = row_codes, row_scales, row_from, (row_largest, row_overflow, row_epsilon)
+    col_plane = col_codes, col_scales, col_from, (col_largest, col_overflow, col_epsilon)
     for t in tl.static_range(TILES):
         _cast_tile(
             made[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,

@@ -168,7 +168,7 @@ def encode_once(
 
     With `made`, the matrix is the one that kernels make of `x` on the way (`kernels.activations.FusedProducer`).
     """
-    if ctx.shard is not None:
+    if ctx.shard is not None and (made is not None or torch.compiler.is_compiling()):
         return None
     if torch.compiler.is_compiling():
         return None if made is not None or not ctx.traces_kernel else _traced(row, col, x, ctx)
@@ -191,7 +191,8 @@ def encode_once(
         of_col, live = slot.place(x)
     if made is None:
         rows, cols = x.shape
-        rowwise, columnwise = cast(x if x.is_contiguous() else x.contiguous(), (of_row, of_col), live, *seed)
+        x = x if x.is_contiguous() else x.contiguous()
+        rowwise, columnwise = cast(x, (of_row, of_col), live, ctx.shard, *seed)
     else:
         rows, cols = made.shape
         rowwise, columnwise = cast.produced(made, (of_row, of_col), live, *seed)
