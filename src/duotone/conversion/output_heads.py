@@ -1,4 +1,4 @@
-"""Output heads: the projections to a vocabulary or to classes, found without running a model, which may be on meta."""
+"""Output heads: the projections to a vocabulary or to classes, without running the model, which may be on meta."""
 
 import re
 from collections import Counter
@@ -14,17 +14,16 @@ PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
 
 
 def heads(model: nn.Module) -> dict[str, str]:
-    """Output heads by full name, with how they were found; embeddings that are used as heads are among them."""
+    """Output heads by full name, with the evidence. They include embeddings that serve as heads."""
     modules = dict(model.named_modules())
     return _named(model) | _sized(modules) | _tied(modules) | _declared(modules)
 
 
 def _declared(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """What `get_output_embeddings` (Hugging Face's name) of any module gives; a wrapper of adapters has it inside."""
+    """What `get_output_embeddings` of any module returns (Hugging Face's name). A wrapper of adapters contains it."""
     finders = (getattr(module, "get_output_embeddings", None) for module in modules.values())
-    given = [find() for find in finders if callable(find)]
-    told = {id(getattr(module, "base_layer", module)) for module in given}
-    return {name: "get_output_embeddings() gives it" for name, module in modules.items() if id(module) in told}
+    declared = {id(getattr(head, "base_layer", head)) for head in [find() for find in finders if callable(find)]}
+    return {name: "get_output_embeddings() gives it" for name, module in modules.items() if id(module) in declared}
 
 
 def _tied(modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -37,24 +36,24 @@ def _tied(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 def _sized(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Linears with as many outputs as an embedding has entries.
 
-    Where some linear also takes that many features, it is a width of the model too: then the last linear alone counts,
-    and the largest embedding. Linears at one place of several layers are no heads either.
+    If a linear also has so many inputs, the number is a width of the model too. Then only the last linear counts, and
+    only for the largest embedding. Linears at the same place of several layers are no heads.
     """
     entries = {module.num_embeddings: name for name, module in modules.items() if isinstance(module, nn.Embedding)}
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     widths = {module.in_features for module in linears.values()}
     sized = [name for name, module in linears.items() if module.out_features in entries]
-    at_place, found = Counter(_place(name) for name in sized), {}
+    at_place, result = Counter(_place(name) for name in sized), {}
     for name in sized:
         outputs = linears[name].out_features
         last = name == next(reversed(linears)) and outputs == max(entries)
         if last or (outputs not in widths and at_place[_place(name)] == 1):
-            found[name] = f"it has {outputs} outputs, as many as {entries[outputs]} has entries"
-    return found
+            result[name] = f"it has {outputs} outputs, as many as {entries[outputs]} has entries"
+    return result
 
 
 def _place(name: str) -> str:
-    """The name with the numbers of the layers around it left out; a number of its own counts."""
+    """The name without the numbers of the layers that contain it."""
     return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
 
 
@@ -73,8 +72,8 @@ def _unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
     name, root = "", model
     while True:
         children = [(child, module) for child, module in root.named_children() if _holds_parameters(module)]
-        own = any(True for _ in root.parameters(recurse=False))
-        if own or len(children) != 1 or isinstance(children[0][1], nn.Linear):
+        is_model = any(True for _ in root.parameters(recurse=False))
+        if is_model or len(children) != 1 or isinstance(children[0][1], nn.Linear):
             return name, root
         child, root = children[0]
         name = f"{name}.{child}" if name else child

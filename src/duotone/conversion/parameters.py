@@ -13,7 +13,7 @@ from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
-from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe, build_plan
+from duotone.linear.plan import LinearPlan, ask_recipe, build_plan
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.quantized_parameters import quantized_parameter, replace
@@ -25,7 +25,7 @@ from duotone.tensor.context import QuantizeContext
 
 @dataclass
 class Conversion:
-    """One weight on its way: the parameter object, what it will be, and the values that this encodes."""
+    """A parameter object, its new contents, and the values that they encode."""
 
     old: nn.Parameter
     new: nn.Parameter
@@ -36,11 +36,14 @@ class Conversion:
 def convert_parameters(
     model: nn.Module, recipe: RecipeLike, *, masters: Mapping[str, Tensor] | None = None, preserve: bool = False
 ) -> nn.Module:
-    """Hold the weight of every planned module in the formats that `recipe` gives it, in place; returns the model.
+    """Quantize the weight of every planned module to the formats of `recipe`, in place; returns the model.
 
-    Values come from `masters`, by full parameter name, where it has them, else from the weights, dequantized. Weights
-    that the recipe keeps in high precision become plain again. Parameters stay the same objects. The recipe becomes the
-    modules' own. `preserve` keeps the high-precision values on the CPU. Raises before anything changes.
+    - Values come from `masters`, by full parameter name, else from the dequantized weights.
+    - A weight that the recipe keeps in high precision becomes a plain one. Parameters stay the same objects.
+    - `recipe` becomes that of the modules.
+    - `preserve` stores the high-precision values on the CPU.
+
+    RecipeError or UserError before anything changes.
     """
     require_model("convert_parameters", model)
     recipe = as_recipe("convert_parameters", recipe)
@@ -51,16 +54,16 @@ def convert_parameters(
     for name, module in planned:
         _refuse_parts(name, module)
     plans = [(name, module, *_planned_as(module, recipe)) for name, module in planned]
-    made = _conversions(model, plans, masters or {}, preserve)
-    _publish(list(made.values()))
-    for _, module, plan, given in plans:
+    conversions = _conversions(model, plans, masters or {}, preserve)
+    _publish(conversions)
+    for _, module, plan, slots in plans:
         module.recipe = recipe
         if not plan.is_delayed:
             delayed_states.drop(module)
         module.forget_plans()
-        module.plans.answers[recipe.key] = given
+        module.plans.answers[recipe.key] = slots
         module.plans.prepare(recipe)
-    for conversion in made.values():
+    for conversion in conversions:
         if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
             record(conversion.old.context, conversion.values)
     return model
@@ -70,38 +73,39 @@ Plans = Sequence[tuple[str, Planned, LinearPlan, dict[str, Quantizer]]]
 
 
 def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, Quantizer]]:
-    """The plan as if no weight were held, and what the recipe gave the slots."""
-    setting = module.plans.request(recipe).without_held()
-    given = ask_recipe(setting)
-    plan = build_plan(setting, given)
+    """The plan for a weight in high precision, and the quantizers of the slots. Raises if evaluation cannot run."""
+    request = module.plans.request(recipe).without_held()
+    slots = ask_recipe(request)
+    plan = build_plan(request, slots)
     delayed_states.agreed_history(plan)
-    _check_evaluation(setting, plan.weight.quantizer)
-    return plan, given
+    if recipe.evaluation is not None:
+        weight = plan.weight.quantizer
+        build_plan(dataclasses.replace(request, recipe=recipe.evaluation, weight_held=weight, input_grad=False))
+    return plan, slots
 
 
-def _conversions(
-    model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], preserve: bool
-) -> dict[int, Conversion]:
-    """What becomes of each weight, by the identity of the parameter."""
+def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], preserve: bool) -> list[Conversion]:
+    """One conversion for each parameter, also if several modules share it."""
     holders = Counter(id(weight) for _, module, *_ in plans for weight in module.weight_parameters)
-    owners, given = _owners(model), _masters(model, set(holders), masters)
-    made: dict[int, Conversion] = {}
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    values = _masters(model, set(holders), masters)
+    conversions: dict[int, Conversion] = {}
     for name, module, plan, _ in plans:
         quantizer = plan.weight.quantizer
         for member, weight in enumerate(module.weight_parameters):
             key = id(weight)
-            if key not in made:
+            if key not in conversions:
                 _refuse_foreign_tie(name, quantizer, owners[key] - holders[key])
                 ctx = delayed_states.weight_context(module, plan, member)
-                made[key] = _converted(name, weight, quantizer, ctx, (given.get(key), preserve))
-                module.refuse_held(made[key].new)
-            elif made[key].quantizer != quantizer:
+                conversions[key] = _converted(name, weight, quantizer, ctx, (values.get(key), preserve))
+                module.refuse_held(conversions[key].new)
+            elif conversions[key].quantizer != quantizer:
                 raise UserError(f"the weight of {name} is tied to one of another format; give both the same by a rule")
-    return made
+    return list(conversions.values())
 
 
 def _refuse_parts(name: str, module: Planned) -> None:
-    """UserError where a weight is made of other parameters, or is a part of one."""
+    """UserError if a weight consists of other parameters, or is a part of one."""
     if is_parametrized(module, "weight"):  # type: ignore[arg-type]
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
     if is_split(module):
@@ -111,18 +115,11 @@ def _refuse_parts(name: str, module: Planned) -> None:
         raise UserError(f"the weight of {name} is sharded already; {remedy}")
 
 
-def _check_evaluation(setting: PlanRequest, weight: Quantizer) -> None:
-    """RecipeError unless the evaluation recipe can run on a weight that is held so."""
-    evaluation = setting.recipe.evaluation
-    if evaluation is not None:
-        build_plan(dataclasses.replace(setting, recipe=evaluation, weight_held=weight, input_grad=False))
-
-
 def _converted(
-    name: str, weight: nn.Parameter, quantizer: Quantizer, ctx: QuantizeContext, given: tuple[Tensor | None, bool]
+    name: str, weight: nn.Parameter, quantizer: Quantizer, ctx: QuantizeContext, source: tuple[Tensor | None, bool]
 ) -> Conversion:
-    """`given` is the master, and whether the values in high precision are to be kept."""
-    master, preserve = given
+    """`source` is the master, and whether to preserve the values in high precision."""
+    master, preserve = source
     if master is not None and master.shape != weight.shape:
         shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
         raise UserError(f"a master of shape {shapes}; give its own")
@@ -145,7 +142,7 @@ def _converted(
 
 
 def _publish(conversions: list[Conversion]) -> None:
-    """Make every parameter object its new self, or none."""
+    """Give all parameter objects their new contents, or none of them."""
     done: list[Conversion] = []
     try:
         for conversion in conversions:
@@ -155,8 +152,8 @@ def _publish(conversions: list[Conversion]) -> None:
     except RuntimeError as error:
         for conversion in reversed(done):
             torch.utils.swap_tensors(conversion.old, conversion.new)
-        held = " ".join(str(error).split())
-        raise UserError(f"a weight cannot be converted while something holds it: {held}; release it first") from error
+        text = " ".join(str(error).split())
+        raise UserError(f"a weight cannot be converted while something holds it: {text}; release it first") from error
 
 
 def _is_plain(quantizer: Quantizer) -> bool:
@@ -169,18 +166,9 @@ def _refuse_foreign_tie(name: str, quantizer: Quantizer, others: int) -> None:
 
 
 def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Masters by the identity of the weight. UserError where a name is no weight of a planned module."""
+    """Masters by the identity of the weight. UserError if a name is not a weight of a planned module."""
     names = {n: id(p) for n, p in model.named_parameters(remove_duplicate=False) if id(p) in weights}
     unknown = sorted(set(masters) - set(names))
     if unknown:
         raise UserError(f"masters has {unknown[0]!r}, which is no weight of a converted module; give full names")
     return {names[name]: master for name, master in masters.items()}
-
-
-def _owners(model: nn.Module) -> dict[int, int]:
-    """How many modules hold each parameter."""
-    count: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            count[id(parameter)] = count.get(id(parameter), 0) + 1
-    return count
