@@ -114,6 +114,14 @@ def test_history_survives() -> None:
     assert saved(q.quantize(torch.randn(4, 4))).quantizer == q
 
 
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_a_high_precision_plane_that_overlaps_itself_survives(way) -> None:
+    """It aliases what was quantized, such as an expanded tensor."""
+    row = torch.arange(32.0)
+    t = Quantizer().quantize(row.expand(4, 32))
+    assert torch.equal(way(t).dequantize(), row.expand(4, 32))
+
+
 def test_pickles_of_other_versions_and_of_unknown_formats() -> None:
     """issue, bad input: one clear line, whatever else the other version wrote."""
     for fields in ((), (None,) * 6, (1, 2, 3, 4, 5, 6, 7, 8)):

@@ -14,9 +14,9 @@ def count_encodes(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
     original = Plane.encode
 
-    def counting(fmt, x, ctx=LOCAL, plane="row"):
+    def counting(fmt, x, ctx=LOCAL, plane="row", stages=None):
         calls.append((fmt.name, plane))
-        return original(fmt, x, ctx, plane=plane)
+        return original(fmt, x, ctx, plane, stages)
 
     monkeypatch.setattr(Plane, "encode", staticmethod(counting))
     return calls

@@ -33,7 +33,7 @@ def in_backward() -> bool:
 def mode_now() -> AmaxMode:
     """The mode of forward code that runs now."""
     if torch.is_grad_enabled():
-        return AmaxMode.RECOMPUTE if in_backward() else AmaxMode.RECORD
+        return AmaxMode.RECORD if graph_task_id() == -1 else AmaxMode.RECOMPUTE
     # Inference mode and the forward of an autograd.Function alone switch off gradients of forward mode too.
     if is_forward_grad_enabled() or torch.is_inference_mode_enabled():
         return AmaxMode.USE

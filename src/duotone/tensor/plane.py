@@ -11,6 +11,7 @@ from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Epilogue, Factors, Format, Parts
 from duotone.formats.geometry import crop
+from duotone.formats.stages import Stages
 from duotone.tensor.context import LOCAL, QuantizeContext
 
 
@@ -26,7 +27,7 @@ BOTH = Usage()
 
 @dataclass(eq=False, slots=True)
 class Plane:
-    """`parts` of a (rows, cols) matrix in `format`. Never changed after it is made (freezing costs host time)."""
+    """`parts` of a (rows, cols) matrix in `format`. Nobody changes its fields; freezing would cost host time."""
 
     format: Format
     parts: Parts
@@ -38,19 +39,25 @@ class Plane:
         return Plane(IDENTITY, {"codes": x}, x.shape)  # type: ignore[arg-type]  # torch.Size is a tuple
 
     @staticmethod
-    def encode(fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row") -> "Plane":
-        """Encode a 2-D tensor; its last dimension is the contraction. `plane` is "row", or "col" for x transposed."""
+    def encode(
+        fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row", stages: Stages | None = None
+    ) -> "Plane":
+        """Encode a 2-D tensor, contraction last. `plane` is "row", or "col" if x is the transpose of the tensor.
+
+        `stages` are those for `x`, if they are known.
+        """
         columnwise = plane == "col"
         if x.is_cuda:
-            made = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
-            if made is not None:
-                return made.columnwise if columnwise else made.rowwise  # type: ignore[return-value]
+            planes = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
+            if planes is not None:
+                return planes.columnwise if columnwise else planes.rowwise  # type: ignore[return-value]
         shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
         scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
         if shard is not None and columnwise:
             shard = shard.transposed()
+        stages = stages or stages_for(x)
         parts = fmt.encode(
-            x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages_for(x), propagate=ctx.propagate
+            x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate
         )
         return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
@@ -80,40 +87,40 @@ class Plane:
         return self
 
     def transposed(self) -> "Plane | None":
-        """The plane of the transpose without loss, or None where it has to be encoded."""
+        """The plane of the transpose, derived without loss. None if the format does not allow it."""
         parts = self.format.derive(self.parts, self.shape[1])
         if parts is None:
             return None
         if parts["codes"].shape != self.parts["codes"].shape[::-1]:
-            # Packed anew, so no view: nothing else may be shared either, or a write of one plane would harm the other.
+            # The codes are a packed copy. So nothing else may be shared, or a write of one plane would harm the other.
             parts = {name: part.clone() if part is self.parts[name] else part for name, part in parts.items()}
         return Plane(self.format, parts, (self.shape[1], self.shape[0]))
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """What a GEMM multiplies: rotated for Hadamard formats, (rows, cols or its padded length)."""
+        """What a GEMM multiplies, (rows, cols or its padded length): rotated for Hadamard formats."""
         codes = self.parts["codes"]
-        made = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
-        return self.format.decode(self.parts, dtype, stages_for(codes)) if made is None else made
+        values = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
+        return self.format.decode(self.parts, dtype, stages_for(codes)) if values is None else values
 
     def factors(self) -> Factors:
-        """`values` split into an operand that is exact in bf16 and a factor that follows the product."""
+        """`values` split into an operand that is exact in bf16 and a factor for the product."""
         codes = self.parts["codes"]
         scaled = self.format.epilogue is Epilogue.NONE
-        made = decoded(self.format, self.parts, torch.bfloat16, scaled) if codes.is_cuda else None
-        return self.format.factors(self.parts, stages_for(codes), made)
+        values = decoded(self.format, self.parts, torch.bfloat16, scaled) if codes.is_cuda else None
+        return self.format.factors(self.parts, stages_for(codes), values)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The matrix that the plane stands for, (rows, cols), any rotation undone."""
+        """The matrix that the plane stands for, (rows, cols), without any rotation."""
         if not self.format.transform:
             return crop(self.values(dtype), *self.shape)
         return self.format.unrotate(self.values(torch.float32), self.shape[1]).to(dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Plane":
-        """The plane over changed buffers of the same meaning: moved, cloned, detached."""
+        """The plane over other buffers with the same meaning: moved, cloned, detached."""
         return Plane(self.format, {name: change(part) for name, part in self.parts.items()}, self.shape)
 
     def narrow(self, dim: int, start: int, stop: int) -> "Plane | None":
-        """Rows (dim 0) or columns (dim 1) start..stop as views, or None where that would cut a block."""
+        """Rows (dim 0) or columns (dim 1) start..stop as views. None if that would cut a block."""
         extent, step = self.shape[dim], self.format.alignment[dim]
         if start % step or (stop % step and stop != extent):
             return None
@@ -135,7 +142,7 @@ class Plane:
 
 
 class Planes(NamedTuple):
-    """The plane of x and the plane of x transposed; None where not held."""
+    """The plane of x and the plane of x transposed, each None if it is not held."""
 
     rowwise: Plane | None
     columnwise: Plane | None
@@ -153,7 +160,7 @@ class Planes(NamedTuple):
         return same_memory(row.parts["codes"], col.parts["codes"])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Planes":
-        """Both planes over changed buffers; a view of the other plane stays one."""
+        """Both planes over other buffers. A columnwise plane that views the rowwise one still does."""
         row, col = self
         if row is not None and self.aliased:
             changed = row.map(change)
@@ -227,5 +234,5 @@ def _traced(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeCont
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two buffers are views of one storage, also where that has no address: meta, fake, empty."""
+    """Whether two buffers are views of one storage. It may have no address: meta, fake or empty."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata

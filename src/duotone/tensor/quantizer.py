@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
+from duotone.formats.stages import Stages
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
@@ -94,14 +96,15 @@ class Quantizer:
         col_format = self.columnwise if usage.columnwise else None
         if self.columnwise_source != "original" and self.rowwise is not None and col_format is not None:
             row = Plane.encode(self.rowwise, x, ctx)
-            col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx)
+            col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx, stages_for(x))
             return Planes(row if usage.rowwise else None, col)
         if x.is_cuda:
             planes = encode_once(row_format, col_format, x, ctx)
             if planes is not None:
                 return planes
-        row = None if row_format is None else Plane.encode(row_format, x, ctx)
-        return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx))
+        stages = stages_for(x)
+        row = None if row_format is None else Plane.encode(row_format, x, ctx, stages=stages)
+        return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
 
     def encode_produced(self, producer: "FusedProducer", usage: Usage, ctx: QuantizeContext) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix. None if no kernel does; then materialize it."""
@@ -182,13 +185,13 @@ class Quantizer:
         return empty
 
 
-def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext) -> Plane:
+def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext, stages: Stages) -> Plane:
     """The plane of x transposed, derived from the rowwise one if both have a derivable format and one slot."""
     if not fmt.is_derivable:
-        return Plane.encode(fmt, x.t(), ctx, plane="col")
+        return Plane.encode(fmt, x.t(), ctx, "col", stages)
     slot = ctx.slots[1] if fmt.is_delayed else None
     if row is None or row.format != fmt or slot is not None:
-        row = Plane.encode(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)))
+        row = Plane.encode(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)), stages=stages)
     col = row.transposed()
     assert col is not None
     return col
