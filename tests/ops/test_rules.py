@@ -58,7 +58,7 @@ def linear(n: int = 64, k: int = 64, **given) -> ops.BasicLinear:
 def stages(parts, x: Tensor) -> tuple[Stage, ...]:
     signal, made = signal_of(x), []
     for op in parts:
-        stage, signal = op.link(signal, None)
+        stage, signal, *_ = op.link(signal, None)
         made.append(stage)
     return tuple(made)
 

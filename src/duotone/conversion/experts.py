@@ -53,7 +53,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
         members = tuple(self._members(whole.detach()))
         return tuple(w.requires_grad_(whole.requires_grad) for w in members)  # type: ignore[return-value]
 
-    def whole_weights(self) -> Sequence[Tensor]:
+    def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._members(self.whole)
 
     @property

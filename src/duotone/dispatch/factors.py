@@ -8,10 +8,10 @@ from duotone.formats import Factors
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
     """Apply epilogue scales to an fp32 product: one fl(fl(a b) constant) where both are per tensor, else rows after."""
+    if a.epilogue_scale is b.epilogue_scale is None:
+        return y
     constant = 1.0 / (a.divisor * b.divisor)
     scales = [scale for scale in (a.epilogue_scale, b.epilogue_scale) if scale is not None]
-    if not scales:
-        return y
     if all(scale.numel() == 1 for scale in scales):
         alpha = scales[0].reshape(()) if len(scales) == 1 else scales[0].reshape(()) * scales[1].reshape(())
         return y * (alpha * constant if constant != 1.0 else alpha)

@@ -73,7 +73,7 @@ class Fp32Epilogue(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         left, right = a.factors(), b.factors()
         y = mm_fp32(*_same_length(left.values, right.values))
-        if has_kernels(y) and out_dtype in DTYPES:
+        if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
             return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
         return finish(scaled(y, left, right), out_dtype, bias)
 

@@ -22,7 +22,7 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if torch.compiler.is_compiling():
         return TRACED if x.device.type == "cpu" else PLAIN
-    return PLAIN if x.device.type != "cpu" else _stages(x.numel())
+    return PLAIN if x.device.type != "cpu" or x.numel() < COMPILE_FROM else _stages(x.numel())
 
 
 def _stages(elements: int) -> Stages:

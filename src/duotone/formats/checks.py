@@ -76,7 +76,9 @@ def check_request(
 ) -> None:
     """UserError for a matrix that no scaled format encodes, and for arguments that this one does not take."""
     name = fmt.name
-    check_matrix(name, x, plane)
+    is_matrix = isinstance(x, Tensor) and x.dim() == 2 and (torch.compiler.is_compiling() or x.layout is torch.strided)
+    if not is_matrix or x.is_nested or plane not in philox.PLANES:
+        check_matrix(name, x, plane)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise UserError(f"{name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
     if fmt.is_stochastic and seed is None:

@@ -107,7 +107,9 @@ class ScaledFormat(Format):
             codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
         else:
             codes = stages.cast(blocks, multiplier, self.element, marks)
-        codes = self.block.unview(codes.view(torch.uint8), rows, cols)
+        codes = codes.view(torch.uint8)
+        whole = codes.numel() == x.numel()  # no block is ragged
+        codes = codes.reshape(rows, cols) if whole else self.block.unview(codes, rows, cols)
         if self.element.codes_per_byte == 2:
             codes = stages.pack(codes)
         return {"codes": codes, **scaled.parts}
@@ -183,7 +185,8 @@ class ScaledFormat(Format):
         scale = scale_of(parts, (stored.shape[0], stored.shape[2]))
         if scale is None:
             scale = torch.ones((1, 1, 1, 1), dtype=torch.float32, device=codes.device)
-        return block.unview(stages.values(stored, scale, element, dtype), codes.shape[0], codes.shape[1])
+        values, (rows, cols) = stages.values(stored, scale, element, dtype), codes.shape
+        return values.reshape(rows, cols) if values.numel() == rows * cols else block.unview(values, rows, cols)
 
     def _unpacked(self, codes: Tensor) -> Tensor:
         return PLAIN.unpack(codes) if self.element.codes_per_byte == 2 else codes

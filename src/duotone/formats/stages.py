@@ -79,7 +79,8 @@ def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
     code = (exponent + (mantissa > 0).to(torch.int32)).clamp(max=254)
     code = torch.where(exponent == 0, (mantissa > 0x400000).to(torch.int32), code)
     code = torch.where((exponent == 255) & (mantissa > 0), 255, code)
-    return code.to(torch.uint8), power_of_two(254 - code)
+    bits = torch.where(code == 254, 0x00400000, (254 - code) << 23)
+    return code.to(torch.uint8), torch.where(code == 255, QUIET_NAN, bits).to(torch.int32).view(torch.float32)
 
 
 def power_of_two(biased: Tensor) -> Tensor:

@@ -49,9 +49,15 @@ class LinearStage(Stage):
     def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
         return (F.linear(x, operands[0], operands[1]),)
 
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Kept], Sequence[Tensor]]:
+        weight, bias, seed = operands
+        flat = x if x.dim() == 2 else as_matrix(x)
+        y, kept = self.multiply(flat, self.plan.input.encode(flat, seed), x, weight, bias, seed)
+        return y, (kept,), ()
+
     def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        flat = as_matrix(x)
-        return self.multiply(flat, self.plan.input.encode(flat, operands[2]), x, *operands)
+        y, (kept,), _ = self.run(x, operands)
+        return y, kept
 
     def multiply(
         self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
@@ -69,7 +75,7 @@ class LinearStage(Stage):
         y = layout.reduce_output(y, bias)
         # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
         kept = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
-        return with_lead(y, like), kept
+        return y if like.dim() == 2 else with_lead(y, like), kept
 
     def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         flat = as_matrix(dy)
@@ -106,11 +112,11 @@ class Calibrating(LinearStage):
 
     recording: LinearPlan | None = None
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Kept], Sequence[Tensor]]:
         assert self.recording is not None
         record(self.recording.input.context, x)
         record(self.recording.weight.context, operands[0])
-        return super().forward(x, *operands)
+        return super().run(x, operands)
 
 
 @dataclass(eq=False)

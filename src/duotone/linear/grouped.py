@@ -122,7 +122,7 @@ class GroupedStage(Stage):
         each = zip(self.linears, as_matrix(x).split(splits), weights, biases, strict=True)
         for i, (linear, rows, weight, bias) in enumerate(each):
             first = None if seed is None else seed + i * self.plan.seeds
-            y, kept_here = linear.forward(rows, weight, bias, first)
+            y, (kept_here,), _ = linear.run(rows, (weight, bias, first))
             outputs.append(y)
             kept += kept_here
         return with_lead(torch.cat(outputs), x), (*kept, ((splits, None),))

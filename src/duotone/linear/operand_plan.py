@@ -15,7 +15,7 @@ from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
 from duotone.formats.stages import block_amax
 from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand
-from duotone.linear.plane_source import PlaneSource
+from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -56,7 +56,10 @@ class OperandPlan:
 
     def encode(self, x: Tensor, seed: Tensor | None) -> Planes:
         """The planes of a matrix (M, K) that `usage` names."""
-        return self.source.planes(x, self.quantizer, self.usage, self.seeded(seed))
+        context = self.context if self.stream is None else self.seeded(seed)
+        if self.source is ENCODE_NOW:
+            return self.quantizer.encode(x, self.usage, context)
+        return self.source.planes(x, self.quantizer, self.usage, context)
 
     def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix (a fused norm or activation).
@@ -69,7 +72,8 @@ class OperandPlan:
         """What is saved for backward of the matrix `x` and its planes: a plane, or what makes one later, or None."""
         if not self.is_kept:
             return None
-        return self.backward.keep(x, planes, self.quantizer, self.seeded(seed))
+        context = self.context if self.stream is None else self.seeded(seed)
+        return self.backward.keep(x, planes, self.quantizer, context)
 
     @property
     def takes_segments(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import MissingPlaneError
+from duotone.formats import IDENTITY
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
@@ -42,8 +43,9 @@ class HighPrecision:
     encodes: ClassVar[bool] = False
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        row = Plane.of(x) if usage.rowwise else None
-        return Planes(row, Plane.of(x.t()) if usage.columnwise else None)
+        rowwise, columnwise = usage
+        row = Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1])) if rowwise else None
+        return Planes(row, Plane(IDENTITY, {"codes": x.t()}, (x.shape[1], x.shape[0])) if columnwise else None)
 
 
 @dataclass(frozen=True, eq=False)

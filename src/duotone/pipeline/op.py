@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,15 +61,18 @@ class Op(Channels, KnownRoles):
         """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be."""
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo, *tuple[Any, ...]]:
+        """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be.
+
+        Further values are handed to `operands`: parameters that are fetched once for a call.
+        """
         raise NotImplementedError
 
     def accept(self, stage: Any, info: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
         return extra
 
-    def operands(self, stage: Any, info: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def operands(self, stage: Any, info: TensorInfo, extra: Sequence[Any], *parameters: Any) -> Sequence[Any]:
         """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
 
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
@@ -121,8 +124,8 @@ def run(
     taken, linked, stages = 0, [], ()
     for op in ops:
         before = info
-        stage, info = op.link(before, first)
-        linked.append((op, stage, before))
+        stage, info, *parameters = op.link(before, first)
+        linked.append((op, stage, before, parameters))
         stages += (stage,)
         taken += op.extra_inputs
     if torch.compiler.is_compiling():
@@ -136,8 +139,8 @@ def run(
             apply = backward.again.transformed
     accepted = _accepted(linked, extra, taken) if taken or extra else iter(())
     operands: list[Any] = []
-    for op, stage, before in linked:
-        operands += op.operands(stage, before, next(accepted) if op.extra_inputs else ())
+    for op, stage, before, parameters in linked:
+        operands += op.operands(stage, before, next(accepted) if op.extra_inputs else (), *parameters)
     if info.device == "meta" or not torch.is_autocast_enabled(info.device):
         y = apply(forward, backward, x, *operands)
     else:  # operands are cast already: torch.autocast must not cast what is inside of products and epilogues
@@ -151,13 +154,13 @@ def run(
 
 
 def _accepted(
-    linked: Sequence[tuple[Op, Stage, TensorInfo]], extra: Sequence[Any], count: int
+    linked: Sequence[tuple[Op, Stage, TensorInfo, Sequence[Any]]], extra: Sequence[Any], count: int
 ) -> Iterator[Sequence[Any]]:
     """What each op that takes further inputs makes of its own. UserError unless there are `count` in all."""
     if count != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {count}; pass one for each")
     at, accepted = 0, []
-    for op, stage, info in linked:
+    for op, stage, info, _ in linked:
         if op.extra_inputs:
             accepted.append(op.accept(stage, info, extra[at : at + op.extra_inputs]))
             at += op.extra_inputs
@@ -199,8 +202,8 @@ CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What torch.autocast casts."""
 
 
-def require_fit(name: str, info: TensorInfo, weight: Tensor) -> None:
-    """UserError unless an input like `info` can be multiplied by `weight` (out, width)."""
+def require_fit(name: str, info: TensorInfo, weight: Tensor, bias: Tensor | None = None) -> None:
+    """UserError unless an input like `info` can be multiplied by `weight` (out, width), and `bias` goes with it."""
     if weight.device.type != info.device:
         raise UserError(f"{name} is on {weight.device.type} and its input on {info.device}; move one of them")
     width = weight.shape[1]
@@ -211,19 +214,17 @@ def require_fit(name: str, info: TensorInfo, weight: Tensor) -> None:
             f"{name} takes (..., {width}) in {weight.dtype}; "
             f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
         )
+    # Kernels see the address of a bias alone.
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
+        raise UserError(
+            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
+            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
+        )
 
 
 def _casts_to(info: TensorInfo, dtype: torch.dtype) -> bool:
     """Whether torch.autocast casts parameters of `dtype` to the dtype of the input."""
     return is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
-
-
-def refuse_bias(name: str, weight: Tensor, bias: Tensor) -> NoReturn:
-    """UserError: `bias` does not go with `weight` (out, width), and kernels would see its address alone."""
-    raise UserError(
-        f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
-        f"its weight asks for ({weight.shape[0]},) on {weight.device}"
-    )
 
 
 class CallRegion:

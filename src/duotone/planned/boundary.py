@@ -32,7 +32,7 @@ def run_with_boundary(
     warn_without_role(module, fp8_output, fp8_grad)
     signal = signal_of(x, module.module_name)
     for op in ops:  # refuses a bad input before anything happens
-        stage, signal = op.link(signal, first)
+        stage, signal, *_ = op.link(signal, first)
     plan: LinearPlan = stage.plan  # type: ignore[attr-defined]
     fp8_grad = fp8_grad and plan.weight.backward.quantizes_gradient
     seed = None

@@ -40,40 +40,47 @@ class PlannedGroup(Planned):
     def biases(self) -> tuple[Tensor | None, ...]:
         return (None,) * self.num_gemms
 
-    def whole_weights(self) -> Sequence[Tensor]:
-        """The weights as autograd sees them."""
-        return self.weights
+    def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        """`weights` as autograd sees them."""
+        return weights
 
     @property
     def weight_held(self) -> Quantizer | None:
-        weights = self.weights
+        return self._quantizer_of(self.weights)
+
+    def _quantizer_of(self, weights: Sequence[Tensor]) -> Quantizer | None:
+        """The quantizer of all weights, None if they are plain. UserError if they differ."""
         first = quantizer_of(weights[0])
         for i, weight in enumerate(weights):
-            if quantizer_of(weight) != first or weight.dtype is not weights[0].dtype:
+            quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
+            if quantizer != first or weight.dtype is not weights[0].dtype:
                 formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
                 raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
         return first
 
-    def link(self, signal: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(
+        self, signal: TensorInfo, is_first_microbatch: bool | None
+    ) -> tuple[Stage, TensorInfo, Sequence[Tensor], Sequence[Tensor | None]]:
         if signal.held is not None:
             raise UserError(
                 f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
             )
-        weights = self.weights
+        weights, biases = self.weights, self.biases
         require_fit(self.module_name, signal, weights[0])
         if len(weights) != self.num_gemms:
             raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
         if not self.single_grouped_weight:
             self._require_alike("weight", weights, weights[0].shape, weights[0].device)
-        biases = self.biases[:1] if self.single_grouped_bias else self.biases
-        self._require_alike("bias", biases, weights[0].shape[:1], weights[0].device)
+        checked = biases[:1] if self.single_grouped_bias else biases
+        self._require_alike("bias", checked, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
-        stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self.weight_held)
+        stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
-        trained = any(p is not None and p.requires_grad for p in (*weights, *self.biases))
+        trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
         tracked = torch.is_grad_enabled() and trained
-        return stage, signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+        output = signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+        return stage, output, weights, biases
 
     def _require_alike(
         self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
@@ -107,10 +114,11 @@ class PlannedGroup(Planned):
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
-        (splits,) = extra
-        weights, biases = self.whole_weights(), (None,) * self.num_gemms if self.return_bias else self.biases
-        dtype = signal.dtype
+    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any], *parameters: Any) -> Sequence[Any]:
+        (splits,), (weights, biases), dtype = extra, parameters, signal.dtype
+        if self.return_bias:
+            biases = (None,) * self.num_gemms
+        weights = self.whole_weights(weights)
         weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
         biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
         count = stage.plan.seeds * self.num_gemms
@@ -229,7 +237,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         if torch.compiler.is_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
         signal = signal_of(x, self.module_name)
-        stage, made = self.link(signal, first)
+        stage, made, *_ = self.link(signal, first)
         if out is not None:
             check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))
         if dgrad_out is not None:
@@ -262,9 +270,9 @@ class GroupedLinear(PlannedGroup, nn.Module):
             members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
         return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
 
-    def whole_weights(self) -> Sequence[Tensor]:
+    def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         members = self.single_grouped_weight and not torch.is_inference_mode_enabled()
-        return self._parameters["weight"].unbind(0) if members else self.weights  # type: ignore[union-attr]
+        return self._parameters["weight"].unbind(0) if members else weights  # type: ignore[union-attr]
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, TensorInfo, quantizer_of, refuse_bias, require_fit, run
+from duotone.pipeline.op import Op, TensorInfo, quantizer_of, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary
 from duotone.planned.initialisation import initialise, keep_initialiser
@@ -62,35 +62,33 @@ class PlannedLinear(Planned):
     def weights(self) -> tuple[nn.Parameter, ...]:
         return (self.weight,)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(
+        self, info: TensorInfo, is_first_microbatch: bool | None
+    ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
         if weight is None:
             weight = self.weight
-        require_fit(self.module_name, info, weight)
+        bias = None if self.return_bias else self._bias
+        require_fit(self.module_name, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
         stage = self.plans.stage(info, weight.requires_grad, quantizer)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
         tracked = info.requires_grad
         if not tracked and torch.is_grad_enabled():
-            bias = None if self.return_bias else self._bias
             tracked = weight.requires_grad or (bias is not None and bias.requires_grad)
         rows = None if self.layout.sequence_parallel else info.rows
-        return stage, TensorInfo(info.device, info.dtype, weight.shape[0], rows, tracked, None, info.index)
+        output = TensorInfo(info.device, info.dtype, weight.shape[0], rows, tracked, None, info.index)
+        return stage, output, weight, bias
 
-    def operands(self, stage: LinearStage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor | None]:
-        own, dtype = self._parameters, info.dtype
-        weight, bias = own.get("weight"), None
-        if weight is None:
-            weight = self.weight
-        if not self.return_bias:
-            bias = own["bias"] if "bias" in own else self.bias
+    def operands(
+        self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], *parameters: Any
+    ) -> Sequence[Tensor | None]:
+        (weight, bias), dtype = parameters, info.dtype
         if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(dtype)
-        if bias is not None:
-            if bias.shape[0] != weight.shape[0] or bias.dim() != 1 or bias.device != weight.device:
-                refuse_bias(self.module_name, weight, bias)
-            bias = bias if bias.dtype is dtype else bias.to(dtype)
+        if bias is not None and bias.dtype is not dtype:
+            bias = bias.to(dtype)
         count = stage.plan.seeds
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), count) if count else None
 
