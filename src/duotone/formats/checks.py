@@ -43,11 +43,11 @@ def check_sizes(fmt: "ScaledFormat", parts: Parts) -> None:
     if codes.dim() != 2:
         raise UserError(f"{fmt.name} decodes codes of a matrix; got {codes.dim()}-D codes: pass all that encode gave")
     for name, spec in fmt.parts(codes.shape[0], codes.shape[1] * fmt.element.codes_per_byte).items():
-        given, wanted = parts[name], spec.dtype
-        if given.shape != spec.shape or (wanted is not None and given.dtype.itemsize != wanted.itemsize):
+        part, dtype = parts[name], spec.dtype
+        if part.shape != spec.shape or (dtype is not None and part.dtype.itemsize != dtype.itemsize):
             raise UserError(
-                f"{fmt.name} takes {name!r} of shape {tuple(spec.shape)} in {wanted} for codes of shape "
-                f"{tuple(codes.shape)}; got {tuple(given.shape)} in {given.dtype}: pass all that encode gave"
+                f"{fmt.name} takes {name!r} of shape {tuple(spec.shape)} in {dtype} for codes of shape "
+                f"{tuple(codes.shape)}; got {tuple(part.shape)} in {part.dtype}: pass all that encode gave"
             )
 
 

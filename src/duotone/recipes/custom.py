@@ -83,20 +83,20 @@ class AdaptedQuantizer(Quantizer):
         return self.inner.encode(x, usage, ctx)
 
 
-def _refuse_unused(made: Any, slot: str) -> None:
+def _refuse_unused(quantizer: object, slot: str) -> None:
     """RecipeError for a subclass with a `quantize` of its own, which no module would call."""
-    kind = type(made)
+    kind = type(quantizer)
     quantize = getattr(kind, "quantize", None)
     is_own = quantize is not None and not quantize.__module__.startswith("duotone.")
     if is_own and issubclass(kind, Quantizer) and kind.encode is Quantizer.encode:
         raise RecipeError(
-            f"qfactory returned {_words(made)} for {slot}, which overrides quantize alone; modules call encode: "
+            f"qfactory returned {_words(quantizer)} for {slot}, which overrides quantize alone; modules call encode: "
             "override that instead"
         )
-    if is_own and not hasattr(kind, "encode") and isinstance(getattr(made, "value", None), Quantizer):
+    if is_own and not hasattr(kind, "encode") and isinstance(getattr(quantizer, "value", None), Quantizer):
         raise RecipeError(
-            f"qfactory returned {_words(made)} for {slot}, a handle that overrides quantize; modules call the encode "
-            "of its value: give it a subclass of Quantizer with an encode"
+            f"qfactory returned {_words(quantizer)} for {slot}, a handle that overrides quantize; modules call "
+            "the encode of its value: give it a subclass of Quantizer with an encode"
         )
 
 
