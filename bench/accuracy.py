@@ -41,8 +41,8 @@ RESULTS_OF = ("y", "dx", "dw")
 
 def operands(data: str) -> tuple[Tensor, Tensor, Tensor]:
     """Input, weight and gradient of the output, fp32 with values of bf16."""
-    made = torch.Generator().manual_seed(0)
-    x, w, dy = (torch.randn(shape, generator=made) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
     if data == "positive":
         x, w, dy = x.abs(), w.abs(), dy.abs()
     if data.startswith("outliers"):
@@ -65,21 +65,21 @@ def measure(recipe: recipes.Recipe, data: str) -> dict[str, dict[str, float]]:
     assert leaf.grad is not None and module.weight.grad is not None
     x, w, dy = x.double(), w.double(), dy.double()
     pairs = (y.detach(), x @ w.t()), (leaf.grad, dy @ w), (module.weight.grad, dy.t() @ x)
-    found: dict[str, dict[str, float]] = {"error": {}, "typical": {}}
+    record: dict[str, dict[str, float]] = {"error": {}, "typical": {}}
     for name, (got, exact) in zip(RESULTS_OF, pairs, strict=True):
         lost = got.double() - exact
         lines = [(lost.norm(dim=dim) / exact.norm(dim=dim)).median().item() for dim in (0, 1)]
-        found["error"][name] = round((lost.norm() / exact.norm()).item(), 6)
-        found["typical"][name] = round(max(lines), 6)
-    return found
+        record["error"][name] = round((lost.norm() / exact.norm()).item(), 6)
+        record["typical"][name] = round(max(lines), 6)
+    return record
 
 
 def table(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """Markdown, one row for each record."""
     rows = ["| data | recipe | y | dx | dw | typical y | dx | dw |", "|---|---|---|---|---|---|---|---|"]
-    for found in records:
-        numbers = [f"{found[kind][name]:.4f}" for kind in ("error", "typical") for name in RESULTS_OF]
-        cells = [found["data"], f"`{found['recipe']}`", *numbers]
+    for record in records:
+        numbers = [f"{record[kind][name]:.4f}" for kind in ("error", "typical") for name in RESULTS_OF]
+        cells = [record["data"], f"`{record['recipe']}`", *numbers]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 

@@ -41,20 +41,20 @@ def command(subject: Subject) -> click.Command:
     @click.command(subject.name, help=f"{subject.about}\n\n{_defaults(subject)}")
     @_options(subject)
     @click.pass_context
-    def run(context: click.Context, **given: Any) -> None:
-        _run(context, subject, **given)
+    def run(context: click.Context, **typed: Any) -> None:
+        _run(context, subject, **typed)
 
     return run
 
 
 def _defaults(subject: Subject) -> str:
-    shapes = {device: " ".join(map(written, found)) for device, found in subject.shapes.items()}
+    shapes = {device: " ".join(map(written, sizes)) for device, sizes in subject.shapes.items()}
     return f"Shapes are {'x'.join(subject.dims)}; unless given, {shapes['cuda']} on CUDA and {shapes['cpu']} on a CPU."
 
 
 def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     names = " ".join(DEFAULT_RECIPES)
-    found = [
+    options = [
         click.option("--shape", "shapes", cls=ListOption, metavar="x".join(subject.dims), help="May be repeated."),
         click.option(
             "--recipe", "recipes", cls=ListOption, metavar="NAME|FILE", help=f"May be repeated; {names} unless given."
@@ -68,7 +68,7 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
     ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(found):
+        for option in reversed(options):
             function = option(function)
         return function
 
@@ -82,13 +82,13 @@ def _own_options(name: str) -> list[Callable[..., Any]]:
     tensor = click.option("--tensor", type=click.Choice(TENSORS), default="input", help="Whose formats; input.")
     sequence = click.option("--sequence", type=click.IntRange(min=1), default=2048, help="Tokens of one; 2048.")
     vocabulary = click.option("--vocabulary", type=click.IntRange(min=2), default=32768, help="32768 unless given.")
-    own = {
+    extra = {
         "grouped": [cached, compiled, splits],
         "cast": [tensor],
         "host": [cached, compiled, splits],
         "train": [compiled, sequence, vocabulary],
     }
-    return own.get(name, [cached, compiled])
+    return extra.get(name, [cached, compiled])
 
 
 for _subject in SUBJECTS.values():
@@ -104,17 +104,17 @@ def _run(
     device: str | None,
     out: str | None,
     one_thread: bool,
-    **given: Any,
+    **typed: Any,
 ) -> None:
     import torch
 
     from bench.timing import records
     from bench.timing.duel import Pace
 
-    pace = Pace(given.pop("turns"), given.pop("seconds"))
+    pace = Pace(typed.pop("turns"), typed.pop("seconds"))
     if not math.isfinite(pace.seconds):
         raise UserError(f"--seconds is {pace.seconds}; give the seconds of a turn, above 0 and up to 60")
-    settings = _settings(recipes, device, given)
+    settings = _settings(recipes, device, typed)
     wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
     if one_thread:
@@ -128,8 +128,8 @@ def _run(
                 _measure(case, pace, interrupt, settings.device, out)
                 done += 1
     except KeyboardInterrupt:
-        kept = f", in {out}" if out is not None and done else ""
-        click.echo(f"stopped: {done} of {len(cases)} tables are complete{kept}", err=True)
+        saved = f", in {out}" if out is not None and done else ""
+        click.echo(f"stopped: {done} of {len(cases)} tables are complete{saved}", err=True)
         context.exit(interrupt.exit_code)
 
 
@@ -145,15 +145,15 @@ def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out:
                 raise KeyboardInterrupt
             show(text)
 
-        found = records.measure(case, pace, tell)
-    print_records(case, found, records.describe(device))
+        results = records.measure(case, pace, tell)
+    print_records(case, results, records.describe(device))
     if out is not None:
-        records.append(Path(out), records.lines(found, device))
-    if all(record.error for record in found):
+        records.append(Path(out), records.lines(results, device))
+    if all(record.error for record in results):
         raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
 
 
-def _settings(names: tuple[str, ...], device: str | None, given: dict[str, Any]) -> "Settings":
+def _settings(names: tuple[str, ...], device: str | None, typed: dict[str, Any]) -> "Settings":
     """The settings of the options; UserError where recipes or the device do not exist."""
     import torch
 
@@ -164,10 +164,10 @@ def _settings(names: tuple[str, ...], device: str | None, given: dict[str, Any])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
     recipes = tuple(library.load(name) for name in names or DEFAULT_RECIPES)
-    own = [recipe.name for recipe in recipes]
-    if twice := next((name for name in own if own.count(name) > 1), None):
+    titles = [recipe.name for recipe in recipes]
+    if twice := next((name for name in titles if titles.count(name) > 1), None):
         raise UserError(f"the recipe {twice!r} is given twice: name each once, and give files names of their own")
-    return Settings(device, recipes, **given)
+    return Settings(device, recipes, **typed)
 
 
 def print_records(case: "Case", records: list["Record"], device: str) -> None:
@@ -186,9 +186,9 @@ def print_records(case: "Case", records: list["Record"], device: str) -> None:
         "error": lambda r: r.error,
     }
     cells = {name: [cell(record) for record in records] for name, cell in columns.items()}
-    kept = [name for name in columns if any(cells[name])]
-    rows = list(zip(*(cells[name] for name in kept), strict=True))
-    print_table(kept, rows, title=f"{case.what}, {case.shape}, on {device}; ratio: speed over {case.base}")
+    shown = [name for name in columns if any(cells[name])]
+    rows = list(zip(*(cells[name] for name in shown), strict=True))
+    print_table(shown, rows, title=f"{case.what}, {case.shape}, on {device}; ratio: speed over {case.base}")
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -194,11 +194,11 @@ def main() -> None:
     encoder = Encoder()
     reference = encoder(QUERIES + SENTENCES)
     with torch.autocast("cpu", torch.bfloat16):
-        found = {"torch.autocast to bf16": encoder(QUERIES + SENTENCES)}
+        embedded = {"torch.autocast to bf16": encoder(QUERIES + SENTENCES)}
     for name in duotone.recipes.names():
-        found[name] = embed(encoder, duotone.recipes.load(name))
+        embedded[name] = embed(encoder, duotone.recipes.load(name))
     print(f"| recipe | {' | '.join(COLUMNS)} |\n|---{'|---' * len(COLUMNS)}|", file=sys.stderr)
-    for name, vectors in found.items():
+    for name, vectors in embedded.items():
         values = compare(vectors, reference)
         about = {"question": "embeddings of all-MiniLM-L6-v2 against fp32", "recipe": name}
         emit("cpu", {**about, **{key: round(value, 5) for key, value in values.items()}})

@@ -27,7 +27,7 @@ class Stack(nn.Module):
     def __init__(self, *parts: nn.Module | Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.parts = parts
-        self.held = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+        self.registered = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self.parts:

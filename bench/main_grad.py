@@ -61,18 +61,18 @@ def grouped(shape: tuple[int, int], lines: bool, fast: bool) -> Times:
     of_a, of_b = scales if lines else [scale[:, :1] for scale in scales]
     mains = [torch.zeros(n, k, device="cuda") for _ in EXPERTS]
     product, where = GroupedProduct(fast, lines), segments.segments_of(EXPERTS, a, grouped=True)
-    given, places = (a, b, (of_a, of_b), where), segments.table(mains)
+    operands, places = (a, b, (of_a, of_b), where), segments.table(mains)
 
     def apart() -> Tensor:
-        made = product.of_columns(*given, torch.float32)
-        for main, one in zip(mains, made.unbind(0), strict=True):
+        gradients = product.of_columns(*operands, torch.float32)
+        for main, one in zip(mains, gradients.unbind(0), strict=True):
             main.add_(one)
-        return made
+        return gradients
 
     return {
-        "product": _rounded(lambda: product.of_columns(*given, torch.float32)),
+        "product": _rounded(lambda: product.of_columns(*operands, torch.float32)),
         "then_added": _rounded(apart),
-        "adding": _rounded(lambda: product.of_columns_into(*given, mains[0], places, True)),
+        "adding": _rounded(lambda: product.of_columns_into(*operands, mains[0], places, True)),
     }
 
 

@@ -58,9 +58,9 @@ def casts(x: Tensor) -> Iterator[Choice]:
     """Rows and columns of a tile, and warps, of casts to both planes."""
     for name in CASTS:
         fmt = formats.get(name)
-        made = one_read(fmt, fmt, x, True)
-        for choice in (made.tile, *TILES):
-            other = _like(made)
+        kernel = one_read(fmt, fmt, x, True)
+        for choice in (kernel.tile, *TILES):
+            other = _like(kernel)
             other.tile = choice
             yield name, choice, lambda other=other: _parts(other(x))
 
@@ -76,9 +76,9 @@ def activations(x: Tensor) -> Iterator[Choice]:
     }
     scale = torch.ones(1, device=x.device)
 
-    def call(made: Any, what: Any, table: dict[Any, Any], tile: tuple[int, ...]) -> list[Tensor]:
-        with mock.patch.dict(table, {made.tile: tile}):
-            return _parts(made.produced(what, (scale, scale)))
+    def call(kernel: Any, what: Any, table: dict[Any, Any], tile: tuple[int, ...]) -> list[Tensor]:
+        with mock.patch.dict(table, {kernel.tile: tile}):
+            return _parts(kernel.produced(what, (scale, scale)))
 
     for name, (kind, (table, what)) in itertools.product(ON_THE_WAY, kinds.items()):
         plain = one_read(formats.get(name), formats.get(name), x, True)
@@ -90,32 +90,32 @@ def activations(x: Tensor) -> Iterator[Choice]:
 def nvfp4_casts(x: Tensor) -> Iterator[Choice]:
     seed = torch.ones(1, dtype=torch.int64, device=x.device)
     for pair in NVFP4:
-        made = one_read(formats.get(pair[0]), formats.get(pair[1]), x, True)
+        kernel = one_read(formats.get(pair[0]), formats.get(pair[1]), x, True)
 
-        def call(made: Any, tile: tuple[int, ...]) -> list[Tensor]:
+        def call(kernel: Any, tile: tuple[int, ...]) -> list[Tensor]:
             with mock.patch.object(nvfp4, "TILE", tile):
-                return _parts(made(x, seed=seed))
+                return _parts(kernel(x, seed=seed))
 
         for choice in (nvfp4.TILE, *TILES):
-            yield "/".join(pair), choice, partial(call, _like(made), choice)
+            yield "/".join(pair), choice, partial(call, _like(kernel), choice)
 
 
 def grouped_products(x: Tensor) -> Iterator[Choice]:
     """The tile of products of equal segments with square matrices of their own, by kind of accumulation."""
     (m, k), e4m3 = x.shape, torch.float8_e4m3fn
     codes, weights = x.to(e4m3), torch.randn(SEGMENTS, k, k, device=x.device).to(e4m3)
-    given = segments.segments_of([m // SEGMENTS] * SEGMENTS, x, grouped=True)
+    segments_of_x = segments.segments_of([m // SEGMENTS] * SEGMENTS, x, grouped=True)
     one = torch.ones(SEGMENTS, 4, device=x.device)[:, :1]
     for fast, rows in ROWS.items():
         for choice in (grouped.TILES[fast], *itertools.product(rows, *GROUPED)):
             product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice[:4], walk=bool(choice[4])))
-            of_rows = partial(product.of_rows, codes, weights, (one, one), given, torch.bfloat16)
+            of_rows = partial(product.of_rows, codes, weights, (one, one), segments_of_x, torch.bfloat16)
             yield f"grouped rows{', fast' * fast}", choice, lambda of_rows=of_rows: [of_rows()]
 
 
-def _like(made: Any) -> Any:
+def _like(kernel: Any) -> Any:
     """The same cast, none of whose kernels is bound."""
-    other = copy.copy(made)
+    other = copy.copy(kernel)
     other._launches = {}
     return other
 
@@ -150,12 +150,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="16384x8192")
     parser.add_argument("--only", choices=SUBJECTS)
-    given = parser.parse_args()
-    x = torch.randn(*map(int, given.shape.split("x")), device="cuda").bfloat16()
+    options = parser.parse_args()
+    x = torch.randn(*map(int, options.shape.split("x")), device="cuda").bfloat16()
     clock, pace = CudaClock(), Pace(5, 0.01)
-    for name in [given.only] if given.only else SUBJECTS:
+    for name in [options.only] if options.only else SUBJECTS:
         for record in tune(SUBJECTS[name](x), lambda call: alone(call, clock, pace)):
-            emit("cuda", {"shape": given.shape, **record})
+            emit("cuda", {"shape": options.shape, **record})
 
 
 if __name__ == "__main__":

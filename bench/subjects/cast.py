@@ -38,12 +38,12 @@ def cast(quantizer: Quantizer, x: Tensor) -> Work:
     return Work(call, amount=x.nbytes + codes)
 
 
-def code_bytes(made: QuantizedTensor, x: Tensor) -> int:
+def code_bytes(tensor: QuantizedTensor, x: Tensor) -> int:
     """Bytes of the codes of all planes; those that share memory count once, those of `x` not at all."""
-    codes = [plane.parts["codes"] for plane in made.planes if plane is not None]
-    own = {part.data_ptr(): part.nbytes for part in codes}
-    own.pop(x.data_ptr(), None)
-    return sum(own.values())
+    codes = [plane.parts["codes"] for plane in tensor.planes if plane is not None]
+    sizes = {part.data_ptr(): part.nbytes for part in codes}
+    sizes.pop(x.data_ptr(), None)
+    return sum(sizes.values())
 
 
 def quantizer_of(recipe: Recipe, tensor: str) -> Quantizer:

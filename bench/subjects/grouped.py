@@ -60,8 +60,8 @@ class GroupedMM(nn.Module):
 
 
 def ours(count: int, width: int, out: int, device: str, recipe: Recipe) -> nn.Module:
-    given = {"bias": False, "device": device, "params_dtype": layer.DTYPE, "recipe": recipe}
-    return GroupedLinear(count, width, out, **given)
+    options = {"bias": False, "device": device, "params_dtype": layer.DTYPE, "recipe": recipe}
+    return GroupedLinear(count, width, out, **options)
 
 
 def candidates(
@@ -71,25 +71,25 @@ def candidates(
     finish: Callable[[layer.ForwardBackward], Work] = layer.step_with_peak,
 ) -> list[Candidate]:
     rows, width, out = shape
-    given = layer.inputs(settings.device, rows, width, out, finish)
+    shared = layer.inputs(settings.device, rows, width, out, finish)
 
     def make(recipe: Recipe) -> nn.Module:
         return ours(len(splits), width, out, settings.device, recipe)
 
-    made = layer.of_torch(lambda: Experts(splits, width, out, settings.device), given)
+    entries = layer.of_torch(lambda: Experts(splits, width, out, settings.device), shared)
     if settings.device == "cuda":
-        made += of_grouped_mm(lambda: GroupedMM(splits, width, out, settings.device), given)
-    made += layer.of_recipes(make, given, settings, splits)
+        entries += of_grouped_mm(lambda: GroupedMM(splits, width, out, settings.device), shared)
+    entries += layer.of_recipes(make, shared, settings, splits)
     if settings.device_splits:
         on_device = torch.tensor(splits, device=settings.device)
-        made += layer.of_recipes(make, given, settings, on_device, suffix=", device splits")
-    return made
+        entries += layer.of_recipes(make, shared, settings, on_device, suffix=", device splits")
+    return entries
 
 
-def of_grouped_mm(make: Callable[[], nn.Module], given: layer.Inputs) -> list[Candidate]:
+def of_grouped_mm(make: Callable[[], nn.Module], shared: layer.Inputs) -> list[Candidate]:
     return [
-        Candidate(f"{GROUPED_MM} eager", lambda: given.work(make())),
-        Candidate(f"{GROUPED_MM} compiled", lambda: given.work(make(), compiled=True)),
+        Candidate(f"{GROUPED_MM} eager", lambda: shared.work(make())),
+        Candidate(f"{GROUPED_MM} compiled", lambda: shared.work(make(), compiled=True)),
     ]
 
 

@@ -39,12 +39,12 @@ class ForwardBackward:
         self._drop()
         self.forward().backward(self.dy)
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self._drop()
         self.forward().backward(self.dy)
         torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - held
+        peak = torch.cuda.max_memory_allocated() - before
         self._drop()
         return peak / MIB
 
@@ -85,13 +85,13 @@ def compile_module(module: Callable[..., Any]) -> Any:
     return torch.compile(module, dynamic=False)
 
 
-def of_torch(make: Callable[[], nn.Module], given: Inputs) -> list[Candidate]:
+def of_torch(make: Callable[[], nn.Module], shared: Inputs) -> list[Candidate]:
     """The plain module, eager and compiled, and with torchao's linears where torchao is installed."""
     return [
-        Candidate("torch bf16 eager", lambda: given.work(make())),
-        Candidate(BASE, lambda: given.work(make(), compiled=True)),
+        Candidate("torch bf16 eager", lambda: shared.work(make())),
+        Candidate(BASE, lambda: shared.work(make(), compiled=True)),
         *(
-            Candidate(f"torchao {name}", lambda name=name: given.work(to_torchao(make(), name), compiled=True))
+            Candidate(f"torchao {name}", lambda name=name: shared.work(to_torchao(make(), name), compiled=True))
             for name in torchao_recipes()
         ),
     ]
@@ -109,7 +109,7 @@ def to_torchao(module: nn.Module, recipe: str, **options: Any) -> nn.Module:
 
 
 def of_recipes(
-    make: Callable[[Recipe], nn.Module], given: Inputs, settings: Settings, *extra: Any, suffix: str = ""
+    make: Callable[[Recipe], nn.Module], shared: Inputs, settings: Settings, *extra: Any, suffix: str = ""
 ) -> list[Candidate]:
     """Duotone's module under each recipe; with cached weights, compiled, or both where the settings ask for it."""
     forms = [(False, False), (True, False), (False, True), (True, True)]
@@ -117,7 +117,7 @@ def of_recipes(
         Candidate(
             ", ".join([recipe.name + suffix, *["cached"] * cached, *["compiled"] * compiled]),
             lambda recipe=recipe, cached=cached, compiled=compiled: _work(
-                make(recipe), given, extra, cached=cached, compiled=compiled
+                make(recipe), shared, extra, cached=cached, compiled=compiled
             ),
         )
         for recipe in settings.recipes
@@ -126,8 +126,8 @@ def of_recipes(
     ]
 
 
-def _work(module: nn.Module, given: Inputs, extra: tuple[Any, ...], *, cached: bool, compiled: bool) -> Work:
+def _work(module: nn.Module, shared: Inputs, extra: tuple[Any, ...], *, cached: bool, compiled: bool) -> Work:
     if not cached:
-        return given.work(module, *extra, compiled=compiled)
-    module(given.x, *extra, is_first_microbatch=True)
-    return given.work(module, *extra, compiled=compiled, is_first_microbatch=False)
+        return shared.work(module, *extra, compiled=compiled)
+    module(shared.x, *extra, is_first_microbatch=True)
+    return shared.work(module, *extra, compiled=compiled, is_first_microbatch=False)

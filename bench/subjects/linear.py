@@ -23,10 +23,10 @@ def candidates(
     settings: Settings, shape: Shape, finish: Callable[[layer.ForwardBackward], Work] = layer.step_with_peak
 ) -> list[Candidate]:
     rows, width, out = shape
-    given = layer.inputs(settings.device, rows, width, out, finish)
+    shared = layer.inputs(settings.device, rows, width, out, finish)
     return [
-        *layer.of_torch(lambda: plain(width, out, settings.device), given),
-        *layer.of_recipes(lambda recipe: ours(width, out, settings.device, recipe), given, settings),
+        *layer.of_torch(lambda: plain(width, out, settings.device), shared),
+        *layer.of_recipes(lambda recipe: ours(width, out, settings.device, recipe), shared, settings),
     ]
 
 

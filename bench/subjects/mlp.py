@@ -45,11 +45,11 @@ class PlainMLP(nn.Module):
 
     def __init__(self, kind: Kind, width: int, hidden: int, device: str) -> None:
         super().__init__()
-        given = {"device": device, "dtype": layer.DTYPE}
+        options = {"device": device, "dtype": layer.DTYPE}
         self.function = kind.function
-        self.norm = kind.norm(width, eps=EPS, **given)
-        self.up = nn.Linear(width, kind.widening * hidden, bias=False, **given)
-        self.down = nn.Linear(hidden, width, bias=False, **given)
+        self.norm = kind.norm(width, eps=EPS, **options)
+        self.up = nn.Linear(width, kind.widening * hidden, bias=False, **options)
+        self.down = nn.Linear(hidden, width, bias=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.function(self.up(self.norm(x))))
@@ -57,7 +57,7 @@ class PlainMLP(nn.Module):
 
 def candidates(settings: Settings, shape: Shape, kind: Kind) -> list[Candidate]:
     tokens, width, hidden = shape
-    given = layer.inputs(settings.device, tokens, width, width)
+    shared = layer.inputs(settings.device, tokens, width, width)
 
     def ours(recipe: Recipe) -> nn.Module:
         return LayerNormMLP(
@@ -72,8 +72,8 @@ def candidates(settings: Settings, shape: Shape, kind: Kind) -> list[Candidate]:
             recipe=recipe,
         )
 
-    plain = layer.of_torch(lambda: PlainMLP(kind, width, hidden, settings.device), given)
-    return [*plain, *layer.of_recipes(ours, given, settings)]
+    plain = layer.of_torch(lambda: PlainMLP(kind, width, hidden, settings.device), shared)
+    return [*plain, *layer.of_recipes(ours, shared, settings)]
 
 
 def cases(settings: Settings, shape: Shape) -> list[Case]:

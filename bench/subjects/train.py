@@ -125,11 +125,13 @@ def _rebuild(block: Any, recipe: Recipe) -> None:
     attention, mlp = block.attention, block.mlp
     norms = block.attention_norm, block.mlp_norm
     width, hidden = norms[0].weight.shape[0], mlp.down.weight.shape[1]
-    given = {"bias": False, "device": norms[0].weight.device, "params_dtype": layer.DTYPE, "recipe": recipe}
-    qkv = duotone.LayerNormLinear(width, 3 * width, normalization="RMSNorm", eps=_eps(norms[0]), **given)
-    proj = duotone.Linear(width, width, save_original_input=recipe.recompute_columnwise, **given)  # attention keeps it
+    options = {"bias": False, "device": norms[0].weight.device, "params_dtype": layer.DTYPE, "recipe": recipe}
+    qkv = duotone.LayerNormLinear(width, 3 * width, normalization="RMSNorm", eps=_eps(norms[0]), **options)
+    proj = duotone.Linear(
+        width, width, save_original_input=recipe.recompute_columnwise, **options
+    )  # attention keeps it
     whole = duotone.LayerNormMLP(
-        width, hidden, normalization="RMSNorm", eps=_eps(norms[1]), activation="swiglu", **given
+        width, hidden, normalization="RMSNorm", eps=_eps(norms[1]), activation="swiglu", **options
     )
     qkv.layer_norm_weight, qkv.weight = norms[0].weight, attention.qkv.weight
     proj.weight = attention.proj.weight

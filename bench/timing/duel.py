@@ -144,8 +144,8 @@ class _Turns:
         clock.wait(near)
 
     def timing(self, clock: Clock) -> Timing:
-        found = tuple(clock.milliseconds(*marks) / self.calls for marks in self.marks)
-        return Timing(found, self.calls, self.host_us)
+        milliseconds = tuple(clock.milliseconds(*marks) / self.calls for marks in self.marks)
+        return Timing(milliseconds, self.calls, self.host_us)
 
 
 def duel(
@@ -168,10 +168,10 @@ def duel(
         except Exception as error:
             failed[name] = failure(error)
     for turn in range(pace.turns):
-        for name, own in list(running.items()):
+        for name, turns in list(running.items()):
             tell(f"{name}: turn {turn + 1} of {pace.turns}")
             try:
-                own.take(clock)
+                turns.take(clock)
             except Exception as error:
                 failed[name] = failure(error)
                 del running[name]

@@ -54,7 +54,7 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
     import torch._dynamo
 
     gc.collect()
-    made, failed = {}, {}
+    works, failed = {}, {}
     with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
         try:
             candidates = case.candidates()
@@ -65,13 +65,13 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
         for candidate in candidates:
             tell(f"{candidate.name}: making it")
             work = _make(candidate)
-            (failed if isinstance(work, str) else made)[candidate.name] = work
-        found = duel({name: work.call for name, work in made.items()}, case.clock, pace, tell)
+            (failed if isinstance(work, str) else works)[candidate.name] = work
+        timings = duel({name: work.call for name, work in works.items()}, case.clock, pace, tell)
         records = [
-            _record(case, candidate.name, made.get(candidate.name), {**failed, **found}[candidate.name], tell)
+            _record(case, candidate.name, works.get(candidate.name), {**failed, **timings}[candidate.name], tell)
             for candidate in candidates
         ]
-    return _with_ratios(records, {name: work.amount for name, work in made.items()})
+    return _with_ratios(records, {name: work.amount for name, work in works.items()})
 
 
 def _make(candidate: Candidate) -> Work | str:

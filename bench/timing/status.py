@@ -30,8 +30,8 @@ def status_line(title: str) -> Iterator[Callable[[str], None]]:
     """A spinner with what was told last; it goes away at the end."""
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     console = Console(stderr=True)
-    given = {"console": console, "transient": True, "redirect_stdout": False, "refresh_per_second": 2}
-    with Progress(*columns, **given) as shown:  # redrawn seldom, because it takes time from what is measured
+    options = {"console": console, "transient": True, "redirect_stdout": False, "refresh_per_second": 2}
+    with Progress(*columns, **options) as shown:  # redrawn seldom, because it takes time from what is measured
         task = shown.add_task(title)
         yield lambda text: shown.update(task, description=f"{title}: {text}")
 
