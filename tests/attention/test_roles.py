@@ -313,7 +313,7 @@ def test_copies_meet_recipes_of_their_own() -> None:
     core = DotProductAttention(4, 8, name="core", recipe=DPA)
     core(*heads())
     for other in (copy.deepcopy(core), pickle.loads(pickle.dumps(core))):
-        assert other._number != core._number and not other._given
+        assert other._number != core._number and not other._answers
         other(*heads())
 
 

@@ -9,17 +9,20 @@ from torch import Tensor
 from duotone.attention.layout import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
-from duotone.attention.request import SLOTS, answer
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.rules import RuleRecipe, first_match
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
 
 COUNTS = {"forward": 3, "backward": 2}
 """Slots of each kind."""
+
+SLOTS = {"qkv": 3, "s": 3, "do": 2, "dp": 2}
+"""The tensors that attention's products multiply, with their slots: three each in forward, two in backward."""
 
 
 class ProductPlan(NamedTuple):
@@ -138,19 +141,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         )
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        given, axes = (query, key, value), len(layout)
+        inputs, axes = (query, key, value), len(layout)
         heads = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
         widths = (self.channels[0], *self.channels)
         ends = list(zip(heads, widths, strict=True))
-        fit = all(x.dim() == axes and tuple(x.shape[-2:]) == end for x, end in zip(given, ends, strict=True))
+        fit = all(x.dim() == axes and tuple(x.shape[-2:]) == end for x, end in zip(inputs, ends, strict=True))
         fit = fit and key.shape[:-2] == value.shape[:-2]
         if fit and axes == 4:
             batch = 1 - token_axis(layout)
             fit = query.shape[batch] == key.shape[batch]
-        same = len({x.dtype for x in given}) == 1 or torch.is_autocast_enabled(query.device.type)
+        same = len({x.dtype for x in inputs}) == 1 or torch.is_autocast_enabled(query.device.type)
         if not (fit and same and query.is_floating_point()):
             wanted = ", ".join(f"(..., {count}, {width})" for count, width in ends)
-            got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in given)
+            got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)
             raise UserError(
                 f"{self.module_name} takes query, key and value as {layout} {wanted} of one batch and floating dtype, "
                 f"keys and values alike; got {got}: reshape or cast them"
@@ -164,14 +167,15 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def forget(self) -> None:
         """Ask every recipe anew at the next forward."""
         super().forget()
-        self._given: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
+        self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests: dict[str, list[str]] = {}
-        self._met: set[str] = set()
+        self._met = ""
+        """The key of the recipe that was met last."""
 
     def roles_changed(self) -> None:
-        self._met = set()
+        self._met = ""
 
-    def roles_of(self, mode: str) -> dict[str, QuantizerRole]:  # type: ignore[override]
+    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
         """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
         output, grad = self._roles
         if mode == "forward":
@@ -184,23 +188,24 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def quantizers(self, recipe: Recipe) -> list[Quantizer]:
         """What the recipe gives every slot, forward slots first; it is asked once for each."""
-        every = {mode: list(self.roles_of(mode).values()) for mode in COUNTS}
+        every = {mode: [role for role in self.roles_of(mode).values() if role] for mode in COUNTS}
         roles = [(role, count) for mode, count in COUNTS.items() for role in every[mode][::count]]
-        return [made for role, slots in roles for made in self._ask(recipe, role, slots)]
+        return [quantizer for role, slots in roles for quantizer in self._ask(recipe, role, slots)]
 
     def requested(self, recipe: Recipe) -> list[str]:
         """The tensor types of attention's products that the recipe wants in low precision; RecipeError where strict."""
-        found = self._requests.get(recipe.key)
-        if found is None:
-            asked = [(role := self._role(kind), self._ask(recipe, role, slots)[0]) for kind, slots in SLOTS.items()]
-            wanted = [role for role, made in asked if made != Quantizer() and recipe.asks_for(role, self.site)]
-            found = [role.tensor_type for role in wanted]
-            self._requests[recipe.key] = found
-        if found and recipe.strict:
+        kinds = self._requests.get(recipe.key)
+        if kinds is None:
+            roles = {kind: self._role(kind) for kind in SLOTS}
+            low = [kind for kind, role in roles.items() if self._ask(recipe, role, SLOTS[kind])[0] != Quantizer()]
+            kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
+            drop_dead(self._requests)
+            self._requests[recipe.key] = kinds
+        if kinds and recipe.strict:
             remedy = "give roles of module type 'dpa' identity, or set strict to false"
-            asked = f"the recipe asks for low precision in {', '.join(found)}"
+            asked = f"the recipe asks for low precision in {', '.join(kinds)}"
             raise RecipeError(f"strict: {self.module_name} runs in high precision and {asked}; {remedy}")
-        return found
+        return kinds
 
     def plan_rows(self, recipe: Recipe) -> list[ProductPlan]:
         """What runs for both products under the recipe; RecipeError where it is strict and asks for something else."""
@@ -210,19 +215,28 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in ("QK^T", "PV")]
 
     def meet(self, recipe: Recipe) -> None:
-        if recipe.key not in self._met:
+        if recipe.key != self._met:
             self.quantizers(recipe)
             self.requested(recipe)
-            self._met.add(recipe.key)
+            self._met = recipe.key
 
     def _ask(self, recipe: Recipe, role: QuantizerRole, slots: int) -> tuple[Quantizer, ...]:
         key = (recipe.key, role)
-        if key not in self._given:
-            self._given[key] = tuple(answer(recipe, role, self.site) for _ in range(slots))
-        return self._given[key]
+        if key not in self._answers:
+            drop_dead(self._answers)
+            self._answers[key] = tuple(_answer(recipe, role, self.site) for _ in range(slots))
+        return self._answers[key]
 
     def _role(self, tensor_type: str) -> QuantizerRole:
         return QuantizerRole("dpa", tensor_type, self.module_name)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_given": {}, "_requests": {}, "_met": set()}  # the keys of recipes are this process's
+    def __getstate__(self) -> dict[str, Any]:  # the keys of recipes are this process's
+        return {name: value for name, value in self.__dict__.items() if name not in ("_answers", "_requests", "_met")}
+
+
+def _answer(recipe: Recipe, role: QuantizerRole, site: Site) -> Quantizer:
+    """What the recipe gives a slot of attention. Strict rules without a word on attention leave it as it is."""
+    if not isinstance(recipe, RuleRecipe):
+        return recipe.quantizer(role, site)
+    quantizer = first_match(recipe.rules, role, site, recipe.history)
+    return quantizer or (Quantizer() if recipe.base is None else _answer(recipe.base, role, site))

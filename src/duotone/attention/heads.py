@@ -27,8 +27,8 @@ class Heads:
     def over(self, ranks: int) -> "Heads":
         """What each rank has of them. UserError where heads, groups and ranks do not divide."""
         if self.count % self.groups or self.groups % ranks:
-            given = f"{self.count} heads, {self.groups} groups and {ranks} ranks"
-            raise UserError(f"{given} do not divide: ranks must divide num_gqa_groups, and groups num_attention_heads")
+            odd = f"{self.count} heads, {self.groups} groups and {ranks} ranks"
+            raise UserError(f"{odd} do not divide: ranks must divide num_gqa_groups, and groups num_attention_heads")
         return replace(self, count=self.count // ranks, groups=self.groups // ranks)
 
     def sizes(self, kinds: tuple[str, ...]) -> dict[str, int]:
@@ -53,7 +53,7 @@ def head_width(hidden_size: int, heads: int) -> int:
     return hidden_size // heads
 
 
-def head_norm(kind: str | None, width: int, eps: float, **given: Any) -> nn.Module | None:
+def head_norm(kind: str | None, width: int, eps: float, **options: Any) -> nn.Module | None:
     """The norm of each head of queries or keys, None without one. UserError for an unknown one."""
     if kind is None:
         return None
@@ -62,4 +62,4 @@ def head_norm(kind: str | None, width: int, eps: float, **given: Any) -> nn.Modu
     if kind not in NORMS:
         allowed = ", ".join(map(repr, (None, "L2Normalization", *NORMS)))
         raise UserError(f"qk_norm_type {kind!r} is unknown; allowed are {allowed}")
-    return NORMS[kind](width, eps=eps, **given)
+    return NORMS[kind](width, eps=eps, **options)

@@ -1,21 +1,26 @@
 """TransformerLayer: attention and MLP, each behind a norm and beside a residual connection."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from duotone.attention.heads import NORMS
 from duotone.attention.layout import check_layout, token_axis
 from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError
-from duotone.modules import LayerNorm, LayerNormMLP, RMSNorm
+from duotone.modules import LayerNormMLP
+from duotone.modules.fused_module import ModuleGroup
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import RecipeLike
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-class TransformerLayer(InnerBoundaryRoles, nn.Module):
+
+class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
     """x + drop(attention(norm(x))), in decoders then + drop(cross attention), then + drop(MLP(norm(x))).
 
     Arguments after the heads are keyword-only, with the names and defaults of Transformer Engine; `attention` are all
@@ -48,7 +53,7 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
         layer_type: str = "encoder",
         drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False,
-        tp_group: Any = None,
+        tp_group: "ProcessGroup | None" = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
         zero_centered_gamma: bool = False,
@@ -68,24 +73,24 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
         self.sample_axis = 1 - token_axis(check_layout(attn_input_format)) if attn_input_format != "thd" else None
         self._check()
         norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
-        given = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe, "init_method": init_method}
-        given |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "tp_size": tp_size}
-        given["sequence_parallel"] = sequence_parallel
-        given["return_layernorm_output"] = apply_residual_connection_post_layernorm
-        given["output_layer_init_method"] = output_layer_init_method
-        more = {**given, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format, "return_bias": False}
-        own = {"attn_mask_type": self_attn_mask_type, "window_size": window_size, "name": below(name, "self_attention")}
-        own["input_layernorm"] = not output_layernorm
-        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **own, **more, **attention)
+        shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe}
+        shared |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "tp_size": tp_size}
+        shared |= {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        shared["sequence_parallel"] = sequence_parallel
+        shared["return_layernorm_output"] = apply_residual_connection_post_layernorm
+        heads = {**shared, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format}
+        heads["return_bias"] = False
+        block: dict[str, Any] = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
+        block |= {"input_layernorm": not output_layernorm, "name": below(name, "self_attention")}
+        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
         self.inter_attention = None
         if layer_type == "decoder":
-            own = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
-            own |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
-            self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, **own, **more, **attention)
-        own = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
-        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **given, **own)
-        last = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization]
-        self.layernorm = last(hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
+            block = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}
+            block |= {"attention_type": "cross", "input_layernorm": True, "name": below(name, "inter_attention")}
+            self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
+        mlp = {"activation": activation, "activation_params": activation_params, "name": below(name, "layernorm_mlp")}
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, **shared, **mlp)
+        self.layernorm = NORMS[normalization](hidden_size, eps=layernorm_epsilon, **norm) if output_layernorm else None
 
     def _check(self) -> None:
         if self.layer_type not in ("encoder", "decoder"):
@@ -103,18 +108,6 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
     @property
     def at_boundary(self) -> tuple[Any, Any]:
         return self.layernorm_mlp, self.self_attention
-
-    def reset_parameters(self) -> None:
-        """Fill all parameters anew; those on meta come to the default device first."""
-        for part in self.children():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()  # type: ignore[operator]
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Communicate in another group from the next forward on."""
-        for part in (self.self_attention, self.inter_attention, self.layernorm_mlp):
-            if part is not None:
-                part.set_tensor_parallel_group(tp_group)
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
@@ -149,8 +142,8 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
             mixed = self.inter_attention(out, enc_dec_attn_mask, encoder_output, **masking, **first)
             out = self._add(mixed, out)
         beside = self.parallel_attention_mlp
-        made = self.layernorm_mlp(hidden_states if beside else out, **first)
-        out = self._add(made[0] if beside and isinstance(made, tuple) else made, out)
+        branch = self.layernorm_mlp(hidden_states if beside else out, **first)
+        out = self._add(branch[0] if beside and isinstance(branch, tuple) else branch, out)
         return out if self.layernorm is None else self.layernorm(out)
 
     def _add(self, branch: Any, residual: Tensor) -> Tensor:
@@ -160,6 +153,6 @@ class TransformerLayer(InnerBoundaryRoles, nn.Module):
             out = F.dropout(out, self.hidden_dropout)
         if self.training and self.drop_path_rate:
             shape = [size if axis == self.sample_axis else 1 for axis, size in enumerate(out.shape)]
-            kept = torch.rand(shape, device=out.device) >= self.drop_path_rate
-            out = out * (kept / (1 - self.drop_path_rate)).to(out.dtype)
+            stays = torch.rand(shape, device=out.device) >= self.drop_path_rate
+            out = out * (stays / (1 - self.drop_path_rate)).to(out.dtype)
         return residual + out

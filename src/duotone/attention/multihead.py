@@ -1,7 +1,7 @@
 """MultiheadAttention: projections to heads, attention, and the projection back."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,15 @@ from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
+from duotone.modules.fused_module import ModuleGroup
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe, RecipeLike
 from duotone.recipes.roles import QuantizerRole
 
-Init = Callable[[Tensor], Any]
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Init = Callable[[Tensor], object]
 Rotary = Angles | tuple[Angles, Angles]
 PROJECTIONS = {
     "self": ((("qkv", "qkv"), ("layernorm_qkv", "layernorm_linear_qkv"), KINDS),),
@@ -29,7 +33,7 @@ PROJECTIONS = {
 """Each projection by attribute and role name, without a norm and with one, and what it makes."""
 
 
-class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
+class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
     """Attention over hidden states; arguments after the heads are keyword-only, names and defaults as in
     Transformer Engine.
 
@@ -70,7 +74,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
-        tp_group: Any = None,
+        tp_group: "ProcessGroup | None" = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -83,36 +87,40 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
         self.heads = whole.over(tp_group.size() if set_parallel_mode and tp_group is not None else 1)
         self.attention_type, self.qkv_format, self.qk_norm_before_rope = attention_type, qkv_format, qk_norm_before_rope
         self._wired: tuple[str, ...] | None = None
-        given = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
-        given |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
-        given |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
+        both: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
+        both |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
+        both |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
         modes = ("column", "row") if set_parallel_mode else (None, None)
-        column = {**given, "init_method": init_method, "parallel_mode": modes[0]}
-        row = {**given, "init_method": output_layer_init_method or init_method, "parallel_mode": modes[1]}
-        norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        column = {**both, "init_method": init_method, "parallel_mode": modes[0]}
+        row = {**both, "init_method": output_layer_init_method or init_method, "parallel_mode": modes[1]}
+        norm: dict[str, Any] = {"eps": layernorm_epsilon, "normalization": normalization}
+        norm["zero_centered_gamma"] = zero_centered_gamma
         norm["return_layernorm_output"] = self.return_layernorm_output = input_layernorm and return_layernorm_output
-        self._add_projections(hidden_size, whole, column, norm if input_layernorm else None, fuse_qkv_params, name)
-        on = {"params_dtype": params_dtype, "device": device}
-        self.q_norm, self.k_norm = (head_norm(qk_norm_type, width, qk_norm_eps, **on) for _ in ("query", "key"))
-        own = {"attention_dropout": attention_dropout, "attn_mask_type": attn_mask_type, "window_size": window_size}
-        own |= {"softmax_scale": softmax_scale, "qkv_format": qkv_format, "recipe": recipe}
-        own |= {"num_gqa_groups": self.heads.groups, "name": below(name, "core_attention")}
-        self.core_attention = DotProductAttention(self.heads.count, width, **own)
+        self._add_projections(hidden_size, whole, column, norm if input_layernorm else {}, fuse_qkv_params, name)
+        place = {"params_dtype": params_dtype, "device": device}
+        self.q_norm, self.k_norm = (head_norm(qk_norm_type, width, qk_norm_eps, **place) for _ in ("query", "key"))
+        core: dict[str, Any] = {"attn_mask_type": attn_mask_type, "window_size": window_size, "recipe": recipe}
+        core |= {"attention_dropout": attention_dropout, "softmax_scale": softmax_scale, "qkv_format": qkv_format}
+        core |= {"num_gqa_groups": self.heads.groups, "name": below(name, "core_attention")}
+        self.core_attention = DotProductAttention(self.heads.count, width, **core)
         self.proj = Linear(count * width, hidden_size, return_bias=return_bias, name=below(name, "proj"), **row)
 
     def _add_projections(
-        self, hidden_size: int, heads: Heads, given: dict[str, Any], norm: dict[str, Any] | None, fused: bool, name: str
+        self, hidden_size: int, heads: Heads, linear: dict[str, Any], norm: dict[str, Any], fused: bool, name: str
     ) -> None:
         if self.attention_type not in PROJECTIONS:
             raise UserError(f"attention_type {self.attention_type!r} is unknown; allowed are 'self' and 'cross'")
         self._projections = []
         for plain, normed, kinds in PROJECTIONS[self.attention_type]:
-            made, (attribute, role) = (LayerNormLinear, normed) if norm and normed else (Linear, plain)
+            attribute, role = normed if norm and normed else plain
             sizes = heads.sizes(kinds)
-            own = {**given, **(norm or {})} if made is LayerNormLinear else given
-            splits = sizes if len(kinds) > 1 and not fused else None
-            linear = made(hidden_size, sum(sizes.values()), name=below(name, role), parameters_split=splits, **own)
-            setattr(self, attribute, linear)
+            options = {**linear, "parameters_split": sizes if len(kinds) > 1 and not fused else None}
+            features = hidden_size, sum(sizes.values())
+            if norm and normed:
+                projection = LayerNormLinear(*features, name=below(name, role), **options, **norm)
+            else:
+                projection = Linear(*features, name=below(name, role), **options)
+            setattr(self, attribute, projection)
             self._projections.append(attribute)
 
     @property
@@ -129,17 +137,6 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
     def projections(self) -> list[Any]:
         """What projects hidden states and, for cross attention, the encoder's output."""
         return [self._modules[name] for name in self._projections]
-
-    def reset_parameters(self) -> None:
-        """Fill all parameters anew; those on meta come to the default device first."""
-        for part in self.children():
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()  # type: ignore[operator]
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Communicate in another group from the next forward on."""
-        for linear in (*self.projections, self.proj):
-            linear.set_tensor_parallel_group(tp_group)
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
@@ -190,13 +187,13 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes):
 
     def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None) -> list[Tensor]:
         """Query, key and value, then the output of the norm where it is returned."""
-        made, normed = [], []
+        heads, normed = [], []
         for project, x, (*_, kinds) in zip(self.projections, inputs, PROJECTIONS[self.attention_type], strict=False):
             y = project(x, is_first_microbatch=first)
             if isinstance(y, tuple):
                 y, *normed = y
-            made += self.heads.split(y, kinds)
-        return made + normed
+            heads += self.heads.split(y, kinds)
+        return heads + normed
 
     def _place(self, heads: Tensor, norm: nn.Module | None, angles: Angles | None, cu_seqlens: Tensor | None) -> Tensor:
         """Norm and turn heads, in the order that `qk_norm_before_rope` says."""

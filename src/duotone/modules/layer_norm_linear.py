@@ -19,6 +19,8 @@ class LayerNormLinear(Linear):
     `return_layernorm_output` the normalised input follows the output. All else is Linear's.
     """
 
+    _norm: NormOp | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -32,9 +34,9 @@ class LayerNormLinear(Linear):
     ) -> None:
         if linear.get("parallel_mode") == "row":
             raise UserError("LayerNormLinear normalises whole rows; use parallel_mode 'column', or a norm and a Linear")
-        self.__dict__["_norm"] = norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         super().__init__(in_features, out_features, **linear)
         self.return_layernorm_output = return_layernorm_output
+        self._norm = norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         norm.make_parameters(self.in_features, linear.get("params_dtype"), linear.get("device"))
         self._ops: tuple[Op, ...] = (norm, MakeExtraOutput(), self) if return_layernorm_output else (norm, self)
 
@@ -51,10 +53,10 @@ class LayerNormLinear(Linear):
         `fp8_output` and `fp8_grad` are those of Linear; the gradient is that of the norm's input.
         """
         if fp8_output or fp8_grad:
-            made = boundary.run_with_boundary(self._ops, x, is_first_microbatch, self, fp8_output, fp8_grad)
+            outputs = boundary.run_with_boundary(self._ops, x, is_first_microbatch, self, fp8_output, fp8_grad)
         else:
-            made = run(self._ops, x, (), is_first_microbatch, self)
-        y, *normalised = made if isinstance(made, tuple) else (made,)
+            outputs = run(self._ops, x, (), is_first_microbatch, self)
+        y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
         bias = [self.bias] if self.return_bias else []
         return (y, *bias, *normalised) if bias or normalised else y
 
@@ -65,4 +67,5 @@ class LayerNormLinear(Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self._norm.reset()
+        if self._norm is not None:  # the constructor of Linear comes here first
+            self._norm.reset()

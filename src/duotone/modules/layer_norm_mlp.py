@@ -1,17 +1,18 @@
 """LayerNormMLP: norm, linear, activation and linear as one pipeline."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from duotone.modules.fused_module import FusedModule
 from duotone.ops.activation import ActivationOp
 from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
 from duotone.ops.sequential import is_plain, run_modules
-from duotone.pipeline.op import Op, run
+from duotone.pipeline.op import run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.planned.initialisation import materialise
 from duotone.planned.linear import Linear
@@ -20,8 +21,11 @@ from duotone.planned.quantized_parameters import drop_empty_extra_state
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-class LayerNormMLP(InnerBoundaryRoles, nn.Module):
+
+class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     """fc2(activation(fc1(norm(x)))), x (*lead, hidden_size) -> the same shape.
 
     `activation` is one of `duotone.dispatch.activations.ACTIVATIONS`; gated ones make fc1 twice as wide.
@@ -47,12 +51,12 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         zero_centered_gamma: bool = False,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
+        output_layer_init_method: Callable[[Tensor], object] | None = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
-        tp_group: Any = None,
+        tp_group: "ProcessGroup | None" = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -68,7 +72,7 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
         self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,
@@ -82,7 +86,7 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         modes = ("column", "row") if set_parallel_mode else (None, None)
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
         names = below(name, ("fc1", "fc2"))
-        self.fc1 = Linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0], **given)
+        self.fc1 = Linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0], **options)
         self.fc2 = Linear(
             ffn_hidden_size,
             hidden_size,
@@ -90,15 +94,13 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
             init_method=output_layer_init_method or init_method,
             parallel_mode=modes[1],
             return_bias=return_bias,
-            **given,
+            **options,
         )
         self._wire(*names)
 
-    takes_first_microbatch = True
-
     @property
-    def pipeline(self) -> tuple[Op, ...] | None:
-        """What stands for this module in a larger pipeline; None where it does more than that."""
+    def pipeline(self) -> tuple[Any, ...] | None:
+        """What stands for this module in a larger pipeline; None if it does more than that."""
         more = self.return_bias or self.return_layernorm_output or self.checkpoint
         plain = not more and type(self).forward is LayerNormMLP.forward
         return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
@@ -106,8 +108,8 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
     @property
     def ops(self) -> tuple[Any, ...]:
         """What runs, in order."""
-        own = self._modules
-        return (*self._head, own["fc1"], own["activation"], own["fc2"])
+        children = self._modules
+        return (*self._head, children["fc1"], children["activation"], children["fc2"])
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
@@ -118,8 +120,8 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
     def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
         ops = self.ops
         if is_plain(*ops[-3:]):
-            made = run(ops, x, (), is_first_microbatch, self)
-            y, *normalised = made if isinstance(made, tuple) else (made,)
+            outputs = run(ops, x, (), is_first_microbatch, self)
+            y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
             bias = [self.fc2.bias] if self.return_bias else []
         else:  # hooks want to see calls, and what was put in the place of a linear may be no op
             y, normalised = run_modules(ops, x, (), is_first_microbatch, self)
@@ -139,23 +141,7 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
         """Fill all parameters anew, materialising them where they are on meta."""
         materialise(self)
         self._norm.reset()
-        self.fc1.reset_parameters()
-        self.fc2.reset_parameters()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Communicate in another group from the next forward on."""
-        self.fc1.set_tensor_parallel_group(tp_group)
-        self.fc2.set_tensor_parallel_group(tp_group)
-
-    def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
-        self.fc1.invalidate_weight_cache()
-        self.fc2.invalidate_weight_cache()
-
-    def backward_dw(self) -> None:
-        """The oldest weight gradients that backward put off, of fc2 and of fc1."""
-        self.fc2.backward_dw()
-        self.fc1.backward_dw()
+        super().reset_parameters()
 
     @property
     def at_boundary(self) -> tuple[Linear, Linear]:
@@ -169,6 +155,3 @@ class LayerNormMLP(InnerBoundaryRoles, nn.Module):
                 if old in state_dict and new not in state_dict:
                     state_dict[new] = state_dict.pop(old)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}

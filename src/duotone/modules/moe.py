@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.modules.fused_module import ModuleGroup
 from duotone.modules.routing import Routing
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
-from duotone.pipeline.slot_roles import KnownRoles
 from duotone.planned.grouped_linear import GroupedLinear
 from duotone.planned.initialisation import materialise
 from duotone.planned.planned import below
@@ -23,10 +23,17 @@ class Router(nn.Module):
 
     stays_in_high_precision = "the router decides where tokens go, in high precision"
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k: int, **given: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
         super().__init__()
         self.top_k = top_k
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **given))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
         self._fill()
 
     def reset_parameters(self) -> None:
@@ -46,7 +53,7 @@ class Router(nn.Module):
         return best / best.sum(-1, keepdim=True), index
 
 
-class MoE(KnownRoles, nn.Module):
+class MoE(ModuleGroup):
     """x (*lead, hidden_size) -> the same shape: each token through its `top_k` of `num_experts` MLPs.
 
     An expert is fc2(activation(fc1(x))); gated activations make fc1 twice as wide. No token is dropped and no caller
@@ -65,7 +72,7 @@ class MoE(KnownRoles, nn.Module):
         bias: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
@@ -75,7 +82,7 @@ class MoE(KnownRoles, nn.Module):
         self.num_experts = num_experts
         self.activation = ActivationOp(activation, activation_params)
         self.router = Router(hidden_size, num_experts, top_k, dtype=params_dtype, device=device)
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "bias": bias,
             "params_dtype": params_dtype,
             "device": device,
@@ -84,10 +91,8 @@ class MoE(KnownRoles, nn.Module):
         }
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
         names = below(name, ("fc1", "fc2"))
-        self.fc1 = GroupedLinear(num_experts, hidden_size, wide, name=names[0], **given)
-        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, name=names[1], **given)
-
-    takes_first_microbatch = True
+        self.fc1 = GroupedLinear(num_experts, hidden_size, wide, name=names[0], **options)
+        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, name=names[1], **options)
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
         width = self.router.weight.shape[1]
@@ -101,16 +106,3 @@ class MoE(KnownRoles, nn.Module):
         ops = (self.fc1, self.activation, self.fc2)
         y, _ = run_modules(ops, routing.rows(flat), (rows, rows), is_first_microbatch, self)
         return routing.combine(y, weights).view(x.shape)
-
-    def reset_parameters(self) -> None:
-        """Fill all parameters anew, materialising them where they are on meta."""
-        for part in (self.router, self.fc1, self.fc2):
-            part.reset_parameters()
-
-    def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
-        self.fc1.invalidate_weight_cache()
-        self.fc2.invalidate_weight_cache()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}

@@ -1,0 +1,71 @@
+"""FusedModule: the base of modules that are made of other modules and run them as one pipeline."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from duotone.ops.sequential import is_plain, run_modules
+from duotone.pipeline.slot_roles import KnownRoles
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class ModuleGroup(KnownRoles, nn.Module):
+    """A module made of other modules. What is asked of all of them goes to each child that offers it."""
+
+    takes_first_microbatch = True
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters anew; those on meta come to the default device first."""
+        _call_each(self.children(), "reset_parameters")
+
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
+        """Communicate in another group from the next forward on."""
+        _call_each(self.children(), "set_tensor_parallel_group", tp_group)
+
+    def invalidate_weight_cache(self) -> None:
+        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        _call_each(self.children(), "invalidate_weight_cache")
+
+    def backward_dw(self) -> None:
+        """The oldest weight gradients that backward put off, of the last child first."""
+        _call_each(reversed(list(self.children())), "backward_dw")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
+
+
+class FusedModule(ModuleGroup):
+    """Runs its children in order, neighbouring ops as one pipeline. A subclass only builds them.
+
+    class NormedGate(FusedModule):
+        def __init__(self, width: int, out: int, **linear: Any) -> None:
+            super().__init__()
+            self.norm = RMSNorm(width)
+            self.linear = Linear(width, 2 * out, **linear)
+            self.activation = ActivationOp("swiglu")
+    """
+
+    @property
+    def ops(self) -> tuple[Any, ...]:
+        """What runs, in order."""
+        return tuple(self._modules.values())
+
+    @property
+    def pipeline(self) -> tuple[Any, ...] | None:
+        """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
+        return self.ops if type(self).forward is FusedModule.forward and is_plain(*self.ops) else None
+
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
+        """(*lead, width of the first child) -> (*lead, width of the last one), then the children's further outputs."""
+        y, extra = run_modules(self.ops, x, (), is_first_microbatch, self)
+        return (y, *extra) if extra else y
+
+
+def _call_each(modules: Iterable[nn.Module], method: str, *arguments: Any) -> None:
+    """Call a method on each module that has it."""
+    for module in modules:
+        if hasattr(module, method):
+            getattr(module, method)(*arguments)
