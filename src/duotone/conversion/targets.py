@@ -10,7 +10,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
-from duotone.linear.plan import PlanRequest, ask_recipe, build_plan
+from duotone.linear.plan_builder import build_plan
+from duotone.linear.plan_request import PlanRequest, ask_recipe
 from duotone.pipeline.op import quantizer_of
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned

@@ -1,7 +1,6 @@
 """One GEMM of a plan: which rule multiplies its operands, or why nothing may."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from duotone.dispatch.rule import GemmProblem, GemmRule
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
+from duotone.linear.plan_request import PlanRequest
 from duotone.recipes.roles import PLANES_OF_GEMM
 from duotone.recipes.rules import first_rule
 
@@ -35,8 +35,8 @@ class GemmPlan:
         return self.problem.b
 
 
-def gemm_plan(request: Any, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
-    """RecipeError where a GEMM that is owed cannot run as the recipe says; of another, the row says so."""
+def gemm_plan(request: PlanRequest, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
+    """The plan of one GEMM. RecipeError if it is owed and cannot run as the recipe says."""
     refusal = _refusal(request, gemm, a, b)
     if refusal and owed:
         raise RecipeError(refusal)
@@ -53,9 +53,9 @@ def gemm_plan(request: Any, gemm: str, a: Format | None, b: Format | None, owed:
     return GemmPlan(gemm, problem, rule, reason)
 
 
-def _refusal(request: Any, gemm: str, a: Format | None, b: Format | None) -> str:
-    """Why a GEMM cannot run as the recipe says, "" where it can."""
-    name = request.name or "a linear"
+def _refusal(request: PlanRequest, gemm: str, a: Format | None, b: Format | None) -> str:
+    """Why a GEMM cannot run as the recipe says, or ""."""
+    name = request.title
     slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
     if a is None or b is None:
         return f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format"
@@ -75,7 +75,7 @@ def _refusal(request: Any, gemm: str, a: Format | None, b: Format | None) -> str
     return ""
 
 
-def _why_high(request: Any, gemm: str) -> str:
+def _why_high(request: PlanRequest, gemm: str) -> str:
     """Why both operands of a GEMM are in high precision."""
     rules = [first_rule(request.rules, request.role(kind), request.site) for kind, _ in PLANES_OF_GEMM[gemm]]
     return rules[-1].why if rules[-1] and all(rules) else "the recipe keeps both operands in high precision"

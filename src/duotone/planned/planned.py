@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
+from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.plan import GemmPlan, LinearPlan
+from duotone.linear.plan import LinearPlan
 from duotone.pipeline.op import Op, quantizer_of, signal_of
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states

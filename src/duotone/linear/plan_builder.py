@@ -1,0 +1,189 @@
+"""From a request to the plan that a linear follows."""
+
+import warnings
+from dataclasses import replace
+
+import torch
+
+from duotone.comm import ShardContext
+from duotone.dispatch.casts import can_read_once
+from duotone.dispatch.target import target
+from duotone.dispatch.worth import least_work
+from duotone.errors import RecipeError
+from duotone.formats import IDENTITY
+from duotone.linear.backward_operand import (
+    BACKWARD_OPERANDS,
+    REENCODE_FROM_PRODUCER,
+    REENCODE_IN_BACKWARD,
+    BackwardOperand,
+)
+from duotone.linear.gemm_plan import GemmPlan, gemm_plan
+from duotone.linear.operand_plan import OperandPlan
+from duotone.linear.plan import LinearPlan
+from duotone.linear.plan_request import PlanRequest, ask_recipe
+from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, USE_HELD, PlaneSource, source_of_plain
+from duotone.recipes.recipe import MEASURED
+from duotone.recipes.roles import TENSOR_TYPES
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Usage
+from duotone.tensor.quantizer import Quantizer
+
+Quantizers = dict[str, Quantizer]
+"""By slot."""
+
+FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""In these a small linear is faster than in formats."""
+
+
+def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> LinearPlan:
+    """The plan for a request. `answers` is what the recipe gave the slots, if it was asked before.
+
+    Raises RecipeError if a GEMM that this call owes cannot run as the recipe says.
+    """
+    override = BACKWARD_OPERANDS[request.recipe.backward_override]
+    quantizers, sources = _with_held(request, answers or ask_recipe(request))
+    if not override.quantizes_gradient:
+        quantizers["grad_output"] = Quantizer()
+    gemms = _gemms(request, override, quantizers)
+    if reason := _too_small(request, gemms):
+        quantizers, sources = _with_held(request, dict.fromkeys(quantizers, Quantizer()))
+        gemms = [replace(gemm, reason=reason) for gemm in _gemms(request, override, quantizers)]
+    draws = [quantizers[kind].is_stochastic for kind in TENSOR_TYPES]
+    streams = [sum(draws[:i]) if stochastic else None for i, stochastic in enumerate(draws)]
+    input_grad, weight_grad, layout = request.input_grad, request.weight_grad, request.layout
+
+    def forward_operand(
+        kind: str, backward: BackwardOperand, owed: bool, shard: ShardContext | None, stream: int | None
+    ) -> OperandPlan:
+        usage, context = Usage(True, backward.needs_columnwise and owed), _context(request, shard, quantizers[kind])
+        return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, owed, stream)
+
+    input_backward = _input_backward(request, override, quantizers["input"])
+    weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
+    gradient = quantizers["grad_output"]
+    return LinearPlan(
+        input=forward_operand("input", input_backward, weight_grad, layout.input_shard, streams[0]),
+        weight=forward_operand("weight", weight_backward, input_grad, None, streams[1]),
+        gradient=OperandPlan(
+            gradient,
+            source_of_plain(gradient),
+            Usage(input_grad, weight_grad),
+            _context(request, layout.grad_shard, gradient),
+            stream=streams[2],
+        ),
+        output=quantizers["output"],
+        grad_input=quantizers["grad_input"],
+        layout=layout,
+        fprop=gemms[0],
+        dgrad=gemms[1],
+        wgrad=gemms[2],
+        seeds=sum(draws[:2]) + (draws[2] and (input_grad or weight_grad)),
+    )
+
+
+def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, dict[str, PlaneSource]]:
+    """The quantizers with those that quantized tensors have already, and where planes of input and weight come from."""
+    sources = {kind: source_of_plain(answers[kind]) for kind in ("input", "weight")}
+    if request.weight_held is not None:
+        sources["weight"] = _source_of_held_weight(request, answers["weight"], request.weight_held)
+    if request.input_held is None:
+        return dict(answers), sources
+    return {**answers, "input": request.input_held}, {**sources, "input": USE_HELD}
+
+
+def _source_of_held_weight(request: PlanRequest, wanted: Quantizer, present: Quantizer) -> PlaneSource:
+    if wanted.rowwise == wanted.columnwise == IDENTITY and present != wanted:
+        return DEQUANTIZE_HELD
+    needs = [(wanted.rowwise, present.rowwise)]
+    if request.input_grad and BACKWARD_OPERANDS[request.recipe.backward_override].needs_columnwise:
+        needs.append((wanted.columnwise, present.columnwise))
+    for new, old in needs:
+        if old is not None and (new is None or old.stored != new.stored):
+            raise RecipeError(
+                f"the weight of {request.title} is held in {old.name} and recipe {request.recipe.name} "
+                f"asks for {new.name if new else 'nothing'}; call duotone.convert_parameters(model, recipe)"
+            )
+    return USE_HELD
+
+
+def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
+    kernel = can_read_once(quantizer.rowwise, quantizer.columnwise, request.dtype, target(request.device))
+    return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite)
+
+
+def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:
+    """With `save_original_input`, backward encodes the input again.
+
+    A columnwise plane with its own delayed scale is encoded in forward: only forward records amaxes.
+    """
+    if not override.needs_columnwise or request.input_held is not None:
+        return override
+    if not quantizer.is_repeatable:
+        _warn_of_kept_plane(request)
+        return override
+    if not request.save_original_input:
+        return REENCODE_FROM_PRODUCER if _recomputes(request, quantizer) else override
+    if quantizer.delayed[1]:
+        raise RecipeError(
+            f"save_original_input of {request.title}: forward alone records the delayed scale of the "
+            "columnwise plane; give its input one delayed format in both directions, or leave the option off"
+        )
+    return REENCODE_IN_BACKWARD
+
+
+def _weight_backward(
+    request: PlanRequest, override: BackwardOperand, quantizer: Quantizer, source: PlaneSource
+) -> BackwardOperand:
+    """With `recompute_columnwise`, backward encodes a plain weight again.
+
+    Not a copy in the input's dtype, because to keep that copy takes more memory than a plane.
+    """
+    is_parameter = source is ENCODE_NOW and request.weight_dtype in (None, request.dtype)
+    again = is_parameter and override.needs_columnwise and _recomputes(request, quantizer)
+    return REENCODE_IN_BACKWARD if again else override
+
+
+def _recomputes(request: PlanRequest, quantizer: Quantizer) -> bool:
+    """Whether `recompute_columnwise` applies. Not for experts, which encode an operand of all of them at once."""
+    asked = request.recipe.recompute_columnwise and request.module_type != "grouped_linear"
+    return asked and quantizer.is_repeatable and not quantizer.delayed[1]
+
+
+def _warn_of_kept_plane(request: PlanRequest) -> None:
+    asked = "save_original_input" if request.save_original_input else "recompute_columnwise"
+    if request.weight_grad and (request.save_original_input or request.recipe.recompute_columnwise):
+        warnings.warn(
+            f"{request.title}: the quantizer of its input has an encode of its own, which may give other "
+            f"bits the second time, so {asked} keeps the columnwise plane; set is_repeatable = True on its class if "
+            "it gives the same",
+            stacklevel=2,
+        )
+
+
+def _gemms(request: PlanRequest, override: BackwardOperand, quantizers: Quantizers) -> list[GemmPlan]:
+    x, w, dy = (quantizers[kind] for kind in TENSOR_TYPES)
+    return [
+        gemm_plan(request, "fprop", x.rowwise, w.rowwise, True),
+        gemm_plan(request, "dgrad", dy.rowwise, override.format(w), request.input_grad),
+        gemm_plan(request, "wgrad", dy.columnwise, override.format(x), request.weight_grad),
+    ]
+
+
+def _too_small(request: PlanRequest, gemms: list[GemmPlan]) -> str:
+    """Why `min_weight_elements` leaves the linear in high precision, or "".
+
+    It never applies to an emulated product, whose values someone asked for, nor to operands that are quantized already.
+    """
+    limit, shape = request.recipe.min_weight_elements, request.weight_shape
+    if not limit or shape is None or request.dtype not in FAST_DTYPES or request.weight_held or request.input_held:
+        return ""
+    quantized = [gemm for gemm in gemms if (gemm.a, gemm.b) != (IDENTITY, IDENTITY)]
+    if not quantized or not all(gemm.rule.native for gemm in quantized):
+        return ""
+    if limit == MEASURED:
+        limit = max(least_work({gemm.a.block, gemm.b.block}, target(request.device)) for gemm in quantized)
+    n, k = shape
+    if n * k >= int(limit):
+        return ""
+    dtype = FAST_DTYPES[request.dtype]
+    return f"K x N = {k} x {n} = {n * k} is below {limit}: left in {dtype} by min_weight_elements"
