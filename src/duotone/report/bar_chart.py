@@ -29,10 +29,6 @@ class BarChart:
     bars: Sequence[Bar]
 
     @property
-    def label(self) -> str:
-        return f"{self.title} by recipe: " + ", ".join(f"{bar.name} {bar.text}" for bar in self.bars)
-
-    @property
     def axis(self) -> Axis:
         largest = max((bar.value for bar in self.bars if finite(bar.value)), default=1.0)
         return Axis.over(0.0, round_out(0.0, largest or 1.0, ticks=4)[1], AXIS, ticks=4)

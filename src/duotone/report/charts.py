@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.report.axis import round_out
 from duotone.report.bar_chart import Bar, BarChart
-from duotone.report.heat_map import ColourBar, HeatMap
-from duotone.report.line_chart import Curve, Frame, LineChart
+from duotone.report.heat_map import HeatMap
+from duotone.report.line_chart import Curve, LineChart
 from duotone.report.numbers import UNITS, finite, number, percent, significant, size, size_unit
 from duotone.report.palette import Style, ViridisScale, WarningScale
 from duotone.report.planes import SHARES, is_exact, share_grid, signal_grid
@@ -31,15 +31,7 @@ def loss_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineCh
     values = _values([curve for curve in curves if curve.broken_at is None]) or _values(curves)
     starts = [curve.points[0][1] for curve in curves if curve.points]
     ceiling = 1.25 * quantile(starts, 0.5) if starts else max(values)
-    frame = Frame(
-        label=f"Loss over steps. Last held-out loss: {_ends(curves)}",
-        x_title="step",
-        y_title="loss (nats per token)",
-        x_limits=_steps(curves),
-        y_limits=round_out(min(values), min(max(values), ceiling)),
-        unit="nats",
-    )
-    return LineChart(frame, curves, hover)
+    return LineChart(curves, round_out(min(values), min(max(values), ceiling)), hover)
 
 
 def gap_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineChart | None:
@@ -58,16 +50,8 @@ def gap_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineCha
             curves.append(others[-1])
     if not _values(others):
         return None
-    frame = Frame(
-        label=f"Gap to {reference['name']} over steps. Last held-out gap: {_ends(curves)}",
-        x_title="step",
-        y_title=f"loss above {reference['name']} (%)",
-        x_limits=_steps(curves),
-        y_limits=_gap_limits(curves, noise_gap(result) or 0.0),
-        unit="%",
-        band=noise_gap(result),
-    )
-    return LineChart(frame, curves, hover)
+    noise = noise_gap(result)
+    return LineChart(curves, _gap_limits(curves, noise or 0.0), hover, noise)
 
 
 def bar_charts(runs: Sequence[RunEntry], styles: Sequence[Style]) -> list[BarChart]:
@@ -90,40 +74,27 @@ def bar_charts(runs: Sequence[RunEntry], styles: Sequence[Style]) -> list[BarCha
     return charts
 
 
-def signal_maps(runs: Sequence[RunEntry], hover: bool) -> tuple[ColourBar | None, list[HeatMap | None]]:
-    """One colour bar, and per run a heat map on the shared scale; None for a run without an inexact plane."""
+def signal_maps(runs: Sequence[RunEntry], hover: bool) -> list[HeatMap | None]:
+    """A heat map of each run, all on one scale; None for a run without an inexact plane."""
     inexact = [bool(run["statistics"]) and not is_exact(run) for run in runs]
-    if not any(inexact):
-        return None, [None] * len(runs)
     entries = [entry for run, shown in zip(runs, inexact, strict=True) if shown for entry in run["statistics"]]
     values = [entry["snr_db"] for entry in entries if finite(entry["snr_db"])]
     scale = ViridisScale(*round_out(min(values, default=0.0), max(values, default=1.0)))
-    bar = ColourBar(
-        scale,
-        "signal-to-noise (dB), the same scale for all recipes",
-        f"Colour scale of the signal-to-noise maps, {scale.low:g} to {scale.high:g} dB",
-    )
-    label = "Signal-to-noise in dB of {}, by module, role and plane"
-    maps = [
-        HeatMap(signal_grid(run["statistics"]), scale, label.format(run["name"]), hover) if shown else None
+    return [
+        HeatMap(signal_grid(run["statistics"]), scale, hover) if shown else None
         for run, shown in zip(runs, inexact, strict=True)
     ]
-    return bar, maps
 
 
-def share_maps(runs: Sequence[RunEntry]) -> list[tuple[str, HeatMap, ColourBar]]:
-    """For underflow and saturation: a title, the map of recipes by planes, and its colour bar."""
+def share_maps(runs: Sequence[RunEntry]) -> list[tuple[str, HeatMap]]:
+    """For underflow and saturation: its name, and the map of recipes by planes."""
     shown = [run for run in runs if run["statistics"] and not is_exact(run)]
+    grids = [(field, share_grid(shown, field)) for field in SHARES]
     result = []
-    for field in SHARES:
-        grid = share_grid(shown, field)
+    for field, grid in grids:
         values = [cell.value for cell in grid.cells.values() if finite(cell.value)]
-        if not values:
-            continue
-        scale = WarningScale(0.0, round_out(0.0, max(values) or 1.0)[1])
-        label = f"Share of {field} in percent, mean over modules, by recipe, role and plane"
-        bar = ColourBar(scale, f"{field} (% of elements)", f"Colour scale of {field}, 0 to {scale.high:g} percent")
-        result.append((field, HeatMap(grid, scale, label), bar))
+        if values:
+            result.append((field, HeatMap(grid, WarningScale(0.0, round_out(0.0, max(values) or 1.0)[1]))))
     return result
 
 
@@ -136,17 +107,8 @@ def _curve(run: RunEntry, style: Style, train: Losses, heldout: Losses, end: str
     return Curve(run["name"], style, stretches, marks, end or "", first_broken(train))
 
 
-def _ends(curves: Sequence[Curve]) -> str:
-    return ", ".join(f"{curve.name} {curve.end}" for curve in curves if curve.end)
-
-
 def _values(curves: Sequence[Curve]) -> list[float]:
     return [value for curve in curves for _, value in [*curve.points, *curve.marks]]
-
-
-def _steps(curves: Sequence[Curve]) -> tuple[float, float]:
-    steps = [step for curve in curves for step, _ in [*curve.points, *curve.marks]]
-    return min(steps), max(steps)
 
 
 def _gap_limits(curves: Sequence[Curve], noise: float) -> tuple[float, float]:

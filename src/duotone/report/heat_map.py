@@ -1,15 +1,13 @@
-"""The heat map: coloured cells in rows and columns, each with its number; and the legend of the colours."""
+"""The heat map: coloured cells in rows and columns, each with its number."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from duotone.report.axis import Axis
 from duotone.report.numbers import broken
 from duotone.report.palette import Paint, Scale
 
 LONGEST_LABEL, CHARACTER = 26, 6.1
-COLOUR_BAR = (22, 338)
 
 Column = tuple[str, str]
 
@@ -46,7 +44,6 @@ class HeatMap:
 
     grid: Grid
     scale: Scale
-    label: str
     hover: bool = True
 
     @property
@@ -57,16 +54,3 @@ class HeatMap:
     def paint(self, cell: Cell) -> Paint:
         """As `Scale.paint`; a value that is not finite has a look of an error."""
         return ({"class": "bad"}, None) if broken(cell.value) else self.scale.paint(cell.value)
-
-
-@dataclass(frozen=True)
-class ColourBar:
-    """The legend of a scale: its colours from low to high, with ticks."""
-
-    scale: Scale
-    title: str
-    label: str
-
-    @property
-    def axis(self) -> Axis:
-        return Axis.over(self.scale.low, self.scale.high, COLOUR_BAR)

@@ -31,19 +31,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What a line chart says around its curves. `band` shades values from minus to plus itself."""
-
-    label: str
-    x_title: str
-    y_title: str
-    x_limits: tuple[float, float]
-    y_limits: tuple[float, float]
-    unit: str
-    band: float | None = None
-
-
-@dataclass(frozen=True)
 class Label:
     """A curve in the legend: the pixel of its end, that of its label, and whether it reaches the last step."""
 
@@ -55,11 +42,12 @@ class Label:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves in a frame: the positions that the template draws."""
+    """Curves in a frame: the positions that the template draws. `band` shades values from minus to plus itself."""
 
-    frame: Frame
     curves: Sequence[Curve]
+    y_limits: tuple[float, float]
     hover: bool
+    band: float | None = None
     width: int = 580
     height: int = 390
     longest_name: int = 16
@@ -67,12 +55,14 @@ class LineChart:
     @cached_property
     def x(self) -> Axis:
         """Steps, up to where the longest label still fits."""
+        steps = [step for curve in self.curves for step, _ in [*curve.points, *curve.marks]]
+        limits = min(steps), max(steps)
         longest = max(len(shorten(curve.name, self.longest_name)) + 1 + len(curve.end) for curve in self.curves)
-        return Axis.over(*self.frame.x_limits, (LEFT, self.width - 38 - CHARACTER * longest), ticks=6, whole=True)
+        return Axis.over(*limits, (LEFT, self.width - 38 - CHARACTER * longest), ticks=6, whole=True)
 
     @cached_property
     def y(self) -> Axis:
-        return Axis.over(*self.frame.y_limits, (self.height - BOTTOM, TOP))
+        return Axis.over(*self.y_limits, (self.height - BOTTOM, TOP))
 
     def path(self, curve: Curve) -> str:
         """The path of one curve. Beyond the frame the clip hides it; no coordinate gets far out."""

@@ -77,7 +77,7 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
     looks = styles(runs)
     if detail.merge:
         runs = [{**run, "statistics": planes.merged(run["statistics"])} for run in runs]
-    bar, maps = charts.signal_maps(runs, detail.hover)
+    maps = charts.signal_maps(runs, detail.hover)
     rows = [_row(run, detail) for run in runs]
     for row, run, look, signal_map in zip(rows, runs, looks, maps, strict=True):
         row |= {"colour": look.colour, "signal_map": signal_map, "trouble": verdict.trouble(result, run)}
@@ -91,7 +91,6 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "loss_chart": charts.loss_chart(result, looks, detail.hover),
         "gap_chart": charts.gap_chart(result, looks, detail.hover),
         "bar_charts": charts.bar_charts(runs, looks),
-        "signal_bar": bar,
         "share_maps": charts.share_maps(runs),
         "rows": rows,
     }

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duotone.lab.schema import RunEntry
+from duotone.report.axis import Axis
 from duotone.report.numbers import finite
 
 # The page's style sheet holds the colours themselves (Okabe-Ito), one set for light and one for dark.
 SERIES_COLOURS = 6
+LEGEND = (22, 338)
 MARKERS = ("square", "triangle", "diamond", "down", "hourglass")
 DASHES = (None, "7 3", "2 3", "9 3 2 3")
 VIRIDIS = "440154 482878 3e4a89 31688e 26828e 1f9e89 35b779 6ece58 b5de2b fde725".split()
@@ -47,6 +49,11 @@ class Scale(ABC):
 
     low: float
     high: float
+
+    @property
+    def legend(self) -> Axis:
+        """The axis of the bar that explains the colours."""
+        return Axis.over(self.low, self.high, LEGEND)
 
     def paint(self, value: float | None) -> Paint:
         """How an area looks that stands for `value`."""
