@@ -16,7 +16,7 @@ from torch import Tensor
 
 from duotone.linear.plan import LinearPlan
 from duotone.linear.sink import GRADIENT, Sink
-from duotone.pipeline.stage import Kept, Stage
+from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
 
@@ -46,10 +46,10 @@ class LinearStage(Stage):
     def reads(self) -> tuple[bool, ...]:
         return self.plan.weight_grad, self.plan.input_grad, False, False
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Any, operands: Sequence[Any], kept: Saved | None) -> tuple[Tensor, ...]:
         return (F.linear(x, operands[0], operands[1]),)
 
-    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Kept], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         weight, bias, seed = operands
         flat = x if x.dim() == 2 else as_matrix(x)
         y, kept = self.multiply(flat, self.plan.input.encode(flat, seed), x, weight, bias, seed)
@@ -61,7 +61,7 @@ class LinearStage(Stage):
 
     def multiply(
         self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
-    ) -> tuple[Tensor, Kept]:
+    ) -> tuple[Tensor, Saved]:
         """The output, with the leading dimensions of `like`, and what backward needs, from the planes of the input.
 
         `flat` is the input (M, K), which only a plan that goes back to the original looks at.
@@ -77,12 +77,12 @@ class LinearStage(Stage):
         kept = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
         return y if like.dim() == 2 else with_lead(y, like), kept
 
-    def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, kept: Saved, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         flat = as_matrix(dy)
         return self.differentiate(flat, self.plan.gradient.encode(flat, kept[2][0]), dy, kept, needs)
 
     def differentiate(
-        self, flat: Any, dy_planes: Planes, like: Tensor, kept: Kept, needs: tuple[bool, ...]
+        self, flat: Any, dy_planes: Planes, like: Tensor, kept: Saved, needs: tuple[bool, ...]
     ) -> tuple[Tensor | None, ...]:
         """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy.
 
@@ -112,7 +112,7 @@ class Calibrating(LinearStage):
 
     recording: LinearPlan | None = None
 
-    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Kept], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         assert self.recording is not None
         record(self.recording.input.context, x)
         record(self.recording.weight.context, operands[0])
@@ -125,7 +125,7 @@ class WeightGradient:
 
     stage: LinearStage
     dy: Plane
-    kept: Kept
+    kept: Saved
 
     def compute(self, dtype: Any, operand_dtype: Any) -> Tensor:
         return self.stage.plan.wgrad.rule.run(*self._operands(operand_dtype), dtype)

@@ -20,7 +20,7 @@ from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import host_splits
 from duotone.linear.sink import GRADIENT
-from duotone.pipeline.stage import Kept, Stage
+from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor.plane import Plane
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class GroupedStage(Stage):
         x, weight, bias, _ = self.linears[0].reads
         return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
 
-    def replay(self, x: Tensor, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Any], kept: Saved | None) -> tuple[Tensor, ...]:
         splits, _, weights, biases = self._named(operands)
         each = zip(as_matrix(x).split(splits), weights, biases, strict=True)
         return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
@@ -96,7 +96,7 @@ class GroupedStage(Stage):
             splits = host_splits(splits, count, None) if x.numel() else (0,) * count
         return self._forward_each(x, splits, seed, weights, biases)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: tuple[bool, ...], *extra: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, kept: Saved, needs: tuple[bool, ...], *extra: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, ((splits, segments),) = kept
         _, _, weights, biases = self._named(needs[1:])
         if segments is None:

@@ -105,7 +105,7 @@ def main_grad(weight: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """Kept until the module's `backward_dw` takes the oldest; autograd gets None."""
+    """Saved until the module's `backward_dw` takes the oldest; autograd gets None."""
 
     queue: deque[tuple[Product, Tensor, Sink]]
     then: Sink = GRADIENT

@@ -11,7 +11,7 @@ from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -25,14 +25,14 @@ class ActivationStage(ProducerStage):
     keeps: bool
     refusal = ""
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (self.activation.value(x),)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
         return self.activation(x), self.keep(x)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
-        return (self.activation.differentiate(dy, kept[0]),)
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
+        return (self.activation.differentiate(dy, saved[0]),)
 
     def fused_producer(self, x: Tensor) -> "FusedProducer | None":
         return self.activation.produced(x)
@@ -47,14 +47,14 @@ class ScaledActivationStage(Stage):
     arity = (1,)
     refusal = ""
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (_scaled(self.activation.value(x), operands[0]),)
 
-    def forward(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, scales: Tensor) -> tuple[Tensor, Saved]:
         return _scaled(self.activation(x), scales), (x, scales) if self.keeps else ()
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
-        x, scales = kept
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
+        x, scales = saved
         of_scales = None
         if needs[1]:
             of_scales = (self.activation(x) * dy).sum(-1, dtype=scales.dtype).view(scales.shape)

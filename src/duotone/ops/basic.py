@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import as_matrix
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ class PlainStage(Stage):
         """The output. Autograd can differentiate it any number of times."""
         raise NotImplementedError
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (self.value(x, *operands),)
 
-    def forward(self, x: Tensor, *operands: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, *operands: Tensor) -> tuple[Tensor, Saved]:
         return self.value(x, *operands), ()
 
 
@@ -47,7 +47,7 @@ class ProducerStage(Stage):
         """
         raise NotImplementedError
 
-    def keep(self, x: Tensor, *operands: Tensor | None) -> Kept:
+    def keep(self, x: Tensor, *operands: Tensor | None) -> Saved:
         """What backward needs: the input, the operands, and what the kernel saved."""
         return (x, *operands) if self.keeps else ()
 
@@ -58,7 +58,7 @@ class IdentityStage(PlainStage):
     def value(self, x: Tensor) -> Tensor:
         return x
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return (dy,)
 
 
@@ -70,7 +70,7 @@ class BiasStage(PlainStage):
     def value(self, x: Tensor, bias: Tensor) -> Tensor:
         return x + bias
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return dy, as_matrix(dy).sum(0) if needs[1] else None
 
 
@@ -83,7 +83,7 @@ class ScaleStage(PlainStage):
     def value(self, x: Tensor) -> Tensor:
         return x * self.scale
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return (dy * self.scale,)
 
 
@@ -100,16 +100,16 @@ class DropoutStage(Stage):
     def refusal(self) -> str:  # type: ignore[override]
         return "" if self.keeps else "it kept no mask of dropout, because nothing before that needs a gradient"
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
-        return (torch.dropout(x, self.p, True),) if kept is None else self.backward(x, kept, (True,))
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
+        return (torch.dropout(x, self.p, True),) if saved is None else self.backward(x, saved, (True,))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
         y, mask = torch.native_dropout(x, self.p, True)
         return y, (mask,) if self.keeps else ()
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> tuple[Tensor]:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> tuple[Tensor]:
         factor = 1 / (1 - self.p) if self.p < 1 else 0.0
-        return (torch.ops.aten.native_dropout_backward(dy, kept[0], factor),)
+        return (torch.ops.aten.native_dropout_backward(dy, saved[0], factor),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,11 +121,11 @@ class ReshapeStage(PlainStage):
     def value(self, x: Tensor) -> Tensor:
         return x.reshape(self.shape)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
         return self.value(x), ((x.shape,),)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
-        return (dy.reshape(kept[0][0]),)
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
+        return (dy.reshape(saved[0][0]),)
 
 
 class BasicOp(Op, nn.Module):

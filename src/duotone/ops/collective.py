@@ -9,7 +9,7 @@ from torch import Tensor
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,10 +33,10 @@ class CollectiveStage(Stage):
     collective: Collective
     adjoint: Collective
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Saved]:
         return self.collective(x, self.group), ()
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return (self.adjoint(dy, self.group),)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.ops.basic import BasicOp, PlainStage
 from duotone.pipeline.op import TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 
 class AddStage(PlainStage):
@@ -20,11 +20,11 @@ class AddStage(PlainStage):
     def value(self, x: Tensor, other: Tensor) -> Tensor:
         return x + other.reshape(x.shape)
 
-    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Saved]:
         return self.value(x, other), ((other.shape,),)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
-        return dy, dy.view(kept[0][0]) if needs[1] else None
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
+        return dy, dy.view(saved[0][0]) if needs[1] else None
 
 
 class ExtraOutputStage(Stage):
@@ -33,13 +33,13 @@ class ExtraOutputStage(Stage):
     extra_outputs: ClassVar[int] = 1
     refusal, reads = "", (False,)
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return x, x.view_as(x)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Kept, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Saved, Tensor]:
         return x, (), x.view_as(x)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs, of_extra: Tensor) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, of_extra: Tensor) -> Gradients:
         return (dy + of_extra,)
 
 

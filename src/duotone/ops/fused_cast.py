@@ -19,7 +19,7 @@ from duotone.ops.activation import ActivationStage
 from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
 from duotone.pipeline.rewrites import Stages, register_rule, replace_pairs
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane, Usage
 from duotone.tensor.saving import DeferredPlane
 
@@ -57,7 +57,7 @@ class CastForward(Pair):
     """With `recompute_columnwise`, the linear without the columnwise plane. Backward encodes that plane again from
     what the producer saves."""
 
-    def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Kept], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         *of_producer, weight, bias, seed = operands
         linear = self.lean or self.second
         producer = self.first.fused_producer(x, *of_producer)
@@ -97,9 +97,9 @@ class CastBackward(Pair):
     second: ActivationStage
 
     def run_backward(
-        self, dy: Tensor, kept: Sequence[Kept], needs: Needs, extra: Sequence[Tensor]
+        self, dy: Tensor, saved: Sequence[Saved], needs: Needs, extra: Sequence[Tensor]
     ) -> tuple[Tensor | None, Gradients]:
-        operand, of_linear, like = self.first.plan.gradient, kept[0], kept[1][0]
+        operand, of_linear, like = self.first.plan.gradient, saved[0], saved[1][0]
         seed = of_linear[2][0]
         producer = None if needs[1] else self.second.activation.produced_gradient(dy, like)
         planes = None if producer is None else operand.encode_produced(producer, seed)
@@ -121,12 +121,13 @@ class NormBackward(Pair):
     second: Stage
 
     def run_backward(
-        self, dy: Tensor, kept: Sequence[Kept], needs: Needs, extra: Sequence[Tensor]
+        self, dy: Tensor, saved: Sequence[Saved], needs: Needs, extra: Sequence[Tensor]
     ) -> tuple[Tensor | None, Gradients]:
         count, gradient = sum(self.first.arity), [dy]
         del dy  # popped, so that the second can let go of it before its products need memory
-        dx, of_second = self.second.run_backward(gradient.pop(), kept[1:], needs[count:], extra)
-        dx, *of_norm = self.first.backward_of_produced(dx, kept[0], (True, *needs[:count]))
+        dx, of_second = self.second.run_backward(gradient.pop(), saved[1:], needs[count:], extra)
+        assert dx is not None
+        dx, *of_norm = self.first.backward_of_produced(dx, saved[0], (True, *needs[:count]))
         return dx, (*of_norm, *of_second)
 
 

@@ -11,7 +11,7 @@ from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKern
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:
@@ -38,39 +38,39 @@ class NormStage(ProducerStage):
     refusal = ""
     reads = (True, True, False)
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (self.kernel.replay(*self._inputs(x, *operands), self.eps).to(x.dtype),)
 
-    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Saved]:
         if not self.zero_centered:
-            y, *saved = self.kernel.forward(x, gamma, beta, self.eps)
-            return y, self.keep(x, gamma, beta, *saved)
-        y, *saved = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
-        return y.to(x.dtype), self.keep(x, gamma, beta, *saved)
+            y, *measured = self.kernel.forward(x, gamma, beta, self.eps)
+            return y, self.keep(x, gamma, beta, *measured)
+        y, *measured = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
+        return y.to(x.dtype), self.keep(x, gamma, beta, *measured)
 
     def fused_producer(
-        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *saved: Tensor
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *measured: Tensor
     ) -> "FusedProducer | None":
-        return None if self.zero_centered else self.kernel.produced(x, gamma, beta, self.eps, *saved)
+        return None if self.zero_centered else self.kernel.produced(x, gamma, beta, self.eps, *measured)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
-        x, gamma, beta, *saved = kept
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
+        x, gamma, beta, *measured = saved
         if not self.zero_centered:
-            return self.kernel.backward(dy, x, gamma, beta, saved, needs)
+            return self.kernel.backward(dy, x, gamma, beta, measured, needs)
         wide, scale, shift = self._inputs(x, gamma, beta)
-        dx, dgamma, dbeta = self.kernel.backward(dy.to(wide.dtype), wide, scale, shift, saved, needs)
+        dx, dgamma, dbeta = self.kernel.backward(dy.to(wide.dtype), wide, scale, shift, measured, needs)
         return (
             None if dx is None else dx.to(x.dtype),
             None if dgamma is None or not needs[1] else dgamma.to(gamma.dtype),
             None if dbeta is None or not needs[2] else dbeta.to(beta.dtype),
         )
 
-    def backward_of_produced(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward_of_produced(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         """As `backward`, by kernels where they take it."""
         if self.zero_centered:
-            return self.backward(dy, kept, needs)
-        x, gamma, beta, *saved = kept
-        return self.kernel.backward_of_produced(dy, x, gamma, beta, saved, needs)
+            return self.backward(dy, saved, needs)
+        x, gamma, beta, *measured = saved
+        return self.kernel.backward_of_produced(dy, x, gamma, beta, measured, needs)
 
     def _inputs(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, *Parameters]:
         if not self.zero_centered or gamma is None:

@@ -13,7 +13,7 @@ from duotone.formats import IDENTITY
 from duotone.linear.backward_operand import BACKWARD_OPERANDS
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import CallRegion, TensorInfo
-from duotone.pipeline.stage import Gradients, Kept, Needs, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
@@ -47,17 +47,17 @@ class QuantizeStage(Stage):
     def refusal(self) -> str:  # type: ignore[override]
         return "" if self.forward_to is self.backward_to is None else "it quantizes"
 
-    def replay(self, x: Tensor, operands: Sequence[Tensor], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         return (x,)
 
-    def forward(self, x: Tensor, seed: Tensor | None) -> tuple[Tensor, Kept]:
+    def forward(self, x: Tensor, seed: Tensor | None) -> tuple[Tensor, Saved]:
         if self.forward_to is not None:
             x = self.forward_to.make(x, Usage(True, self.columnwise), self._context(seed))
         return x, ((seed,),)
 
-    def backward(self, dy: Tensor, kept: Kept, needs: Needs) -> Gradients:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         if self.backward_to is not None:
-            ((seed,),) = kept
+            ((seed,),) = saved
             dy = self.backward_to.make(dy, ctx=self._context(None if seed is None else seed + int(self.draws[0])))
         return dy, None
 

@@ -1,6 +1,6 @@
 """The pipeline: the one autograd function that runs a tuple of stages forward and backward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -51,23 +51,23 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
-        kept: list[Any] = []
+        saved: list[Any] = []
         counts: list[int] = []
         outputs: list[Tensor] = []
         y, at = x, 0
         for stage in forward:
             end = at + sum(stage.arity)
-            y, kept_here, extra = stage.run(y, operands[at:end])
+            y, saved_here, extra = stage.run(y, operands[at:end])
             at = end
-            for one in kept_here:
-                kept += one
+            for one in saved_here:
+                saved += one
                 counts.append(len(one))
             if extra:
                 outputs += extra
         ctx.backward_of, ctx.counts, ctx.extra = backward, counts, len(outputs)
         if backward.again is not None:
-            backward.again.save(x, operands, kept, outputs)
-        ctx.shells, tensors = pack(kept)
+            backward.again.save(x, operands, saved, outputs)
+        ctx.shells, tensors = pack(saved)
         ctx.save_for_backward(*tensors)
         return (y, *outputs) if outputs else y
 
@@ -83,34 +83,34 @@ class PipelineFunction(torch.autograd.Function):
             return run(ctx, gradients)
 
 
-def run_backward(ctx: Any, gradients: tuple[Any, ...], saved: tuple[Tensor, ...] | None = None) -> Any:
+def run_backward(ctx: Any, gradients: tuple[Any, ...], tensors: Sequence[Tensor] | None = None) -> Any:
     """The gradients of all arguments, from those of y and of the extra outputs of stages.
 
-    `saved` are the saved tensors where they are known: a checkpoint hands them out once.
+    `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
     needs, counts, extra = ctx.needs_input_grad, ctx.counts, ctx.extra
-    kept = unpack(ctx.shells, ctx.saved_tensors if saved is None else saved)
+    saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
     handed, outputs = [gradients[0]], gradients[1:]
-    found: list[Tensor | None] = []
-    last, kept_last, at = len(counts), sum(counts), len(needs)
+    of_operands: list[Tensor | None] = []
+    last, saved_last, at = len(counts), sum(counts), len(needs)
     for stage in reversed(ctx.backward_of.stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
-        kept_here = []
+        saved_here = []
         for count in reversed(counts[first:last]):
-            kept_here.append(tuple(kept[kept_last - count : kept_last]))
-            kept_last -= count
-        kept_here.reverse()
+            saved_here.append(tuple(saved[saved_last - count : saved_last]))
+            saved_last -= count
+        saved_here.reverse()
         here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         # Popped, so that a stage can let go of the gradient that it was given.
-        dx, gradients_here = stage.run_backward(handed.pop(), kept_here, needs[start:at], here)
+        dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], here)
         handed.append(dx)
         del dx
-        found = [*gradients_here, *found]
+        of_operands = [*gradients_here, *of_operands]
         last, extra, at = first, extra - stage.extra_outputs, start
         if not any(needs[2:at]):
             break  # what is before saved nothing
     missing = at - FIXED
-    return None, None, handed[0] if needs[2] else None, *[None] * missing, *found
+    return None, None, handed[0] if needs[2] else None, *[None] * missing, *of_operands
 
 
 class Runner:

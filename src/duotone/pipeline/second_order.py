@@ -45,32 +45,33 @@ class Exact(SecondOrder):
                 saved.append((value,))
 
     def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
-        kept, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
+        saved, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
         start = sum(counts)
-        pairs = zip(kept[start:], needs, strict=True)
+        pairs = zip(saved[start:], needs, strict=True)
         x, *operands = inputs = [_input(value, needed, gradients[0]) for value, needed in pairs]
-        outputs = self.run(x, operands, _split(kept, counts))
+        outputs = self.run(x, operands, _split(saved, counts))
         chosen = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
         wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
         of_outputs, with_gradients = zip(*chosen, strict=True)
-        found = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, create_graph=True, allow_unused=True))
-        return None, None, *[next(found) if needed else None for needed in needs]
+        options = {"create_graph": True, "allow_unused": True}
+        of_inputs = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, **options))
+        return None, None, *[next(of_inputs) if needed else None for needed in needs]
 
-    def run(self, x: Tensor, operands: Sequence[Any], kept: Sequence[Any]) -> list[Tensor]:
-        """y and the extra outputs, from the operands of all stages and what each kept, None where none did."""
+    def run(self, x: Tensor, operands: Sequence[Any], saved: Sequence[Any]) -> list[Tensor]:
+        """y and the extra outputs, from the operands of all stages and what each saved, None if none did."""
         extras: list[Tensor] = []
         at = 0
-        for stage, kept_here in zip(self.stages, kept, strict=True):
+        for stage, saved_here in zip(self.stages, saved, strict=True):
             (count,) = stage.arity
-            x, *more = stage.replay(x, operands[at : at + count], kept_here)
+            x, *more = stage.replay(x, operands[at : at + count], saved_here)
             extras += more
             at += count
         return [x, *extras]
 
     def transformed(self, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
         """What the pipeline gives, in operations of torch; called as `PipelineFunction.apply` is."""
-        given = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
-        y, *extra = self.run(x, given, [None] * len(self.stages))
+        plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
+        y, *extra = self.run(x, plain, [None] * len(self.stages))
         return (y, *extra) if extra else y
 
 
@@ -92,7 +93,7 @@ class Refused(SecondOrder):
 
     def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
         saved = ctx.saved_tensors
-        return Once.apply(self.message, lambda _, *given: run_backward(ctx, given, saved), saved[-1], *gradients)
+        return Once.apply(self.message, lambda _, *tensors: run_backward(ctx, tensors, saved), saved[-1], *gradients)
 
     def check(self) -> None:
         raise UserError(self.message)
@@ -142,10 +143,10 @@ def _input(value: Any, needed: bool, like: Tensor) -> Any:
     return like.new_zeros(value).requires_grad_(needed) if isinstance(value, torch.Size) else value
 
 
-def _split(kept: list[Any], counts: list[int]) -> list[Any]:
-    """What each stage kept."""
-    made, at = [], 0
+def _split(saved: list[Any], counts: list[int]) -> list[Any]:
+    """What each stage saved."""
+    parts, at = [], 0
     for count in counts:
-        made.append(tuple(kept[at : at + count]))
+        parts.append(tuple(saved[at : at + count]))
         at += count
-    return made
+    return parts

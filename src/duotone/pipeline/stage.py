@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-Kept = tuple[Any, ...]
+Saved = tuple[Any, ...]
 """What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace."""
 
 Needs = tuple[bool, ...]
@@ -41,29 +41,29 @@ class Stage:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Kept | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.
 
-        `kept` is what `forward` kept, None where it did not run.
+        `saved` is what `forward` saved, None if it did not run.
         """
         raise NotImplementedError
 
-    def forward(self, x: Any, *operands: Any) -> tuple[Any, ...]:
-        """(y, kept, *extra outputs) of the input and the operands."""
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+        """(y, saved, *extra outputs) of the input and the operands."""
         raise NotImplementedError
 
-    def backward(self, dy: Any, kept: Kept, needs: tuple[bool, ...], *extra: Any) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
         """(dx, gradients of the operands...). `needs` says which of those autograd asks for, dx first."""
         raise NotImplementedError
 
-    def run(self, x: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Kept], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         """Forward over the operands of all basic stages: y, what each of those keeps, the extra outputs."""
-        y, kept, *extra = self.forward(x, *operands)
-        return y, (kept,), extra
+        y, saved, *extra = self.forward(x, *operands)
+        return y, (saved,), extra
 
     def run_backward(
-        self, dy: Any, kept: Sequence[Kept], needs: tuple[bool, ...], extra: Sequence[Tensor]
-    ) -> tuple[Any, Sequence[Tensor | None]]:
-        """Backward over what each basic stage kept: dx and the gradients of all operands."""
-        dx, *gradients = self.backward(dy, kept[0], (True, *needs), *extra)
+        self, dy: Tensor, saved: Sequence[Saved], needs: Needs, extra: Sequence[Tensor]
+    ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
+        """Backward over what each basic stage saved: dx and the gradients of all operands."""
+        dx, *gradients = self.backward(dy, saved[0], (True, *needs), *extra)
         return dx, gradients
