@@ -25,6 +25,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench
 	$(BIN)/ruff format --check src tests bench
 	$(BIN)/pyright
+	$(BIN)/pyright -p pyrightconfig.strict.json
 
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .

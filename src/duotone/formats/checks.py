@@ -1,6 +1,7 @@
 """What encode and decode refuse before anything else."""
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +21,11 @@ def check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
 
     Values on a GPU are trusted, because to look at them would wait for the GPU.
     """
-    for what, values, least, allowed in (
+    cases: tuple[tuple[str, Tensor | None, str, Callable[[Tensor], Tensor]], ...] = (
         ("scale", scale, "positive and finite", lambda x: (x > 0) & torch.isfinite(x)),
         ("amax", amax, "at least 0", lambda x: x >= 0),
-    ):
+    )
+    for what, values, least, allowed in cases:
         if values is not None and values.device.type == "cpu" and not torch.compiler.is_compiling():
             wrong = values[~allowed(values)]
             if wrong.numel():

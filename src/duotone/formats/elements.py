@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 
+def _where(mask: Tensor, value: float, other: Tensor | float) -> Tensor:
+    return torch.where(mask, value, other)
+
+
 @dataclass(frozen=True)
 class Element:
     """A small float: sign, `exponent_bits`, `mantissa_bits`, exponent bias, largest finite value.
@@ -120,8 +124,8 @@ class Element:
         offset: Tensor | float = 0.0
         for lower, step, first in self.bands[1:]:
             above = magnitude >= lower
-            inverse = torch.where(above, 1.0 / step, inverse)
-            offset = torch.where(above, first - lower / step, offset)
+            inverse = _where(above, 1.0 / step, inverse)
+            offset = _where(above, first - lower / step, offset)
         return inverse, offset
 
     def _step(self, magnitude: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ import operator
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from duotone.errors import RecipeError
@@ -12,7 +13,7 @@ from duotone.recipes.roles import TENSORS_OF_MODULES
 
 LAYER = re.compile(r"(?P<one>-?[0-9]{1,9})|(?P<start>-?[0-9]{1,9})?:(?P<stop>-?[0-9]{1,9})?")
 SIZE = re.compile(r"(>=|<=|==|!=|>|<|%)\s*([0-9]{1,18})")
-COMPARE = {
+COMPARE: dict[str, Callable[[int, int], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
     "==": operator.eq,

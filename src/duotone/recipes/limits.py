@@ -1,12 +1,22 @@
 """How large a recipe may be, so that no file is slow or impossible to read, plan or print."""
 
 import re
-from typing import Any
+from typing import Any, TypeGuard
 
 from duotone.errors import RecipeError
 
 Table = dict[str, Any]
 """A table of a recipe file."""
+
+
+def is_table(value: object) -> TypeGuard[Table]:
+    """Whether a value of a file is a table, whose keys are text in TOML and JSON."""
+    return isinstance(value, dict)
+
+
+def is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
 
 FILE_BYTES = 2**20
 TEXT = 1024
@@ -65,10 +75,10 @@ def check_integer(field: str, value: object, most: int = INTEGER) -> None:
 
 def check_table(data: object, depth: int = DEPTH) -> None:
     """RecipeError if a value of a file is nested too deep, too long, not printable, or too large a number."""
-    if isinstance(data, dict | list):
+    if is_table(data) or is_list(data):
         if depth == 0:
             raise RecipeError(f"tables are more than {DEPTH} deep; let a file name another one instead")
-        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        for key, value in data.items() if is_table(data) else enumerate(data):
             if isinstance(key, str):
                 check_text("a key", key)
             check_table(value, depth - 1)

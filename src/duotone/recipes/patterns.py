@@ -8,10 +8,12 @@ import functools
 import re
 from collections.abc import Iterable
 from fnmatch import translate
-from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+from importlib import import_module
 from typing import Any
 
 from duotone.errors import RecipeError
+
+_compiler, _constants, _parser = (import_module(f"re.{name}") for name in ("_compiler", "_constants", "_parser"))
 
 LARGEST = 2000
 """States of an expression: a name is compared with each of them at each of its characters."""
@@ -20,9 +22,9 @@ REMEMBERED = 8192
 """States of the moves that an expression remembers, each from some states by one character."""
 
 ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
-CHARACTERS = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
-REPEATS = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
-AHEAD = (_constants.ASSERT, _constants.ASSERT_NOT)
+CHARACTERS: tuple[Any, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
+REPEATS: tuple[Any, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+AHEAD: tuple[Any, ...] = (_constants.ASSERT, _constants.ASSERT_NOT)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -47,8 +49,8 @@ class Expression:
     def __init__(self, pattern: str) -> None:
         try:
             parsed = _parser.parse(pattern)
-            nodes = list(parsed)
-            self._conditions = []
+            nodes: list[Any] = list(parsed)
+            self._conditions: list[tuple[_Automaton, bool]] = []
             while nodes and nodes[0][0] in AHEAD and nodes[0][1][0] > 0:
                 kind, (_, condition) = nodes.pop(0)
                 self._conditions.append((_Automaton(condition, parsed.state), kind is _constants.ASSERT))

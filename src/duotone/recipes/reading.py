@@ -7,7 +7,7 @@ from duotone.errors import RecipeError
 from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import history
-from duotone.recipes.limits import PHASES, RULES, Table, check_number
+from duotone.recipes.limits import PHASES, RULES, Table, check_number, is_list, is_table
 from duotone.recipes.recipe import Recipe, with_new_names
 from duotone.recipes.rules import Rule, RuleRecipe
 from duotone.recipes.schedule import Phase, Schedule
@@ -25,7 +25,7 @@ Resolve = Callable[[str], Recipe]
 
 def read(data: object, resolve: Resolve, default_name: str) -> Recipe | Schedule:
     """The value of a table: {"recipe": a built-in name, fields}, {"rules": [...]} or {"phases": [...]}."""
-    if not isinstance(data, dict):
+    if not is_table(data):
         raise RecipeError(f"a recipe is a table of keys; got {type(data).__name__}")
     return _schedule(data, resolve, default_name) if "phases" in data else read_recipe(data, resolve, default_name)
 
@@ -56,7 +56,7 @@ def _builtin(data: Table, resolve: Resolve) -> Recipe:
 def _rules(data: Table, resolve: Resolve, default_name: str) -> RuleRecipe:
     _only(data, HEAD_KEYS, "a recipe file")
     rows = data.get("rules", [] if "base" in data else None)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows) or not (rows or "base" in data):
+    if not is_list(rows) or not all(map(is_table, rows)) or not (rows or "base" in data):
         raise RecipeError("a recipe file needs [[rules]] (or recipe = a built-in name); add at least one rule")
     check_number("rules", len(rows), RULES)
     head = {key: data[key] for key in COMMON_KEYS if key in data}
@@ -80,7 +80,7 @@ def _rule(number: int, row: Table) -> Rule:
 
 
 def _history(row: object) -> History:
-    if not isinstance(row, dict):
+    if not is_table(row):
         raise RecipeError(f"delayed is {row!r}; give a table with {', '.join(DELAYED_KEYS)}")
     _only(row, DELAYED_KEYS, "[delayed]")
     try:
@@ -92,7 +92,7 @@ def _history(row: object) -> History:
 def _schedule(data: Table, resolve: Resolve, default_name: str) -> Schedule:
     _only(data, SCHEDULE_KEYS, "a schedule")
     rows = data["phases"]
-    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+    if not is_list(rows) or not rows or not all(map(is_table, rows)):
         raise RecipeError("a schedule needs [[phases]] with from and recipe; add at least one")
     check_number("phases", len(rows), PHASES)
     title = data.get("name", default_name)
@@ -116,7 +116,7 @@ def _reference(named: object, resolve: Resolve, where: str) -> Recipe:
     """A recipe inside another one: by its name, by its file, or as a table."""
     if isinstance(named, str):
         return resolve(named)
-    if not isinstance(named, dict) or "phases" in named:
+    if not is_table(named) or "phases" in named:
         raise RecipeError(f"{where} is {named!r}; give the name of a recipe, a file, or a table of one")
     try:
         return read_recipe(named, resolve, "rules")

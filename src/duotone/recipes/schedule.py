@@ -35,7 +35,7 @@ class Phase:
     @property
     def is_fraction(self) -> bool:
         """Whether the start is a fraction other than 0, so that its step depends on the length of the run."""
-        return isinstance(self.start, float) and self.start != 0
+        return isinstance(self.start, float) and self.start != 0.0
 
     def over(self, steps: int) -> "Phase":
         """The phase with its start as a step: the nearest one, and the last of the run at the latest."""

@@ -149,12 +149,14 @@ def _split(t: QuantizedTensor, size: int, dim: int = 0) -> list[Tensor]:
 def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     if sum(sizes) != t.shape[dim]:
         return list(aten.split_with_sizes.default(unshared(t), sizes, dim))
-    dim, at, pieces = dim % t.dim(), 0, []
+    pieces: list[Tensor | None] = []
+    dim, at = dim % t.dim(), 0
     for size in sizes:
         pieces.append(_narrow(t, dim, at, at + size))
         at += size
-    if all(piece is not None for piece in pieces):
-        return pieces
+    views = [piece for piece in pieces if piece is not None]
+    if len(views) == len(pieces):
+        return views
     if dim == 0 and t.dim() > 1:
         held = " and ".join(fmt.name for fmt in t.formats if fmt is not None)
         raise MissingPlaneError(

@@ -2,7 +2,8 @@
 
 import copyreg
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,9 @@ DERIVED = "derived"
 def _plane(pickled: object) -> Plane | None:
     if pickled is None:
         return None
-    if not isinstance(pickled, tuple) or len(pickled) != 3 or not isinstance(pickled[2], dict):
+    if not _is_tuple(pickled, 3) or not isinstance(pickled[2], dict):
         raise UserError(f"a pickled plane is a format, a shape and buffers; got {_short(pickled)}: save it again")
-    name, shape, parts = pickled
+    name, shape, parts = cast("tuple[str, object, dict[str, object]]", pickled)
     fmt, (rows, cols) = formats.get(name), _extents(shape, 2)
     codes = parts.get("codes")
     nominal = codes.dtype if isinstance(codes, Tensor) and codes.dtype in HIGH_PRECISION_DTYPES else None
@@ -53,11 +54,19 @@ def _overlaps(buffer: Tensor) -> bool:
     return False
 
 
+def _is_tuple(value: object, count: int) -> TypeGuard[tuple[object, ...]]:
+    """Whether a pickled value is a tuple of so many."""
+    return isinstance(value, tuple) and len(cast("tuple[object, ...]", value)) == count
+
+
 def _extents(shape: object, count: int | None = None) -> tuple[int, ...]:
     """A pickled shape. UserError if it is not one, or does not have `count` extents."""
-    if isinstance(shape, tuple | list) and all(type(n) is int and n >= 0 for n in shape):
-        if count in (None, len(shape)):
-            return tuple(shape)
+    sequence = shape
+    if isinstance(sequence, tuple | list):
+        numbers = cast("Sequence[object]", sequence)
+        extents = tuple(n for n in numbers if type(n) is int and n >= 0)
+        if len(extents) == len(numbers) and count in (None, len(numbers)):
+            return extents
     raise UserError(f"a pickled shape holds integers of at least 0; got {_short(shape)}: save it again")
 
 
@@ -79,10 +88,11 @@ def _quantizer(pickled: object) -> Quantizer:
     """A pickled subclass, or a quantizer from the names of its formats."""
     if isinstance(pickled, Quantizer):
         return pickled
-    if not isinstance(pickled, tuple) or len(pickled) != 4 or not isinstance(pickled[3], History | None):
+    if not _is_tuple(pickled, 4) or not isinstance(pickled[3], History | None):
         raise UserError(f"a pickled quantizer is two formats, a source and a history; got {_short(pickled)}")
-    row, col, source, history = pickled
-    return Quantizer(row and formats.get(row), col and formats.get(col), source, history)
+    row, col, source, history = cast("tuple[str | None, str | None, str, History | None]", pickled)
+    rowwise, columnwise = (None if name is None else formats.get(name) for name in (row, col))
+    return Quantizer(rowwise, columnwise, source, history)
 
 
 def _short(value: object) -> str:

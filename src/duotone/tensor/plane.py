@@ -73,7 +73,7 @@ class Plane:
 
         A delayed scale is 1, because a write without a slot keeps it.
         """
-        parts = {}
+        parts: dict[str, Tensor] = {}
         for name, spec in fmt.parts(*shape).items():
             turned = plane == "col" and len(spec.shape) == 2
             part = new(spec.shape[::-1] if turned else spec.shape, dtype=spec.dtype or dtype)
@@ -125,7 +125,7 @@ class Plane:
         if start % step or (stop % step and stop != extent):
             return None
         shape = (stop - start, self.shape[1]) if dim == 0 else (self.shape[0], stop - start)
-        parts = {}
+        parts: dict[str, Tensor] = {}
         for name, spec in self.format.parts(*shape).items():
             covered, part = spec.entries[dim], self.parts[name]
             parts[name] = part if covered is None else part.narrow(dim, start // covered, spec.shape[dim])

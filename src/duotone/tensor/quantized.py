@@ -50,7 +50,7 @@ class QuantizedTensor(ShardHooks, Writes):
         other.context = LOCAL
         memo[id(self)] = other
         # The copy counts no writes, so the initial value of a tensor that was written must not look current on it.
-        stale = {INIT_VALUE} if self.is_inference() or self._version else set()
+        stale: set[str] = {INIT_VALUE} if self.is_inference() or self._version else set()
         for name in vars(self).keys() - vars(other).keys() - stale:
             setattr(other, name, copy.deepcopy(vars(self)[name], memo))
         other.grad = copy.deepcopy(self.grad, memo)

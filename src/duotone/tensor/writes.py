@@ -197,7 +197,7 @@ def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            written.extend(value if isinstance(value, list | tuple) else [value])
+            written += [*value] if isinstance(value, list | tuple) else [value]
     return written
 
 
@@ -233,4 +233,8 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
         if isinstance(target, Writes):
             assert isinstance(value, Tensor)
             returned[id(value)] = target.quantize_(value)
-    return tree_map(lambda r: returned.get(id(r), r), result)
+
+    def replaced(value: object) -> object:
+        return returned.get(id(value), value)
+
+    return tree_map(replaced, result)
