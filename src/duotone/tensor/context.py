@@ -45,6 +45,16 @@ class Slot:
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
 
 
+class FixedScale(Slot):
+    """A slot with one scale, fp32 (1,). It records nothing."""
+
+    def __init__(self, scale: Tensor) -> None:
+        self.scale = scale
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return self.scale
+
+
 @dataclass(frozen=True)
 class QuantizeContext:
     """How to encode one tensor.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,10 @@ from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Epilogue, Factors, Format, Parts
 from duotone.formats.geometry import crop
 from duotone.formats.stages import Stages
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
 
 
 class Usage(NamedTuple):
@@ -135,10 +138,10 @@ class Plane:
         """Whether a buffer covers the whole of `dim`, so that pieces along it share that buffer."""
         return any(spec.entries[dim] is None for spec in self.format.parts(*self.shape).values())
 
-    def copy_(self, other: "Plane") -> None:
-        """Take over the bytes of a plane of the same format and shape."""
+    def copy_(self, other: "Plane", keep: Tensor | None = None) -> None:
+        """Take over the bytes of a plane with the same parts and shape. If `keep` is true on the device, stay."""
         for name, part in self.parts.items():
-            part.copy_(other.parts[name])
+            part.copy_(other.parts[name] if keep is None else torch.where(keep, part, other.parts[name]))
 
 
 class Planes(NamedTuple):
@@ -169,63 +172,61 @@ class Planes(NamedTuple):
 
 
 def encode_once(
-    row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext, made: Any = None
+    row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext, producer: "FusedProducer | None" = None
 ) -> Planes | None:
-    """The planes of a CUDA matrix in these formats from one read of it, or None where stages have to encode it.
+    """The planes of a CUDA matrix in these formats from one read of it. None if stages have to encode it.
 
-    With `made`, the matrix is the one that kernels make of `x` on the way (`kernels.activations.FusedProducer`).
+    With `producer`, the matrix is what that computes from `x`, and the cast kernel computes it too.
     """
-    if ctx.shard is not None and (made is not None or torch.compiler.is_compiling()):
-        return None
+    row_delayed = row is not None and row.is_delayed
+    slot = None
+    if row_delayed or (col is not None and col.is_delayed):
+        slot = ctx.slots[0] if row_delayed else ctx.slots[1] or ctx.slots[0]
+        if slot is None:
+            return None
     if torch.compiler.is_compiling():
-        return None if made is not None or not ctx.traces_kernel else _traced(row, col, x, ctx)
+        traces = ctx.traces_kernel and ctx.shard is None and producer is None
+        return _encode_traced(row, col, x, slot, ctx.propagate) if traces else None
+    if producer is not None and ctx.shard is not None:
+        return None
     cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
         return None
     seed = _seed(row, col, x, ctx)
     if seed is None:
         return None
-    of_row = of_col = live = None
-    if row is not None and row.is_delayed:
-        slot = ctx.slots[0]
-        if slot is None or (made is not None and slot.is_new):  # which measures the matrix itself, not what makes it
+    scale = live = None
+    if slot is not None:
+        if producer is not None and slot.is_new:  # its first scale follows from the amax of the matrix itself
             return None
-        of_row, live = slot.place(x)
-    elif col is not None and col.is_delayed:
-        slot = ctx.slots[1] or ctx.slots[0]
-        if slot is None or (made is not None and slot.is_new):
-            return None
-        of_col, live = slot.place(x)
-    if made is None:
+        scale, live = slot.place(x)
+    scales = (scale, None) if row_delayed else (None, scale)
+    if producer is None:
         rows, cols = x.shape
-        x = x if x.is_contiguous() else x.contiguous()
-        rowwise, columnwise = cast(x, (of_row, of_col), live, ctx.shard, *seed)
+        parts = cast(x if x.is_contiguous() else x.contiguous(), scales, live, ctx.shard, *seed)
     else:
-        rows, cols = made.shape
-        rowwise, columnwise = cast.produced(made, (of_row, of_col), live, *seed)
+        rows, cols = producer.shape
+        parts = cast.produced(producer, scales, live, *seed)
     return Planes(
-        None if row is None or rowwise is None else Plane(row, rowwise, (rows, cols)),
-        None if col is None or columnwise is None else Plane(col, columnwise, (cols, rows)),
+        None if row is None or parts[0] is None else Plane(row, parts[0], (rows, cols)),
+        None if col is None or parts[1] is None else Plane(col, parts[1], (cols, rows)),
     )
 
 
 def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> tuple[Tensor, ...] | None:
-    """What a cast takes besides: the seed where a plane rounds stochastically; None where kernels cannot read it."""
+    """The last argument of a cast, if a plane rounds stochastically. None if kernels cannot read the seed."""
     if not ((row is not None and row.is_stochastic) or (col is not None and col.is_stochastic)):
         return ()
     return None if ctx.seed is None or ctx.seed.device != x.device else (ctx.seed,)
 
 
-def _traced(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> Planes:
-    """As `encode_once`, as one opaque op of the graph."""
+def _encode_traced(row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, propagate: bool) -> Planes:
+    """`encode_once` as one opaque op of the graph."""
     names = "" if row is None else row.name, "" if col is None else col.name
-    delayed = (row is not None and row.is_delayed) or (col is not None and col.is_delayed)
-    slot = ctx.slots[0] if row is not None and row.is_delayed else ctx.slots[1] or ctx.slots[0]
-    if delayed:
-        assert slot is not None
-        parts = slot.cast(x, *names, ctx.propagate)
+    if slot is None:
+        parts = torch.ops.duotone.cast_planes(x, *names, propagate, None)
     else:
-        parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None)
+        parts = slot.cast(x, *names, propagate)
     rows, cols = x.shape[0], x.shape[1]
     return Planes(
         None if row is None else Plane(row, {"codes": parts[0], "scale": parts[1]}, (rows, cols)),

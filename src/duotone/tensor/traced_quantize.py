@@ -9,23 +9,13 @@ from torch import Tensor
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError
 from duotone.formats import get
-from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.context import FixedScale, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
-
-
-class _Known(Slot):
-    """A slot whose scale the graph already holds."""
-
-    def __init__(self, scale: Tensor) -> None:
-        self.scale = scale
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        return self.scale
 
 
 def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> QuantizedTensor:
@@ -59,6 +49,6 @@ def _quantize(
 ) -> QuantizedTensor:
     row, col, source, history, propagate = value
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source, history and History(*history))
-    slots = None if of_row is None else _Known(of_row), None if of_col is None else _Known(of_col)
+    slots = None if of_row is None else FixedScale(of_row), None if of_col is None else FixedScale(of_col)
     ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed, propagate=propagate)
     return quantizer.quantized(x, Usage(*usage), ctx)

@@ -13,8 +13,8 @@ from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
+from duotone.tensor.context import LOCAL, FixedScale, QuantizeContext, Slot
+from duotone.tensor.plane import BOTH, Plane, Usage, same_memory
 from duotone.tensor.plane_tensor import PlaneTensor, check_source, matrix_shape, plain, unshared, values_as
 
 if TYPE_CHECKING:
@@ -58,23 +58,17 @@ class Writes(PlaneTensor):
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
         fresh = written.encode(matrix, held, self._write_context(ctx))
         self._require_formats(fresh.formats, usage)
+        written_planes: list[Plane | None] = []
         for mine, new in zip(self.planes, fresh, strict=True):
             if mine is not None and new is not None:
-                mine.copy_(new if keep is None else _unless(keep, mine, new))
-        self._rename(fresh)
+                mine.copy_(new, keep)
+                if mine.format != new.format:  # stored alike, with scales that are computed in another way
+                    mine = Plane(new.format, mine.parts, mine.shape)
+            written_planes.append(mine)
+        self._rowwise, self._columnwise = written_planes
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
-
-    def _rename(self, fresh: Planes) -> None:
-        """Name the formats that were written, which may find scales in another way than those before."""
-        row, col = (
-            mine
-            if new is None or mine is None or mine.format == new.format
-            else Plane(new.format, mine.parts, mine.shape)
-            for mine, new in zip(self.planes, fresh, strict=True)
-        )
-        self._rowwise, self._columnwise = row, col
 
     @property
     def shares_scale(self) -> bool:
@@ -102,7 +96,7 @@ class Writes(PlaneTensor):
         """`ctx`, completed by the tensor's context. Delayed planes without a slot keep the scale they have."""
         slots = self.context.slots if ctx.slots == (None, None) else ctx.slots
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
-            row, col = (_KeptScale(p.parts["scale"]) if p and p.format.is_delayed else None for p in self.planes)
+            row, col = (FixedScale(1 / p.parts["scale"]) if p and p.format.is_delayed else None for p in self.planes)
             slots = (row or col, col)
         shard = ctx.shard or self.context.shard
         if shard is not None:  # one scale for all shards: each records the largest amax of them
@@ -175,20 +169,6 @@ class _AgreedSlot(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         return self.slot.scale_for(self.shard.max(amax_of(x)).reshape(1, 1))
-
-
-class _KeptScale(Slot):
-    """Stands for the missing slot of a delayed plane: the encode scale that follows from its stored inverse."""
-
-    def __init__(self, inverse: Tensor) -> None:
-        self.inverse = inverse
-
-    def scale_for(self, x: Tensor) -> Tensor:
-        return torch.ones_like(self.inverse) / self.inverse
-
-
-def _unless(keep: Tensor, old: Plane, new: Plane) -> Plane:
-    return Plane(new.format, {n: torch.where(keep, old.parts[n], part) for n, part in new.parts.items()}, new.shape)
 
 
 def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
