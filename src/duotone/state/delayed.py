@@ -1,7 +1,6 @@
 """DelayedState: the scales and the amax history of one module and direction, as module buffers."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,10 +61,10 @@ class DelayedState(nn.Module):
         self.steps_with_new = 0
         self.number = STATES.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_views": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._register()
 
@@ -171,16 +170,23 @@ class DelayedState(nn.Module):
         step.now.past = history.roll(amaxes, scale, self.largest, self.history, self.events)
         step.before, step.now, step.deferred = step.now, Scales(), False
 
-    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Tensor],
+        prefix: str,
+        metadata: dict[str, object],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
         """A checkpoint without this state leaves it as it is. Another length keeps the newest entries."""
-        metadata, strict, _, unexpected, errors = args
         key = f"{prefix}amax_history"
         saved = state_dict.get(key)
         if saved is not None and saved.dim() == 2 and saved.shape != self.amax_history.shape:
             state_dict[key] = history.resized(saved, self.amax_history.shape[0])
-        absent: list[str] = []
         self._new = None
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, absent, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, [], unexpected, errors)
 
 
 STATES: Numbered[DelayedState] = Numbered()

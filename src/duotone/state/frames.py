@@ -11,7 +11,7 @@ microbatches and nested frames stay apart. Outside of frames nothing is kept.
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -115,7 +115,7 @@ def _forward_holders() -> Iterator[object]:
 
 def _pack_hooks() -> list[Any]:
     """The first halves of all hooks for saved tensors, outermost last."""
-    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    pairs: list[tuple[Any, Any]] = []
     while (top := top_saved_hooks(True)) is not None:
         pairs.append(top)
         torch_private.pop_saved_hooks()

@@ -52,16 +52,19 @@ def _expand(t: QuantizedTensor, size: Sequence[int], implicit: bool = False) -> 
 
 
 @_op(aten._to_copy.default)
-def _to_copy(t: QuantizedTensor, **kwargs: Any) -> Tensor:
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+def _to_copy(
+    t: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    pin_memory: bool | None = None,
+    **layout: object,
+) -> Tensor:
+    copy = partial(aten._to_copy.default, device=device, non_blocking=non_blocking, pin_memory=pin_memory)
     if dtype is not None and dtype != t.dtype:
-        return aten._to_copy.default(values_as(t, dtype), **kwargs)
-    moved = {"non_blocking": kwargs.get("non_blocking", False), "pin_memory": kwargs.get("pin_memory")}
-
-    def move(part: Tensor) -> Tensor:
-        return aten._to_copy.default(part, device=device or part.device, **moved)
-
-    return t.with_memory(t.planes.map(move), device=device)
+        return copy(values_as(t, dtype), dtype=dtype, **layout)
+    return t.with_memory(t.planes.map(copy), device=device)
 
 
 @_op(aten.copy_.default)

@@ -41,7 +41,7 @@ class QuantizedTensor(ShardHooks, Writes):
             self._rowwise = self._rowwise or fresh.rowwise
             self._columnwise = self._columnwise or fresh.columnwise
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedTensor":
+    def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedTensor":
         other = self.with_memory(self.planes.map(torch.clone))
         other.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):

@@ -201,9 +201,11 @@ class Quantize(torch.autograd.Function):
     """A tensor to its quantized form. The gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, usage: Usage, context: QuantizeContext) -> QuantizedTensor:
+    def forward(
+        ctx: object, x: Tensor, quantizer: Quantizer, usage: Usage, context: QuantizeContext
+    ) -> QuantizedTensor:
         return quantizer.make(x, usage, context)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0], None, None, None

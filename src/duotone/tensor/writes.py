@@ -96,7 +96,7 @@ class Writes(PlaneTensor):
         """`ctx`, completed by the tensor's context. Delayed planes without a slot keep the scale they have."""
         slots = self.context.slots if ctx.slots == (None, None) else ctx.slots
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
-            row, col = (FixedScale(1 / p.parts["scale"]) if p and p.format.is_delayed else None for p in self.planes)
+            row, col = (_kept_scale(p) for p in self.planes)
             slots = (row or col, col)
         shard = ctx.shard or self.context.shard
         if shard is not None:  # one scale for all shards: each records the largest amax of them
@@ -169,6 +169,14 @@ class _AgreedSlot(Slot):
 
     def scale_for(self, x: Tensor) -> Tensor:
         return self.slot.scale_for(self.shard.max(amax_of(x)).reshape(1, 1))
+
+
+def _kept_scale(plane: Plane | None) -> Slot | None:
+    """Stands for the missing slot of a delayed plane: the encode scale that follows from its stored inverse."""
+    if plane is None or not plane.format.is_delayed:
+        return None
+    inverse = plane.parts["scale"]
+    return FixedScale(torch.ones_like(inverse) / inverse)
 
 
 def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
