@@ -145,11 +145,6 @@ FP8_DTYPES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """The codes that kernels and tensor cores know as FP8."""
 
 
-def round_stochastic(v: Tensor, bits: Tensor) -> Tensor:
-    """The NVFP4 rounding rule alone: fp32 `v`, integer `bits` 0..255 of the same shape -> fp32 E2M1 values."""
-    return E2M1.round_stochastic(v, bits)
-
-
 def pack_pairs(codes: Tensor) -> Tensor:
     """4-bit codes (..., K) -> bytes (..., ceil(K/2)), the even element in the low nibble."""
     if codes.shape[-1] % 2:

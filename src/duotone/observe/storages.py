@@ -1,8 +1,7 @@
-"""Storages: what tensors cost in bytes, which of them live at once, and which autograd keeps."""
+"""Storages: what tensors cost in bytes, and which of them live at once."""
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -64,20 +63,3 @@ class LiveStorages(TorchDispatchMode):
             self._references[key] = weakref.ref(storage, free)
             self.live += size
             self.peak = max(self.peak, self.live)
-
-
-@contextmanager
-def saved_for_backward(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd saves inside the block, with their bytes, without those of `known`.
-
-    What is saved lives until backward, so no two of its storages can share a key within one forward.
-    """
-    left_out = set(sizes(known))
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update({key: size for key, size in sizes([tensor]).items() if key not in left_out})
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved

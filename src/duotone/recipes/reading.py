@@ -1,6 +1,7 @@
 """From the table of a file to a recipe or a schedule: which keys it may have, and which values."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 
 from duotone.errors import RecipeError
@@ -73,20 +74,16 @@ def _rules(data: Table, resolve: Resolve, default_name: str) -> RuleRecipe:
 
 def _rule(number: int, row: Table) -> Rule:
     _only(row, tuple(f.name for f in fields(Rule)), f"rule {number}")
-    try:
+    with _within(f"rule {number}"):
         return Rule(**row)
-    except RecipeError as error:
-        raise RecipeError(f"rule {number}: {error}") from None
 
 
 def _history(row: object) -> History:
     if not is_table(row):
         raise RecipeError(f"delayed is {row!r}; give a table with {', '.join(DELAYED_KEYS)}")
     _only(row, DELAYED_KEYS, "[delayed]")
-    try:
+    with _within("[delayed]"):
         return history(row)
-    except RecipeError as error:
-        raise RecipeError(f"[delayed]: {error}") from None
 
 
 def _schedule(data: Table, resolve: Resolve, default_name: str) -> Schedule:
@@ -106,10 +103,8 @@ def _phase(number: int, row: Table, resolve: Resolve) -> Phase:
     if missing:
         raise RecipeError(f"{where} has no {missing}; give from = a step or a fraction, and recipe = a name or a file")
     recipe = _reference(row["recipe"], resolve, f"{where}: recipe")
-    try:
+    with _within(where):
         return Phase(recipe, row["from"], row.get("convert_parameters", False))
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {error}") from None
 
 
 def _reference(named: object, resolve: Resolve, where: str) -> Recipe:
@@ -118,8 +113,15 @@ def _reference(named: object, resolve: Resolve, where: str) -> Recipe:
         return resolve(named)
     if not is_table(named) or "phases" in named:
         raise RecipeError(f"{where} is {named!r}; give the name of a recipe, a file, or a table of one")
-    try:
+    with _within(where):
         return read_recipe(named, resolve, "rules")
+
+
+@contextmanager
+def _within(where: str) -> Iterator[None]:
+    """Name the place in the file in the RecipeErrors of a block."""
+    try:
+        yield
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
 
