@@ -240,8 +240,6 @@ def test_mean_over_all_bits_is_the_fraction_rounded_down_to_a_256th() -> None:
     bits = torch.arange(256, dtype=torch.uint8).expand(len(v), 256)
     drawn = elements.E2M1.round_stochastic(torch.from_numpy(v)[:, None].expand(bits.shape), bits)
     mean = drawn.double().mean(1).numpy()
-        elements.E2M1.round_stochastic(torch.from_numpy(v)[:, None].expand(bits.shape), bits).double().mean(1).numpy()
-    )
     a = np.abs(v.astype(np.float64))
     step = np.where(a < 2, 0.5, np.where(a < 4, 1.0, 2.0))
     lower = np.floor(a / step) * step
