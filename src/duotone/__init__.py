@@ -32,7 +32,7 @@ from duotone.recipes import (
     RuleRecipe,
     Schedule,
 )
-from duotone.renamed import old_names
+from duotone.renamed import keep_old_names
 from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
@@ -96,7 +96,7 @@ __all__ = [
     "rng_state",
 ]  # fmt: skip
 
-__getattr__ = old_names({"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals())
+keep_old_names({"UsageError": "MissingPlaneError", "name_modules": "assign_names"}, globals())
 
 
 def __dir__() -> list[str]:

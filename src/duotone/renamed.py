@@ -2,8 +2,7 @@
 
 import pkgutil
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 
 def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
@@ -11,24 +10,27 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{old} has been renamed: use {new}", DeprecationWarning, stacklevel=stacklevel)
 
 
-def old_names(names: Mapping[str, str], module: dict[str, Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of a module with these globals, in which old names lead to new ones of it or to full paths."""
+def keep_old_names(names: Mapping[str, str], module: dict[str, object]) -> None:
+    """Let old names of the module with these globals lead to new ones of it, or to full paths.
 
-    def find(name: str) -> Any:
-        home = module["__name__"]
+    Type checkers do not see the `__getattr__` that this adds, so that they still refuse misspelled names.
+    """
+    home = str(module["__name__"])
+
+    def find(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module {home!r} has no attribute {name!r}")
         path = names[name] if "." in names[name] else f"{home}.{names[name]}"
         warn_renamed(f"{home}.{name}", path)
         return pkgutil.resolve_name(path)
 
-    return find
+    module["__getattr__"] = find
 
 
 def old_field(old: str, new: str) -> property:
     """A property that reads the field `new` under its old name."""
 
-    def read(owner: object) -> Any:
+    def read(owner: object) -> object:
         warn_renamed(f"{type(owner).__name__}.{old}", new)
         return getattr(owner, new)
 

@@ -2,7 +2,7 @@
 
 from duotone.observe.memory_ledger import Ledger, ledger
 from duotone.observe.tapped_recipe import Tap, with_statistics
-from duotone.renamed import old_names
+from duotone.renamed import keep_old_names
 
 __all__ = ["Ledger", "Tap", "ledger", "with_statistics"]
-__getattr__ = old_names({"tap": "with_statistics"}, globals())
+keep_old_names({"tap": "with_statistics"}, globals())

@@ -1,6 +1,6 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
-from duotone.renamed import old_names
+from duotone.renamed import keep_old_names
 from duotone.tensor import ops, pickling  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
@@ -15,4 +15,4 @@ __all__ = [
 ]  # fmt: skip
 
 _HANDLES = "Float8Block Float8CurrentScaling Float8 Hybrid Identity MXFP8 NVFP4".split()
-__getattr__ = old_names({f"{kind}Quantizer": f"duotone.{kind}Quantizer" for kind in _HANDLES}, globals())
+keep_old_names({f"{kind}Quantizer": f"duotone.{kind}Quantizer" for kind in _HANDLES}, globals())
