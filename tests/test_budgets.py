@@ -13,33 +13,33 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 23200
-TOOL_LINES = 3870
+LIBRARY_LINES = 24200
+TOOL_LINES = 3800
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1060, 32, 32),
+    "attention": (1050, 32, 4),
     "cli": (840, 2, 0),
-    "comm": (140, 1, 0),
-    "compat": (740, 5, 5),
-    "conversion": (1360, 22, 38),
-    "dispatch": (2500, 72, 30),
-    "formats": (1520, 11, 9),
-    "kernels": (3680, 44, 154),
+    "comm": (120, 1, 0),
+    "compat": (740, 1, 0),
+    "conversion": (1530, 16, 0),
+    "dispatch": (2400, 61, 18),
+    "formats": (1510, 0, 0),
+    "kernels": (3650, 42, 146),
     "lab": (1910, 7, 0),
-    "linear": (1720, 67, 50),
-    "modules": (460, 22, 9),
-    "observe": (900, 34, 21),
-    "ops": (1200, 147, 51),
-    "optim": (480, 22, 5),
-    "package": (350, 0, 0),
-    "pipeline": (940, 112, 34),
-    "planned": (1660, 81, 32),
-    "recipes": (1860, 61, 31),
+    "linear": (1690, 32, 22),
+    "modules": (510, 21, 2),
+    "observe": (860, 11, 0),
+    "ops": (1230, 27, 8),
+    "optim": (480, 10, 0),
+    "package": (250, 1, 0),
+    "pipeline": (990, 103, 14),
+    "planned": (1750, 53, 19),
+    "recipes": (1980, 27, 0),
     "report": (1060, 0, 0),
-    "state": (1440, 49, 10),
-    "tensor": (1900, 92, 35),
+    "state": (1580, 13, 0),
+    "tensor": (1950, 17, 4),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
