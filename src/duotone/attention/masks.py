@@ -1,7 +1,7 @@
 """Masks of attention: which key each query sees, from positions in sequences rather than from stored triangles."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,16 +9,20 @@ from torch import Tensor
 from duotone.errors import UserError
 
 Window = tuple[int, int]
+Masks = Tensor | tuple[Tensor, Tensor] | None
+"""One mask, or one of queries and one of keys."""
+
+Lengths = Tensor | None
 UNBOUNDED: Window = (-1, -1)
 
 
 @dataclass(frozen=True)
 class MaskType:
-    """`padding` and `given` masks come with the call. `from_end` aligns the ends of unequally long sequences."""
+    """`padding` and `arbitrary` masks come with the call. `from_end` aligns the ends of unequally long sequences."""
 
     causal: bool = False
     padding: bool = False
-    given: bool = False
+    arbitrary: bool = False
     from_end: bool = True
 
 
@@ -29,7 +33,7 @@ MASK_TYPES = {
     "padding": MaskType(padding=True),
     "padding_causal": MaskType(causal=True, padding=True, from_end=False),
     "padding_causal_bottom_right": MaskType(causal=True, padding=True),
-    "arbitrary": MaskType(given=True),
+    "arbitrary": MaskType(arbitrary=True),
 }
 """Transformer Engine's names; the diagonal of a window without causality is at the bottom right, as there."""
 
@@ -100,42 +104,45 @@ class Masking:
     window: Window
     is_packed: bool
 
-    def mask(self, query: Tensor, key: Tensor, given: Any, cu_seqlens: tuple[Any, Any]) -> Tensor | None:
-        """Bool, True where a key is seen, for heads (batch, heads, tokens, depth); None where there is no need of one.
+    def mask(self, query: Tensor, key: Tensor, mask: Masks, cu_seqlens: tuple[Lengths, Lengths]) -> Tensor | None:
+        """Bool, True for a key that is seen, for heads (batch, heads, tokens, depth).
 
-        None stands for all keys, or for the triangle of a causal type. UserError where masks or lengths do not fit.
+        None stands for all keys, or for the triangle of a causal type. UserError if masks or lengths do not fit.
         """
         kind, tokens = self.kind, (query.shape[2], key.shape[2])
-        if given is not None and (self.is_packed or not (kind.given or kind.padding)):
+        if mask is not None and (self.is_packed or not (kind.arbitrary or kind.padding)):
             raise UserError(
                 "attention_mask is for unpacked sequences and types of padding or 'arbitrary'; leave it out"
             )
-        if kind.given and self.is_packed:
+        if kind.arbitrary and self.is_packed:
             raise UserError("attn_mask_type 'arbitrary' takes no packed sequences ('thd'); use 'sbhd' or 'bshd'")
         if self.is_packed or kind.padding:
-            masks = given if isinstance(given, tuple) else (given, given)
+            masks = mask if isinstance(mask, tuple) else (mask, mask)
             sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding meets no padding
             first, second = (self._side(query.shape[0], *side) for side in sides)
-            if self.is_packed and len(cu_seqlens[0]) != len(cu_seqlens[1]):
-                raise UserError(f"cu_seqlens are of equal lengths; got {len(cu_seqlens[0])} and {len(cu_seqlens[1])}")
+            lengths = [len(edges) for edges in cu_seqlens if edges is not None and self.is_packed]
+            if len(set(lengths)) > 1:
+                raise UserError(f"cu_seqlens are of equal lengths; got {lengths[0]} and {lengths[1]}")
             return visible((first, second), self.window)
         triangle = kind.causal and (not kind.from_end or tokens[0] == tokens[1])
         seen = None
         if self.window != UNBOUNDED and not (triangle and self.window == (-1, 0)):
             first, second = (whole(count, query.device, kind.from_end) for count in tokens)
             seen = visible((first, second), self.window)
-        return _seen(given, (query.shape[0], query.shape[1], *tokens), seen) if kind.given else seen
+        return _seen(mask, (query.shape[0], query.shape[1], *tokens), seen) if kind.arbitrary else seen
 
-    def _side(self, batch: int, tokens: int, mask: Any, cu_seqlens: Any, padding: int) -> Side:
-        if mask is None:
-            _check_lengths(cu_seqlens, None if self.is_packed else batch + 1, tokens if self.is_packed else None)
+    def _side(self, batch: int, tokens: int, mask: Tensor | None, cu_seqlens: Lengths, padding: int) -> Side:
+        if mask is not None:
+            return padded(_real(mask, batch, tokens), self.kind.from_end, padding)
+        edges = _checked(cu_seqlens, None if self.is_packed else batch + 1, tokens if self.is_packed else None)
         if self.is_packed:
-            return packed(cu_seqlens, tokens, self.kind.from_end, padding)
-        return padded(_real(mask, cu_seqlens, batch, tokens), self.kind.from_end, padding)
+            return packed(edges, tokens, self.kind.from_end, padding)
+        real = torch.arange(tokens, device=edges.device) < edges.diff()[:, None]
+        return padded(real, self.kind.from_end, padding)
 
 
-def _check_lengths(cu_seqlens: Any, edges: int | None, tokens: int | None) -> None:
-    """UserError where edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for."""
+def _checked(cu_seqlens: Lengths, edges: int | None, tokens: int | None) -> Tensor:
+    """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for."""
     wanted = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
         raise UserError(f"packed or padded sequences need cu_seqlens: {wanted}; or an attention_mask of padding")
@@ -143,16 +150,15 @@ def _check_lengths(cu_seqlens: Any, edges: int | None, tokens: int | None) -> No
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) != (edges or len(cu_seqlens)):
         raise UserError(f"cu_seqlens are {wanted}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    given = cu_seqlens.tolist()
-    if not given or given[0] != 0 or sorted(given) != given or (tokens is not None and given[-1] > tokens):
-        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {given} for {tokens or 'padded'} tokens")
+        return cu_seqlens
+    values = cu_seqlens.tolist()
+    if not values or values[0] != 0 or sorted(values) != values or (tokens is not None and values[-1] > tokens):
+        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {values} for {tokens or 'padded'} tokens")
+    return cu_seqlens
 
 
-def _real(mask: Any, cu_seqlens: Any, batch: int, tokens: int) -> Tensor:
+def _real(mask: Tensor, batch: int, tokens: int) -> Tensor:
     """Bool (batch, tokens), True for tokens that are not padding."""
-    if mask is None:
-        return torch.arange(tokens, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
     if mask.dtype is not torch.bool or tuple(mask.shape) not in ((batch, tokens), (batch, 1, 1, tokens)):
         raise UserError(
             f"attention_mask of padding is bool ({batch}, {tokens}) or ({batch}, 1, 1, {tokens}), True for padding, or "
@@ -161,8 +167,8 @@ def _real(mask: Any, cu_seqlens: Any, batch: int, tokens: int) -> Tensor:
     return ~mask.view(batch, tokens)
 
 
-def _seen(mask: Any, shape: tuple[int, ...], within: Tensor | None) -> Tensor:
-    """What an arbitrary mask leaves, and the window too where there is one."""
+def _seen(mask: Masks, shape: tuple[int, ...], within: Tensor | None) -> Tensor:
+    """What an arbitrary mask leaves, and the window too if there is one."""
     if mask is None or isinstance(mask, tuple):
         raise UserError("attn_mask_type 'arbitrary' needs one attention_mask; give it, or change the type")
     fits = 2 <= mask.dim() <= 4 and all(n in (1, m) for n, m in zip(mask.shape[::-1], shape[::-1], strict=False))

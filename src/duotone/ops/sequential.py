@@ -11,7 +11,11 @@ from duotone.pipeline.channels import INPUTS, InOrder, Routing, are_used, bound,
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.slot_roles import KnownRoles
 
-NOTHING: Mapping[Any, Any] = {}
+Keywords = Mapping[str, object]
+Member = Op | nn.Module
+"""Some ops are no modules: a norm whose parameters another module holds."""
+
+NOTHING: Mapping[int, Keywords] = {}
 
 
 class Sequential(KnownRoles, nn.Sequential):
@@ -32,17 +36,17 @@ class Sequential(KnownRoles, nn.Sequential):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        *extra: Any,
+        *extra: object,
         is_first_microbatch: bool | None = None,
-        op_kwargs: Mapping[nn.Module | int, Mapping[str, Any]] | None = None,
+        op_kwargs: Mapping[nn.Module | int, Keywords] | None = None,
     ) -> Any:
         modules = tuple(self._modules.values())
         takes = public_inputs(modules)
         if takes != len(extra):
             raise UserError(f"{len(extra)} further inputs were given to ops that take {takes}; pass one for each")
-        own = _keywords(modules, op_kwargs) if op_kwargs else {}
-        made, outputs = run_modules(modules, x, extra, is_first_microbatch, self, own)
-        return (made, *outputs) if outputs else made
+        keywords = _keywords(modules, op_kwargs) if op_kwargs else NOTHING
+        y, outputs = run_modules(modules, x, extra, is_first_microbatch, self, keywords)
+        return (y, *outputs) if outputs else y
 
     def __add__(self, other: nn.Sequential) -> "Sequential":
         return type(self)(*self, *other)
@@ -57,13 +61,13 @@ class Sequential(KnownRoles, nn.Sequential):
 
 
 def run_modules(
-    modules: Sequence[Any],
+    modules: Sequence[Member],
     x: Tensor,
-    extra: Sequence[Any],
+    extra: Sequence[object],
     first: bool | None,
-    owner: Any,
-    keywords: Mapping[int, Mapping[str, Any]] = NOTHING,
-) -> tuple[Tensor, list[Any]]:
+    owner: nn.Module,
+    keywords: Mapping[int, Keywords] = NOTHING,
+) -> tuple[Tensor, list[object]]:
     """The output and the further outputs of modules and ops, neighbouring ops in one pipeline.
 
     `keywords` are keyword arguments by the index of a module.
@@ -73,76 +77,79 @@ def run_modules(
         check_channels(modules)
     routing = Routing(extra) if channels else InOrder(extra)
     for part in _parts(modules, keywords, channels):
-        ops = part if isinstance(part, list) else part[:1]
-        inputs = routing.inputs(ops)
+        members = part if isinstance(part, list) else part[:1]
+        inputs = routing.inputs(members)
         if isinstance(part, list):
             y = run(part, x, inputs, first, owner)
         else:
-            module, given = part
+            module, options = part
             if getattr(module, "takes_first_microbatch", False):
-                given = {"is_first_microbatch": first, **given}
-            y = module(x, *inputs, **given)
+                options = {"is_first_microbatch": first, **options}
+            y = module(x, *inputs, **options)
         if isinstance(y, tuple):
             y, *more = y
-            routing.take(ops, more)
+            routing.take(members, more)
         x = y
     return x, routing.outputs
 
 
-def _keywords(modules: Sequence[Any], op_kwargs: Any) -> dict[int, Mapping[str, Any]]:
-    """`op_kwargs` by index. UserError for a module that is not there, and for what its forward does not take."""
+def _keywords(modules: Sequence[Member | None], op_kwargs: object) -> dict[int, Keywords]:
+    """`op_kwargs` by index. UserError for an unknown module, and for what a module's forward does not take."""
     if not isinstance(op_kwargs, Mapping):
         raise UserError(f"op_kwargs is a dict of modules, or their indices, to dicts; got {type(op_kwargs).__name__}")
-    found: dict[int, Mapping[str, Any]] = {}
-    for key, given in op_kwargs.items():
+    keywords: dict[int, Keywords] = {}
+    for key, options in op_kwargs.items():
         places = [i for i, module in enumerate(modules) if module is key or (type(key) is int and i == key)]
         if not places:
             what = repr(key) if isinstance(key, int) else f"a {type(key).__name__} that is not there"
             raise UserError(f"op_kwargs has {what}; give a module of this Sequential, or an index below {len(modules)}")
-        if not isinstance(given, Mapping):
-            raise UserError(f"op_kwargs of {key!r} is {given!r}; give a dict of keyword arguments")
+        if not isinstance(options, Mapping):
+            raise UserError(f"op_kwargs of {key!r} is {options!r}; give a dict of keyword arguments")
         for i in places:
-            _check_keywords(i, modules[i], given)
-            found[i] = {**found.get(i, {}), **given}
-    return found
+            _check_keywords(i, modules[i], options)
+            keywords[i] = {**keywords.get(i, {}), **options}
+    return keywords
 
 
-def _check_keywords(place: int, module: Any, given: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(module.forward).parameters.values()
+def _check_keywords(place: int, module: Member | None, options: Keywords) -> None:
+    parameters = inspect.signature(module.forward).parameters.values()  # type: ignore[union-attr]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    for name in given:
+    for name in options:
         if name not in known:
             kind = type(module).__name__
             raise UserError(f"op_kwargs of {kind} at {place} has {name!r}; its forward takes {', '.join(known[1:])}")
 
 
-def _parts(modules: Sequence[Any], keywords: Mapping[int, Any], channels: bool) -> list[Any]:
+def _parts(
+    modules: Sequence[Member], keywords: Mapping[int, Keywords], channels: bool
+) -> list[list[Op] | tuple[nn.Module, Keywords]]:
     """Lists of neighbouring ops, and modules that run alone with their keyword arguments.
 
     A channel ends a list where the next op takes what an op of that list gives.
     """
-    parts: list[Any] = []
+    parts: list[list[Op] | tuple[nn.Module, Keywords]] = []
     for i, module in enumerate(modules):
         alone = i in keywords or (isinstance(module, nn.Module) and is_hooked(module))
         ops = None if alone else getattr(module, "pipeline", None)
         if ops is None:
-            parts.append((module, keywords.get(i, NOTHING)))
-        elif parts and isinstance(parts[-1], list) and not (channels and bound(module, INPUTS)):
-            parts[-1] += ops
+            assert isinstance(module, nn.Module)
+            parts.append((module, keywords.get(i, {})))
+        elif parts and isinstance(last := parts[-1], list) and not (channels and bound(module, INPUTS)):
+            last += ops
         else:
             parts.append(list(ops))
     return parts
 
 
-def is_plain(*modules: Any) -> bool:
+def is_plain(*modules: object) -> bool:
     """Whether modules are ops without hooks, whose stages say all that they do."""
-    return all(isinstance(module, Op) and not is_hooked(module) for module in modules)
+    return all(isinstance(module, Op) and isinstance(module, nn.Module) and not is_hooked(module) for module in modules)
 
 
-def is_hooked(module: Any) -> bool:
-    """Whether a module has hooks that want to see its calls; those that say `watches` take a step as it is."""
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks that want to see its calls; hooks with `watches` take a step as it is."""
     if not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks):
         return False
     every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

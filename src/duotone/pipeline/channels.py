@@ -27,7 +27,7 @@ class Channels:
         _bind(self, OUTPUTS, self.extra_outputs, index, channel, (channel, output_to_caller))
 
 
-def _bind(op: Any, kind: str, count: int, index: int, channel: str | None, value: Any) -> None:
+def _bind(op: object, kind: str, count: int, index: int, channel: str | None, value: Any) -> None:
     what = {INPUTS: "inputs", OUTPUTS: "outputs"}[kind]
     if not isinstance(index, int) or not 0 <= index < count:
         raise UserError(f"{type(op).__name__} has {count} further {what}; got the index {index!r}")
@@ -37,21 +37,21 @@ def _bind(op: Any, kind: str, count: int, index: int, channel: str | None, value
     op.__dict__[kind] = others if channel is None else {**others, index: value}
 
 
-def bound(op: Any, kind: str) -> dict[int, Any]:
+def bound(op: object, kind: str) -> dict[int, Any]:
     return op.__dict__.get(kind) or {}
 
 
-def public_inputs(ops: Sequence[Any]) -> int:
+def public_inputs(ops: Sequence[object]) -> int:
     """How many further inputs of ops the caller gives."""
     every = sum([getattr(op, "extra_inputs", 0) for op in ops])
     return every - sum([len(bound(op, INPUTS)) for op in ops]) if every else 0
 
 
-def are_used(ops: Sequence[Any]) -> bool:
+def are_used(ops: Sequence[object]) -> bool:
     return any([INPUTS in op.__dict__ or OUTPUTS in op.__dict__ for op in ops])
 
 
-def check_channels(ops: Sequence[Any]) -> None:
+def check_channels(ops: Sequence[object]) -> None:
     """UserError unless each channel that an op takes is given once, by an op before it."""
     places: dict[str, list[int]] = {}
     for i, op in enumerate(ops):
@@ -65,8 +65,8 @@ def check_channels(ops: Sequence[Any]) -> None:
         for name in bound(op, INPUTS).values():
             taker = f"{type(op).__name__} at {i} takes the channel {name!r}"
             if name not in places:
-                given = f"channels are {', '.join(map(repr, places))}" if places else "no op gives a channel"
-                raise UserError(f"{taker}, which no op gives; {given}")
+                known = f"channels are {', '.join(map(repr, places))}" if places else "no op gives a channel"
+                raise UserError(f"{taker}, which no op gives; {known}")
             if places[name][0] >= i:
                 raise UserError(f"{taker}, which the op at {places[name][0]} gives later; put that one before it")
 
@@ -74,17 +74,17 @@ def check_channels(ops: Sequence[Any]) -> None:
 class InOrder:
     """Further inputs and outputs of one call without channels."""
 
-    def __init__(self, extra: Sequence[Any]) -> None:
-        self.given = extra
-        self.outputs: list[Any] = []
+    def __init__(self, extra: Sequence[object]) -> None:
+        self.rest = extra
+        self.outputs: list[object] = []
 
-    def inputs(self, ops: Sequence[Any]) -> Sequence[Any]:
+    def inputs(self, ops: Sequence[object]) -> Sequence[object]:
         """The further inputs of ops, in order."""
-        count = sum([getattr(op, "extra_inputs", 0) for op in ops]) if self.given else 0
-        made, self.given = self.given[:count], self.given[count:]
-        return made
+        count = sum([getattr(op, "extra_inputs", 0) for op in ops]) if self.rest else 0
+        inputs, self.rest = self.rest[:count], self.rest[count:]
+        return inputs
 
-    def take(self, ops: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
         """The further outputs of ops."""
         self.outputs += outputs
 
@@ -92,21 +92,21 @@ class InOrder:
 class Routing:
     """What lies in channels during one call, and what the caller gave."""
 
-    def __init__(self, extra: Sequence[Any]) -> None:
-        self.given = iter(extra)
-        self.channels: dict[str, Any] = {}
-        self.outputs: list[Any] = []
+    def __init__(self, extra: Sequence[object]) -> None:
+        self.rest = iter(extra)
+        self.channels: dict[str, object] = {}
+        self.outputs: list[object] = []
 
-    def inputs(self, ops: Sequence[Any]) -> Sequence[Any]:
+    def inputs(self, ops: Sequence[object]) -> Sequence[object]:
         """The further inputs of ops, in order."""
-        made = []
+        inputs = []
         for op in ops:
             names = bound(op, INPUTS)
             for i in range(getattr(op, "extra_inputs", 0)):
-                made.append(self.channels[names[i]] if i in names else next(self.given))
-        return made
+                inputs.append(self.channels[names[i]] if i in names else next(self.rest))
+        return inputs
 
-    def take(self, ops: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
         """Put the further outputs of ops where they belong."""
         if not any(bound(op, OUTPUTS) for op in ops):
             self.outputs += outputs
@@ -114,7 +114,7 @@ class Routing:
         rest = iter(outputs)
         for op in ops:
             names = bound(op, OUTPUTS)
-            for i in range(op.extra_outputs):
+            for i in range(getattr(op, "extra_outputs", 0)):
                 value = next(rest)
                 name, to_caller = names.get(i, ("", True))
                 if name:

@@ -21,11 +21,11 @@ class Place(NamedTuple):
 
 def recipe_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies on the CPU of all scales fp32 (n,) and amax histories fp32 (L, n) of delayed scaling, by full name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for prefix, (state, saved, name) in _places(model).items():
         parts = saved.get(name, {}) if state is None else {part: state.get_buffer(part) for part in PARTS}
-        found.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
-    return found
+        tensors.update({f"{prefix}.{part}": tensor.detach().clone().cpu() for part, tensor in parts.items()})
+    return tensors
 
 
 def load_recipe_state(model: nn.Module, state: dict[str, Tensor]) -> None:
@@ -73,11 +73,11 @@ def _places(model: nn.Module) -> dict[str, Place]:
     """Each state that the model has or may get, by full name."""
     if not isinstance(model, nn.Module):
         raise UserError(f"the states of a model were asked for; got {type(model).__name__}: pass the nn.Module")
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for name, module in model.named_modules():
         if isinstance(module, DelayedState):
-            found[name] = Place(module, {}, "")
+            places[name] = Place(module, {}, "")
         elif isinstance(module, Planned):
             for state in STATES:
-                found.setdefault(f"{name}.{state}".removeprefix("."), Place(None, module.saved_states, state))
-    return found
+                places.setdefault(f"{name}.{state}".removeprefix("."), Place(None, module.saved_states, state))
+    return places

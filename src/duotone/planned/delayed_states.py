@@ -23,9 +23,9 @@ STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 def agreed_history(plan: LinearPlan) -> History:
     """The one history of a plan's delayed slots. RecipeError where two slots disagree."""
     quantizers = {kind: operand.quantizer for kind, operand in plan.operands.items()}
-    delayed = {kind: made for kind, made in quantizers.items() if any(made.delayed)}
+    delayed = {kind: quantizer for kind, quantizer in quantizers.items() if any(quantizer.delayed)}
     check_requests(delayed)
-    return next((made.history for made in delayed.values() if made.history is not None), History())
+    return next((quantizer.history for quantizer in delayed.values() if quantizer.history is not None), History())
 
 
 def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
@@ -40,7 +40,7 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
 
 
 def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
-    """The numbers of the forward and the backward state, made or adjusted to the plan; loaded values are taken up."""
+    """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values."""
     history = agreed_history(plan)
     members = len(module.weights)
     forward = _state(module, FORWARD_STATE, history)
@@ -74,12 +74,12 @@ def drop(module: "Planned") -> None:
 
 def set_aside(module: "Planned", state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
     """Take the states out of a checkpoint that the module does not have (yet), by name."""
-    found: dict[str, dict[str, Tensor]] = {}
+    states: dict[str, dict[str, Tensor]] = {}
     for name in STATES:
         start = f"{prefix}{name}."
         for key in [key for key in state_dict if key.startswith(start) and name not in module._modules]:
-            found.setdefault(name, {})[key.removeprefix(start)] = state_dict.pop(key).detach().clone()
-    return found
+            states.setdefault(name, {})[key.removeprefix(start)] = state_dict.pop(key).detach().clone()
+    return states
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:
@@ -90,6 +90,6 @@ def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> Quan
     return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context
 
 
-def _largest(made: Quantizer) -> list[float]:
-    sides = zip((made.rowwise, made.columnwise), made.delayed, strict=True)
+def _largest(quantizer: Quantizer) -> list[float]:
+    sides = zip((quantizer.rowwise, quantizer.columnwise), quantizer.delayed, strict=True)
     return [fmt.largest if slot and fmt is not None else 0.0 for fmt, slot in sides]

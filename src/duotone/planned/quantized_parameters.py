@@ -34,10 +34,10 @@ def quantized_parameter(
     """
     usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad
-    made = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
+    parameter = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
     if preserve:
-        setattr(made, INIT_VALUE, weight.detach().to("cpu", copy=True))
-    return made
+        setattr(parameter, INIT_VALUE, weight.detach().to("cpu", copy=True))
+    return parameter
 
 
 def quantize_weights(module: "Planned") -> None:
@@ -66,7 +66,7 @@ def quantize_weights(module: "Planned") -> None:
             record(weight.context, value)
 
 
-def replace(old: nn.Parameter, new: nn.Parameter) -> None:
+def replace(old: Tensor, new: nn.Parameter) -> None:
     """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay.
 
     An initial value stays as long as nothing was written, because `new` starts with no writes.
@@ -81,7 +81,7 @@ def replace(old: nn.Parameter, new: nn.Parameter) -> None:
     torch.utils.swap_tensors(old, new)
 
 
-def moved(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
+def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
     """Apply a module-wide conversion to a quantized parameter: device and nominal dtype follow, bytes stay."""
     probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
     if probe.device == parameter.device and probe.dtype == parameter.dtype:
@@ -91,15 +91,15 @@ def moved(parameter: Any, fn: Callable[[Tensor], Tensor]) -> None:
         return torch.empty_like(part, device=probe.device) if part.is_meta else part.to(probe.device)
 
     planes = parameter.planes.map(move)
-    made = QuantizedTensor(planes, parameter.quantizer, parameter.shape, probe.dtype, device=probe.device)
-    made.context = parameter.context
-    replace(parameter, nn.Parameter(made, requires_grad=parameter.requires_grad))
+    tensor = QuantizedTensor(planes, parameter.quantizer, parameter.shape, probe.dtype, device=probe.device)
+    tensor.context = parameter.context
+    replace(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
 
 def drop_empty_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
     """Take out what Transformer Engine saves for modules without state; anything else stays and is unexpected."""
-    given = state_dict.get(f"{prefix}_extra_state", ...)
-    if given is None or (isinstance(given, Tensor) and not given.numel()):
+    extra = state_dict.get(f"{prefix}_extra_state", ...)
+    if extra is None or (isinstance(extra, Tensor) and not extra.numel()):
         del state_dict[f"{prefix}_extra_state"]
 
 
@@ -114,12 +114,14 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
 
 def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
     """Describe later writes as a recipe wants them where they are stored alike; planes and bytes stay as they are."""
-    own = parameter.quantizer
-    if type(wanted) is not Quantizer or type(own) is not Quantizer or wanted == own:
+    quantizer = parameter.quantizer
+    if type(wanted) is not Quantizer or type(quantizer) is not Quantizer or wanted == quantizer:
         return
-    made = replace_fields(wanted, rowwise=wanted.rowwise or own.rowwise, columnwise=wanted.columnwise or own.columnwise)
+    described = replace_fields(
+        wanted, rowwise=wanted.rowwise or quantizer.rowwise, columnwise=wanted.columnwise or quantizer.columnwise
+    )
     if all(
         plane is None or (fmt is not None and plane.format.stored == fmt.stored)
-        for plane, fmt in zip(parameter.planes, (made.rowwise, made.columnwise), strict=True)
+        for plane, fmt in zip(parameter.planes, (described.rowwise, described.columnwise), strict=True)
     ):
-        parameter.quantizer = made
+        parameter.quantizer = described

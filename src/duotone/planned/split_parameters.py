@@ -1,12 +1,15 @@
 """parameters_split: pieces of one weight as parameters of their own that stay views of one buffer."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+
+if TYPE_CHECKING:
+    from duotone.planned.linear import Linear
 
 Splits = Sequence[str] | Mapping[str, int] | None
 
@@ -22,12 +25,12 @@ def split_sizes(splits: Sequence[str] | Mapping[str, int], out_features: int) ->
         raise UserError(f"parameters_split names a piece {odd[0]!r}; names are words without a dot")
     whole = all(isinstance(size, int) and size > 0 for size in sizes.values())
     if not sizes or not whole or sum(sizes.values()) != out_features:
-        given = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
-        raise UserError(f"parameters_split gives {given}, which must be positive and sum to {out_features}")
+        words = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
+        raise UserError(f"parameters_split gives {words}, which must be positive and sum to {out_features}")
     return sizes
 
 
-def split_parameters(module: Any, splits: Splits, out_features: int) -> None:
+def split_parameters(module: "Linear", splits: Splits, out_features: int) -> None:
     """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory.
 
     The sizes are those of the whole linear, of which this rank may hold an equal part.
@@ -49,22 +52,23 @@ def split_parameters(module: Any, splits: Splits, out_features: int) -> None:
     module.__dict__["_split_names"] = tuple(sizes)
 
 
-def is_split(module: Any) -> bool:
+def is_split(module: nn.Module) -> bool:
     """Whether the weight of a module is pieces."""
     return "_split_names" in module.__dict__
 
 
-def pieces(module: Any, kind: str) -> tuple[nn.Parameter, ...]:
+def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
     """The parameters that the "weight" or the "bias" is split into."""
-    return tuple(module._parameters[f"{name}_{kind}"] for name in module.__dict__["_split_names"])
+    names = [f"{name}_{kind}" for name in module.__dict__["_split_names"]]
+    return tuple(parameter for name in names if (parameter := module._parameters[name]) is not None)
 
 
-def joined(module: Any, kind: str) -> Tensor:
+def joined(module: nn.Module, kind: str) -> Tensor:
     """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
-    own = pieces(module, kind)
+    parts = pieces(module, kind)
     if torch.compiler.is_compiling():  # compiled code knows no addresses
-        return torch.cat(own)
-    return Joined.apply(*own)  # type: ignore[no-any-return]
+        return torch.cat(parts)
+    return Joined.apply(*parts)  # type: ignore[no-any-return]
 
 
 class Joined(torch.autograd.Function):
