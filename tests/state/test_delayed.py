@@ -751,7 +751,7 @@ def test_one_step_has_one_scale_and_later_steps_measure_nothing_before_they_cast
     scales = [slot.place(torch.full((2, 2), value))[0].item() for value in (7.0, 14.0)]
     assert scales == [64.0, 64.0] and len(measured) == 2
     state.amax_history[0, 0] = 14.0
-    roll({state.number: {""}})
+    roll({(state.number, "")})
     scale, live = slot.place(torch.full((2, 2), 7.0))
     assert scale.item() == 32.0 and live is not None and len(measured) == 2
     assert state.scale[1] == 1
@@ -785,9 +785,9 @@ def test_a_slot_that_has_met_nothing_usable_takes_its_scale_from_what_it_meets_n
     state = DelayedState(1, History(amax_history_len=3))
     slot = slot_of(state)
     assert slot.scale_for(torch.full((2, 2), first)).item() == 1.0
-    roll({state.number: {""}})
+    roll({(state.number, "")})
     assert slot.scale_for(torch.full((2, 2), 7.0)).item() == 64.0
-    roll({state.number: {""}})
+    roll({(state.number, "")})
     assert slot.scale_for(torch.full((2, 2), 3.5)).item() == 64.0
 
 

@@ -3,19 +3,22 @@
 from duotone.recipes.recipe import Recipe
 from duotone.state.stack import Region, Stack, innermost
 
+Recorded = set[tuple[str, str]]
+"""Delayed states that recorded an amax: the number of each, and the group that reduces it ("" for none)."""
+
 
 class AutocastRegion(Region):
     """The recipe and the name of the amax reduction group.
 
     `calibrating` is the recipe whose delayed scales are calibrated while modules compute in high precision, if any.
-    `recorded` are delayed states, by number, that roll when the region ends, each with the groups that reduce it.
+    `recorded` are the delayed states that roll when the region ends.
     """
 
     def __init__(self, recipe: Recipe, group: str, calibrating: Recipe | None) -> None:
         self.recipe = recipe
         self.group = group
         self.calibrating = calibrating
-        self.recorded: dict[str, set[str]] = {}
+        self.recorded: Recorded = set()
 
     @property
     def value(self) -> object:

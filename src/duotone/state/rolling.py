@@ -11,10 +11,7 @@ from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
-from duotone.state.region import AutocastRegion, outermost_region
-
-Recorded = dict[str, set[str]]
-"""States that recorded an amax, by number, each with the groups that reduce it."""
+from duotone.state.region import AutocastRegion, Recorded, outermost_region
 
 
 class Pending:
@@ -24,7 +21,7 @@ class Pending:
     """
 
     def __init__(self) -> None:
-        self.backward: Recorded = {}
+        self.backward: Recorded = set()
         self.end: weakref.ref[EndOfBackward] | None = None
         self.thread = threading.current_thread()
         self.has_backwards = False
@@ -38,8 +35,7 @@ class Pending:
             self.schedule()
         if recorded:
             region = None if running or backward else outermost_region()
-            states = self.backward if region is None else region.recorded
-            states.setdefault(state, set()).add(group)
+            (self.backward if region is None else region.recorded).add((state, group))
 
     def forget_failed(self) -> None:
         """Forget what a failed backward left. Its amaxes stay in their histories and count in the next step."""
@@ -57,11 +53,10 @@ class Pending:
 
     def end_of_backward(self) -> None:
         self.end = None
-        finished, self.backward = self.backward, {}
+        finished, self.backward = self.backward, set()
         for other in self._served():
-            records, other.backward = other.backward, {}
-            for number, groups in records.items():
-                finished.setdefault(number, set()).update(groups)
+            finished |= other.backward
+            other.backward = set()
         roll(finished)
 
     def _served(self) -> list["Pending"]:
@@ -103,20 +98,20 @@ OTHERS = Pending()
 
 def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     """Roll what forward recorded in a region that has ended. An open region of this thread and task takes it over."""
-    finished, region.recorded = region.recorded, {}
+    finished, region.recorded = region.recorded, set()
     if failed:
-        for number in finished:
+        for number, _ in finished:
             if number in STATES:
                 STATES[number].forget_live()
         return
     remaining = outermost_region()
     if remaining is not None:
-        for number, groups in finished.items():
-            remaining.recorded.setdefault(number, set()).update(groups)
+        remaining.recorded |= finished
         return
-    for number in finished:
-        finished[number] |= pending().backward.pop(number, set())  # an optimizer's write, say: one roll for both
-    roll(finished)
+    waiting, numbers = pending(), {number for number, _ in finished}
+    together = {record for record in waiting.backward if record[0] in numbers}  # by the write of an optimizer, say
+    waiting.backward -= together
+    roll(finished | together)
 
 
 def roll_after(gradient: Tensor) -> None:
@@ -126,16 +121,16 @@ def roll_after(gradient: Tensor) -> None:
     waiting.schedule()
 
 
-def roll(states: Recorded) -> None:
+def roll(records: Recorded) -> None:
     """Reduce the live amaxes, one collective per group and device, and roll every state once.
 
     Raises UserError on all ranks of a group, before any state moves, if they did not record the same states.
     """
-    living = {number: STATES[number] for number in states if number in STATES}
+    living = {number: STATES[number] for number, _ in records if number in STATES}
     members: dict[str, list[DelayedState]] = {}
-    for group in sorted({group for number in living for group in states[number] if group}):
-        reducing = [state for n, state in living.items() if group in states[n] and state.history.reduce_amax]
-        members[group] = sorted(reducing, key=lambda state: state.name)
+    for group in sorted({group for number, group in records if group and number in living}):
+        states = [living[number] for number, by in records if by == group and number in living]
+        members[group] = sorted([s for s in states if s.history.reduce_amax], key=lambda state: state.name)
     try:
         for group, reducing in members.items():
             names = [f"{state.name} {state.scale.numel()}" for state in reducing]
