@@ -72,9 +72,10 @@ class DelayedSlot(Slot):
         scale, live = state.views(self.index, recompute=mode is AmaxMode.RECOMPUTE)
         if scale.device != device:
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
-        if state.new and mode is not AmaxMode.RECOMPUTE:
+        new = state.new
+        if new and mode is not AmaxMode.RECOMPUTE:
             slots = range(self.index, self.index + distance * (count - 1) + 1, distance or 1)
-            if not state.new.isdisjoint(slots):
+            if not new.isdisjoint(slots):
                 scale = self._start(state, slots, amaxes(), mode)
         return scale, live if record else None
 

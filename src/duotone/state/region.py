@@ -41,4 +41,7 @@ def active_recipe() -> Recipe | None:
 
 def outermost_region() -> AutocastRegion | None:
     """The outermost enclosing region that has not ended in the thread or task that entered it."""
-    return next((region for region in STACK.current() if region.is_open), None)
+    for region in STACK.current():
+        if region.is_open:
+            return region
+    return None

@@ -156,6 +156,6 @@ def settle(states: Collection[DelayedState]) -> None:
         here = [state for state in waiting if state.scale.device == device]
         flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in here]).tolist()
         for state in here:
-            mine, flags = flags[: state.scale.numel()], flags[state.scale.numel() :]
-            state.new.difference_update([slot for slot in state.started if not mine[slot]])
+            are_new, flags = flags[: state.scale.numel()], flags[state.scale.numel() :]
+            state.new.difference_update([slot for slot in state.started if not are_new[slot]])
             state.started.clear()

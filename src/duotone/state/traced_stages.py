@@ -30,9 +30,9 @@ _PLANNERS: Numbered[Planner] = Numbered()
 
 
 def register(planner: Planner, old: str = "") -> str:
-    """A new number for a planner; graphs that were traced under its old one are traced again.
+    """A new number for a planner. Graphs that were traced under its old one are traced again.
 
-    What traces of a number read goes with the number, and with the planner.
+    The stages of a number are forgotten with it, and with the planner.
     """
     _forget(old)
     number = _PLANNERS.add(planner)
@@ -47,21 +47,21 @@ def _forget(number: str) -> None:
 
 
 class TracedPlans:
-    """Stages of traced calls as attributes, by name: an object, because traces see its attributes as they are now."""
+    """Stages of traced calls as attributes. Guards of a graph read the attributes of an object at every call."""
 
 
 PLANS = TracedPlans()
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
-"""By the number of a planner: the names of its stages, by the recipe and what else decides them."""
+"""For each number of a planner: the names of its stages, by the key of their recipe and by name."""
 
 
 def plan_name(
     planner: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
 ) -> str:
-    """Build the stage of a traced call outside of the trace; the name under which `PLANS` holds it is a constant."""
+    """Build the stage of a traced call outside of the trace. Returns its name in `PLANS`, a constant of the graph."""
     call = Call(device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad))
     parts = (planner, recipe, input_grad, weight_grad, tracked, device, dtype, group)
-    name = "_".join(map(str, parts)).replace(".", "_").replace(":", "_")  # an attribute's name holds neither
+    name = "_".join(map(str, parts)).replace(".", "_").replace(":", "_")  # no attribute name has either
     if not hasattr(PLANS, name):
         stage = _PLANNERS[planner].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
         _drop_dead(_NAMES.setdefault(planner, {}))

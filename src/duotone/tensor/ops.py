@@ -161,9 +161,9 @@ def _split_with_sizes(t: QuantizedTensor, sizes: Sequence[int], dim: int = 0) ->
     if len(views) == len(pieces):
         return views
     if dim == 0 and t.dim() > 1:
-        held = " and ".join(fmt.name for fmt in t.formats if fmt is not None)
+        names = " and ".join(fmt.name for fmt in t.formats if fmt is not None)
         raise MissingPlaneError(
-            f"pieces of {list(sizes)} rows cut the blocks of {held}; split at multiples of {_row_step(t)} rows, or "
+            f"pieces of {list(sizes)} rows cut the blocks of {names}; split at multiples of {_row_step(t)} rows, or "
             "dequantize() first"
         )
     return list(aten.split_with_sizes.default(unshared(t), sizes, dim))

@@ -99,10 +99,10 @@ class PlaneTensor(Tensor):
     def _derive(self, other: Plane | None, wanted: Format | None, missing: str) -> Plane:
         derived = None if other is None or other.format != wanted else other.transposed()
         if derived is None:
-            held = "nothing" if other is None else f"a plane of {other.format.name}"
+            source = "nothing" if other is None else f"a plane of {other.format.name}"
             remedy = "create it with that usage, or call materialize_usage(allow_requantize=True)"
             raise MissingPlaneError(
-                f"{self!r} has no {missing} plane and none follows from {held} without loss; {remedy}"
+                f"{self!r} has no {missing} plane and none follows from {source} without loss; {remedy}"
             )
         return derived
 
@@ -125,8 +125,10 @@ class PlaneTensor(Tensor):
         raise MissingPlaneError(f"{self!r} holds no plane, so it has no values; make a new one with its quantizer")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = ", ".join(f"{side}={fmt.name}" for side, fmt in zip(SIDES, self.formats, strict=True) if fmt is not None)
-        return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {held or 'no planes'})"
+        planes = ", ".join(
+            f"{side}={fmt.name}" for side, fmt in zip(SIDES, self.formats, strict=True) if fmt is not None
+        )
+        return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {planes or 'no planes'})"
 
     def with_planes(
         self,

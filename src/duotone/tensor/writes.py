@@ -47,7 +47,7 @@ class Writes(PlaneTensor):
         if source.shape != self.shape:
             raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
         row, col = self.planes
-        held = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
+        wanted = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
         values = source.values(torch.float32) if isinstance(source, PlaneTensor) else source.detach()
         dtype = torch.promote_types(values.dtype, self.dtype)  # codes are rounded once
         matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
@@ -56,7 +56,7 @@ class Writes(PlaneTensor):
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
         if keep is not None:
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
-        fresh = written.encode(matrix, held, self._write_context(ctx))
+        fresh = written.encode(matrix, wanted, self._write_context(ctx))
         self._require_formats(fresh.formats, usage)
         written_planes: list[Plane | None] = []
         for mine, new in zip(self.planes, fresh, strict=True):
