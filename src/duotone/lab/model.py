@@ -1,8 +1,5 @@
 """A small byte-level GPT: RMSNorm, rotary attention, SwiGLU, and a head that may be tied to the embedding."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +9,6 @@ from duotone.modules import MoE
 
 VOCABULARY = 256
 ROTARY_BASE = 10000.0
-Built = TypeVar("Built", bound=nn.Module)
 
 
 def rotary_tables(context: int, width: int) -> tuple[Tensor, Tensor]:
@@ -129,7 +125,7 @@ RESIDUAL = ("proj.weight", "down.weight", "fc2.weight")
 """What writes to the residual stream."""
 
 
-def build(config: ModelConfig, seed: int, *, kind: Callable[[ModelConfig], Built] = GPT) -> Built:
+def build(config: ModelConfig, seed: int, *, kind: type[GPT] = GPT) -> GPT:
     """A model with fp32 parameters on the CPU, a function of the arguments alone.
 
     Matrices are normal with standard deviation 0.02; those that write to the residual stream are smaller by

@@ -1,6 +1,5 @@
 """The models of the laboratory by name, as `--model` takes them. All give forward(tokens, targets) -> mean loss."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,7 @@ from torch import nn
 from duotone.errors import UserError
 from duotone.lab import model
 from duotone.lab.hf import HuggingFace
-from duotone.lab.presets import ModelConfig, Preset
+from duotone.lab.presets import Preset
 
 DEFAULT = "gpt"
 HF = "hf:"
@@ -19,7 +18,7 @@ HF = "hf:"
 class Lab:
     """A model of this package, made of a ModelConfig; the methods are those of `HuggingFace`."""
 
-    kind: Callable[[ModelConfig], nn.Module]
+    kind: type[model.GPT]
     mlp: str = "SwiGLU"
 
     def outline(self, preset: Preset) -> nn.Module:
