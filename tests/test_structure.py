@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,8 @@ assert loaded < MODULES, loaded
 """.replace("MODULES", str(MOST_MODULES))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_file_name_says_its_room() -> None:
+    counts = Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert not {name for name, count in counts.items() if count > 2}
