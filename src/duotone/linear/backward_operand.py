@@ -1,145 +1,140 @@
-"""Where a backward GEMM takes its operand from: which plane forward keeps, and what backward makes of it.
+"""Where a backward GEMM takes its operand from: what forward saves, and what backward makes of it.
 
-The three answers are the values of `backward_override`; execution only calls `keep` and `restore`.
+`backward_override` of a recipe and options of a module choose one when the plan is built.
 """
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format
-from duotone.linear.plane_source import original
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 from duotone.tensor.saving import DeferredPlane
 
+SavedPlane = Plane | DeferredPlane
+Original = Tensor | DeferredPlane | None
+"""The matrix (M, K) of which planes were encoded, what stands for it, or None if nobody looks at it."""
 
-class BackwardOperand(Protocol):
-    name: str
-    quantizes_gradient: bool
-    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
-
-    needs_columnwise: bool
-    """Whether forward makes the columnwise plane."""
-
-    keeps_original: bool
-    """Whether what is kept is the tensor itself and not a plane of it."""
-
-    encodes_again: bool
-    """Whether backward encodes the original once more."""
-
-    token_dim: int
-    """The dimension of a kept plane of the input that holds the rows of the activation."""
-
-    def format(self, quantizer: Quantizer) -> Format:
-        """The format that the backward GEMM meets."""
-        ...
-
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        """The plane to save, or the `DeferredPlane` that makes it. `x` is the original (M, K)."""
-        ...
-
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
-        """The operand of the backward GEMM, contraction last."""
-        ...
+COLUMNWISE = Usage(False, True)
 
 
 @dataclass(frozen=True, eq=False)
-class KeepColumnwise:
-    """The columnwise plane that the recipe names."""
+class BackwardOperand:
+    """What forward saves of an operand, and the plane that backward multiplies. The defaults are a columnwise plane."""
 
-    name = "quantized"
-    quantizes_gradient = needs_columnwise = True
-    keeps_original = encodes_again = False
+    quantizes_gradient = True
+    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
+
+    needs_columnwise = True
+    """Whether forward encodes the columnwise plane."""
+
+    keeps_original = False
+    """Whether the tensor itself is saved."""
+
+    encodes_again = False
+    """Whether backward encodes the tensor once more."""
+
     token_dim = 1
+    """The dimension of a saved plane of the input that the rows of the activation lie along."""
 
     def format(self, quantizer: Quantizer) -> Format:
+        """The format of the operand in the GEMM of backward."""
         return quantizer.columnwise or IDENTITY
 
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        assert planes.columnwise is not None
-        return planes.columnwise
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        """What to save of the matrix `x` and its planes."""
+        raise NotImplementedError
 
     def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        """The operand of the GEMM, contraction last. `dtype` is for operands in high precision."""
         return plane
 
 
-class ReencodeInBackward(KeepColumnwise):
-    """The columnwise plane, which backward makes of the original with the bits that forward would have made."""
+@dataclass(frozen=True, eq=False)
+class KeepColumnwise(BackwardOperand):
+    """The columnwise plane in the format that the recipe names."""
 
-    name = "remade"
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert planes.columnwise is not None
+        return planes.columnwise
+
+
+@dataclass(frozen=True, eq=False)
+class ReencodeInBackward(BackwardOperand):
+    """The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
+
     needs_columnwise = False
     keeps_original = encodes_again = True
 
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, Tensor)
         return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
 
 
+@dataclass(frozen=True, eq=False)
 class ReencodeFromProducer(KeepColumnwise):
-    """The columnwise plane; that of an input which a producer hands over, backward makes of what the producer keeps."""
-
-    name = "recomputed"
+    """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
 
 
-class UseSupplied(KeepColumnwise):
-    """What is given in the place of the original."""
+@dataclass(frozen=True, eq=False)
+class UseSupplied(BackwardOperand):
+    """The plane that a fused stage supplies in the place of the original."""
 
-    name = "as given"
-
-    def keep(self, x: Any, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, DeferredPlane)
         return x
 
 
 @dataclass(frozen=True, eq=False)
-class KeepOriginal:
-    """The original tensor, in high precision."""
+class Decode(BackwardOperand):
+    """A rowwise plane that backward decodes: its GEMMs run in high precision."""
 
-    name = "high_precision"
-    quantizes_gradient = needs_columnwise = encodes_again = False
-    keeps_original = True
+    quantizes_gradient = needs_columnwise = False
     token_dim = 0
 
     def format(self, quantizer: Quantizer) -> Format:
         return IDENTITY
-
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
-        return original(x, planes)
 
     def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         return Plane.of(plane.dequantize(dtype).t())
 
 
 @dataclass(frozen=True, eq=False)
-class DequantizeRowwise:
-    """The very plane that fprop multiplied, decoded in backward."""
+class KeepOriginal(Decode):
+    """The tensor as it is: an alias, or the rowwise plane of a quantized tensor."""
 
-    name = "dequantized"
-    quantizes_gradient = needs_columnwise = keeps_original = encodes_again = False
-    token_dim = 0
+    keeps_original = True
 
-    def format(self, quantizer: Quantizer) -> Format:
-        return IDENTITY
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, Tensor)
+        if not isinstance(x, QuantizedTensor):
+            return Plane.of(x)
+        plane = x.planes.rowwise or planes.rowwise
+        if plane is None:
+            raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
+        return plane
 
-    def keep(self, x: Tensor, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> Any:
+
+@dataclass(frozen=True, eq=False)
+class DequantizeRowwise(Decode):
+    """The plane that fprop multiplied."""
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
         assert planes.rowwise is not None
         return planes.rowwise
 
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
-        return Plane.of(plane.dequantize(dtype).t())
-
 
 def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
-    """The columnwise plane alone of a matrix."""
-    made = quantizer.encode(x, COLUMNWISE, ctx).columnwise
-    assert made is not None
-    return made
-
-
-COLUMNWISE = Usage(False, True)
+    """The columnwise plane of a matrix, alone."""
+    plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
+    assert plane is not None
+    return plane
 
 
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
@@ -147,5 +142,6 @@ BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
     "high_precision": KeepOriginal(),
     "dequantized": DequantizeRowwise(),
 }
+"""By `backward_override`."""
 
 REENCODE_IN_BACKWARD, REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeInBackward(), ReencodeFromProducer(), UseSupplied()

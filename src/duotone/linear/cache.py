@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from duotone.linear.plane_source import PlaneSource
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
@@ -39,9 +39,9 @@ STEPS = OptimizerSteps()
 
 
 class WeightCache:
-    """What one weight was encoded to, with the quantizer and the versions of the parameters that it was made of.
+    """What one weight was encoded to, with the quantizer and the versions of the parameters that it is made of.
 
-    Writes through `.data` leave no version: `clear`, or a first microbatch, makes the planes anew.
+    Writes through `.data` leave no version. After one, call `clear`, or begin with a first microbatch.
     """
 
     def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
@@ -54,55 +54,56 @@ class WeightCache:
     def clear(self) -> None:
         self.stamp, self.planes = None, Planes(None, None)
 
-    def make(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        # What is kept is no inference tensor and has no graph. Elsewhere inference_mode(False) would turn on what tells
-        # the forward of an autograd.Function from others.
+    def refresh(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        """Encode the weight and remember the planes."""
+        # Remembered planes have no graph and are no inference tensors. Outside of inference mode,
+        # inference_mode(False) would hide that the forward of an autograd.Function runs.
         infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if infers else nullcontext(), torch.no_grad():
-            made = quantizer.encode(x, usage, ctx)
-        stamp = self._stamp_of(x, quantizer)
-        self.stamp, self.planes = stamp, made if stamp is not None else Planes(None, None)
-        return made
+            planes = quantizer.encode(x, usage, ctx)
+        self.stamp = self._stamp_of(x, quantizer)
+        self.planes = Planes(None, None) if self.stamp is None else planes
+        return planes
+
+    def reuse(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        """The remembered planes; new ones if they are of another weight, version, format or direction."""
+        row, col = self.planes
+        if self.stamp is None or self.stamp != self._stamp_of(x, quantizer):
+            return self.refresh(x, quantizer, usage, ctx)
+        follows = quantizer.columnwise_source == "original" and row is not None and quantizer.columnwise == row.format
+        if usage.columnwise and col is None and row is not None and follows:
+            col = row.transposed()  # with the scale that it has, because a recompute could not ask for a new one
+            self.planes = Planes(row, col)
+        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
+            both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
+            return self.refresh(x, quantizer, both, ctx)
+        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
     def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:
-        """None where a write would go unseen, because inference tensors have no version."""
+        """None for inference tensors: they have no version, so nobody would see a write."""
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
         return quantizer, x.dtype, x.device, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
 
-    def take(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        """The planes that are kept, or new ones where they are of another weight, version, format or direction."""
-        row, col = self.planes
-        if self.stamp is None or self.stamp != self._stamp_of(x, quantizer):
-            return self.make(x, quantizer, usage, ctx)
-        follows = quantizer.columnwise_source == "original" and row is not None and quantizer.columnwise == row.format
-        if usage.columnwise and col is None and row is not None and follows:
-            col = row.transposed()  # without a scale anew, which a recompute could not ask for
-            self.planes = Planes(row, col)
-        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
-            usage = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
-            return self.make(x, quantizer, usage, ctx)
-        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
+@dataclass(frozen=True, eq=False)
+class Refreshed(PlaneSource):
+    """The weight of a first microbatch: encoded and remembered."""
+
+    cache: WeightCache
+    encodes = True
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        return self.cache.refresh(x, quantizer, usage, ctx)
 
 
 @dataclass(frozen=True, eq=False)
-class Refreshed:
-    """The operand of a first microbatch: encoded, and kept."""
+class Reused(PlaneSource):
+    """The weight of a later microbatch: what is remembered, while that is the weight."""
 
     cache: WeightCache
-    encodes: ClassVar[bool] = True
+    encodes = True
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return self.cache.make(x, quantizer, usage, ctx)
-
-
-@dataclass(frozen=True, eq=False)
-class Reused:
-    """The operand of a later microbatch: what is kept, where it still stands for the weight."""
-
-    cache: WeightCache
-    encodes: ClassVar[bool] = True
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return self.cache.take(x, quantizer, usage, ctx)
+        return self.cache.reuse(x, quantizer, usage, ctx)

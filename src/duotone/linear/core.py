@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.linear.backward_operand import Original
 from duotone.linear.plan import LinearPlan
 from duotone.linear.sink import GRADIENT, Sink
-from duotone.pipeline.stage import Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
 
@@ -25,7 +27,7 @@ from duotone.tensor.plane import Plane, Planes
 class LinearStage(Stage):
     """x (*lead, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (*lead, N) in x's dtype.
 
-    `sink` says where the gradient of the weight goes. `seed` is needed where the plan rounds stochastically.
+    `sink` says where the gradient of the weight goes. A plan that rounds stochastically needs the seed.
     """
 
     plan: LinearPlan
@@ -46,25 +48,26 @@ class LinearStage(Stage):
     def reads(self) -> tuple[bool, ...]:
         return self.plan.weight_grad, self.plan.input_grad, False, False
 
-    def replay(self, x: Any, operands: Sequence[Any], kept: Saved | None) -> tuple[Tensor, ...]:
-        return (F.linear(x, operands[0], operands[1]),)
+    def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
+        weight, bias, _ = operands
+        return (F.linear(x, weight, bias),)
 
     def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         weight, bias, seed = operands
         flat = x if x.dim() == 2 else as_matrix(x)
-        y, kept = self.multiply(flat, self.plan.input.encode(flat, seed), x, weight, bias, seed)
-        return y, (kept,), ()
+        y, saved = self.multiply(flat, self.plan.input.encode(flat, seed), x, weight, bias, seed)
+        return y, (saved,), ()
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
-        y, (kept,), _ = self.run(x, operands)
-        return y, kept
+    def forward(self, x: Tensor, *operands: Tensor) -> tuple[Tensor, Saved]:
+        y, (saved,), _ = self.run(x, operands)
+        return y, saved
 
     def multiply(
-        self, flat: Any, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
+        self, flat: Original, x_planes: Planes, like: Tensor, weight: Tensor, bias: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        """The output, with the leading dimensions of `like`, and what backward needs, from the planes of the input.
+        """The output with the leading dimensions of `like`, and what backward needs, from the planes of the input.
 
-        `flat` is the input (M, K), which only a plan that goes back to the original looks at.
+        `flat` is the input (M, K), for plans whose backward goes back to it.
         """
         plan, layout = self.plan, self.plan.layout
         w_planes = plan.weight.encode(weight, seed)
@@ -73,46 +76,47 @@ class LinearStage(Stage):
         row = layout.gather_input(x_planes.rowwise, 0)
         y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))
         y = layout.reduce_output(y, bias)
-        # The seed is no saved tensor: a recomputed forward must not replace that of the first one.
-        kept = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
-        return y if like.dim() == 2 else with_lead(y, like), kept
+        # The seed is not a saved tensor: a recomputed forward must not replace that of the first one.
+        saved = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
+        return y if like.dim() == 2 else with_lead(y, like), saved
 
-    def backward(self, dy: Tensor, kept: Saved, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
         flat = as_matrix(dy)
-        return self.differentiate(flat, self.plan.gradient.encode(flat, kept[2][0]), dy, kept, needs)
+        return self.differentiate(flat, self.plan.gradient.encode(flat, saved[2][0]), dy, saved, needs)
 
     def differentiate(
-        self, flat: Any, dy_planes: Planes, like: Tensor, kept: Saved, needs: tuple[bool, ...]
-    ) -> tuple[Tensor | None, ...]:
+        self, flat: Tensor | None, dy_planes: Planes, like: Tensor, saved: Saved, needs: Needs
+    ) -> Gradients:
         """dx with the leading dimensions of `like`, dw, db and None for the seed, from the planes of dy.
 
-        `flat` is dy (M, N), which only the gradient of a bias looks at.
+        `flat` is dy (M, N); only the gradient of a bias needs it.
         """
         plan, layout = self.plan, self.plan.layout
-        kept_x, kept_w, _ = kept
+        _, needs_weight, needs_bias, _ = needs
+        saved_x, saved_w, _ = saved
         row, col = dy_planes
-        del dy_planes  # each plane goes as soon as its product is done
+        del dy_planes  # the memory of each plane is free as soon as its product is done
         dx = dw = db = None
-        if kept_w is not None and row is not None:
+        if saved_w is not None and row is not None:
             row = layout.gather_grad(row, 0)
-            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(kept_w.materialize(), like.dtype), like.dtype)
+            dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(saved_w.materialize(), like.dtype), like.dtype)
             dx = with_lead(layout.reduce_grad_input(dx), like)
         del row
-        _, needs_weight, needs_bias, _ = needs
-        if kept_x is not None and col is not None and needs_weight:
-            dw = self.sink.take(WeightGradient(self, col, kept), like)
+        if saved_x is not None and col is not None and needs_weight:
+            dw = self.sink.take(WeightGradient(self, col, saved), like)
         if needs_bias:
+            assert flat is not None
             db = layout.reduce_grad_bias(flat.sum(0))
         return dx, dw, db, None
 
 
 @dataclass(frozen=True, eq=False)
 class Calibrating(LinearStage):
-    """A linear that also records the amaxes which delayed scaling under the plan `recording` would."""
+    """A linear that also records the amaxes that delayed scaling under the plan `recording` would record."""
 
     recording: LinearPlan | None = None
 
-    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         assert self.recording is not None
         record(self.recording.input.context, x)
         record(self.recording.weight.context, operands[0])
@@ -125,19 +129,19 @@ class WeightGradient:
 
     stage: LinearStage
     dy: Plane
-    kept: Saved
+    saved: Saved
 
-    def compute(self, dtype: Any, operand_dtype: Any) -> Tensor:
+    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
         return self.stage.plan.wgrad.rule.run(*self._operands(operand_dtype), dtype)
 
-    def compute_into(self, out: Tensor, adds: bool, operand_dtype: Any) -> None:
+    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
         self.stage.plan.wgrad.rule.run_into(*self._operands(operand_dtype), out, adds)
 
-    def _operands(self, dtype: Any) -> tuple[Plane, Plane]:
+    def _operands(self, dtype: torch.dtype) -> tuple[Plane, Plane]:
         plan, layout = self.stage.plan, self.stage.plan.layout
-        source, kept_x = plan.input.backward, self.kept[0]
+        backward, saved = plan.input.backward, self.saved[0].materialize()
         col = layout.gather_grad(self.dy, 1)
-        return col, source.restore(layout.gather_input(kept_x.materialize(), source.token_dim), dtype)
+        return col, backward.restore(layout.gather_input(saved, backward.token_dim), dtype)
 
 
 def record(context: QuantizeContext, x: Tensor) -> None:
@@ -148,7 +152,7 @@ def record(context: QuantizeContext, x: Tensor) -> None:
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """(*lead, K) -> (M, K), also where it is empty."""
+    """(*lead, K) -> (M, K), also if it is empty."""
     if x.dim() == 2:
         return x
     return x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])

@@ -20,13 +20,15 @@ from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import host_splits
 from duotone.linear.sink import GRADIENT
-from duotone.pipeline.stage import Saved, Stage
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
 
 Item = TypeVar("Item")
+RowCounts = tuple[int, ...]
+Biases = Sequence[Tensor | None]
 PER_LINEAR = 3
 """Things that a linear keeps for its backward."""
 
@@ -80,87 +82,68 @@ class GroupedStage(Stage):
         x, weight, bias, _ = self.linears[0].reads
         return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
 
-    def replay(self, x: Tensor, operands: Sequence[Any], kept: Saved | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         splits, _, weights, biases = self._named(operands)
         each = zip(as_matrix(x).split(splits), weights, biases, strict=True)
         return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
         splits, seed, weights, biases = self._named(operands)
-        if not self.is_joint:
-            return self._forward_each(x, splits, seed, weights, biases)
-        if native.are_real(x, weights):
+        if self.is_joint and native.are_real(x, weights):
             return self._forward_joint(x, splits, weights, biases)
         if isinstance(splits, Tensor):
             count = len(self.linears)
             splits = host_splits(splits, count, None) if x.numel() else (0,) * count
         return self._forward_each(x, splits, seed, weights, biases)
 
-    def backward(self, dy: Tensor, kept: Saved, needs: tuple[bool, ...], *extra: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, ((splits, segments),) = kept
-        _, _, weights, biases = self._named(needs[1:])
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
+        *saved, ((splits, segments),) = saved
         if segments is None:
-            return self._backward_each(dy, tensors, splits, needs[0], weights, biases)
-        return self._backward_joint(dy, tensors, segments, weights, biases)
+            return self._backward_each(dy, saved, splits, needs)
+        return self._backward_joint(dy, saved, segments, needs)
 
     def _named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
-        """Of the operands, or of anything that there is for each: row counts, seed, weights and biases."""
+        """Row counts, seed, weights and biases; also of anything that exists once for each operand."""
         splits, seed, *parameters = operands
         count = len(self.linears)
         return splits, seed, parameters[:count], parameters[count:]
 
     def _forward_each(
-        self,
-        x: Tensor,
-        splits: tuple[int, ...],
-        seed: Tensor | None,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> tuple[Any, ...]:
+        self, x: Tensor, splits: RowCounts, seed: Tensor | None, weights: Sequence[Tensor], biases: Biases
+    ) -> tuple[Tensor, Saved]:
         outputs: list[Tensor] = []
-        kept: list[Any] = []
+        saved: list[Any] = []
         each = zip(self.linears, as_matrix(x).split(splits), weights, biases, strict=True)
         for i, (linear, rows, weight, bias) in enumerate(each):
             first = None if seed is None else seed + i * self.plan.seeds
-            y, (kept_here,), _ = linear.run(rows, (weight, bias, first))
+            y, (saved_here,), _ = linear.run(rows, (weight, bias, first))
             outputs.append(y)
-            kept += kept_here
-        return with_lead(torch.cat(outputs), x), (*kept, ((splits, None),))
+            saved += saved_here
+        return with_lead(torch.cat(outputs), x), (*saved, ((splits, None),))
 
-    def _backward_each(
-        self,
-        dy: Tensor,
-        kept: Sequence[Any],
-        splits: tuple[int, ...],
-        needs_input: bool,
-        needs_weights: Sequence[bool],
-        needs_biases: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        kept_of_each = zip(*[iter(kept)] * PER_LINEAR, strict=True)
-        each = zip(self.linears, as_matrix(dy).split(splits), kept_of_each, needs_weights, needs_biases, strict=True)
+    def _backward_each(self, dy: Tensor, saved: Sequence[Any], splits: RowCounts, needs: Needs) -> Gradients:
+        _, _, needs_weights, needs_biases = self._named(needs[1:])
+        saved_of_each = zip(*[iter(saved)] * PER_LINEAR, strict=True)
+        each = zip(self.linears, as_matrix(dy).split(splits), saved_of_each, needs_weights, needs_biases, strict=True)
         gradients = [
-            linear.backward(rows, kept_here, (needs_input, weight, bias, False))
-            for linear, rows, kept_here, weight, bias in each
+            linear.backward(rows, saved_here, (needs[0], weight, bias, False))
+            for linear, rows, saved_here, weight, bias in each
         ]
         dx, dw, db, _ = zip(*gradients, strict=True)
         return None if dx[0] is None else with_lead(torch.cat(dx), dy), None, None, *dw, *db
 
     def _forward_joint(
-        self,
-        x: Tensor,
-        splits: tuple[int, ...] | Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> tuple[Any, ...]:
+        self, x: Tensor, splits: RowCounts | Tensor, weights: Sequence[Tensor], biases: Biases
+    ) -> tuple[Tensor, Saved]:
         plan, flat = self.plan, as_matrix(x).contiguous()
         segments = native.segments_of(splits, flat, self.grouped or isinstance(splits, Tensor))
-        row, *kept_x = plan.input.encode_segments(flat, segments)
-        weight, kept_w = self._encode_weights(weights)
+        row, *saved_input = plan.input.encode_segments(flat, segments)
+        weight, saved_weight = self._encode_weights(weights)
         for linear in self.linears:
             linear.sink.begin()
         assert row is not None
         y = plan.fprop.rule.run_segments(row, weight, segments, x.dtype, biases)
-        return with_lead(y, x), (*kept_x, *kept_w, ((None, segments),))
+        return with_lead(y, x), (*saved_input, *saved_weight, ((None, segments),))
 
     def _encode_weights(self, weights: Sequence[Tensor]) -> tuple[JoinedWeights, Sequence[Tensor | None]]:
         """The rowwise operand, and the columnwise codes and scales: of all weights together, or of each cached one."""
@@ -169,34 +152,28 @@ class GroupedStage(Stage):
             return operand.encode_weights(weights)
         pairs = zip(self.linears, weights, strict=True)
         rows, cols = zip(*[linear.plan.weight.encode(weight, None) for linear, weight in pairs], strict=True)
-        kept = () if cols[0] is None else (*_codes(cols), *_scales(cols))
-        return JoinedWeights(rows[0].format, _codes(rows), _scales(rows)), kept
+        saved = () if cols[0] is None else (*_codes(cols), *_scales(cols))
+        return JoinedWeights(rows[0].format, _codes(rows), _scales(rows)), saved
 
-    def _kept_weights(self, kept: Sequence[Tensor]) -> JoinedWeights:
-        """The columnwise operand of what `_encode_weights` kept."""
+    def _saved_weights(self, saved: Sequence[Tensor]) -> JoinedWeights:
+        """The columnwise operand of what `_encode_weights` gave for backward."""
         fmt, count = self.plan.dgrad.b, len(self.linears)
         if self.plan.weight.source is ENCODE_NOW:
-            return JoinedWeights(*join(fmt, kept[0], kept[1]))
-        return JoinedWeights(fmt, kept[:count], kept[count:])
+            return JoinedWeights(*join(fmt, saved[0], saved[1]))
+        return JoinedWeights(fmt, saved[:count], saved[count:])
 
-    def _backward_joint(
-        self,
-        dy: Tensor,
-        kept: Sequence[Tensor],
-        segments: "Segments",
-        needs_weights: Sequence[bool],
-        needs_biases: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+    def _backward_joint(self, dy: Tensor, saved: Sequence[Tensor], segments: "Segments", needs: Needs) -> Gradients:
         plan, count = self.plan, len(self.linears)
+        _, _, needs_weights, needs_biases = self._named(needs[1:])
         flat = as_matrix(dy).contiguous()
         row, col, col_scale = plan.gradient.encode_segments(flat, segments)
         dx, dw, db = None, [None] * count, [None] * count
         if plan.input_grad:
             assert row is not None
-            dx = plan.dgrad.rule.run_segments(row, self._kept_weights(kept[2:]), segments, dy.dtype, [None] * count)
-            dx = with_lead(dx, dy)
+            weights, biases = self._saved_weights(saved[2:]), [None] * count
+            dx = with_lead(plan.dgrad.rule.run_segments(row, weights, segments, dy.dtype, biases), dy)
         if plan.weight_grad:
-            left, right = join(plan.wgrad.a, col, col_scale), join(plan.wgrad.b, kept[0], kept[1])
+            left, right = join(plan.wgrad.a, col, col_scale), join(plan.wgrad.b, saved[0], saved[1])
             row = col = None
             dw = self.weight_gradients(left, right, segments, flat, needs_weights)
         if any(needs_biases):

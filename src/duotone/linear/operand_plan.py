@@ -14,7 +14,7 @@ from duotone.dispatch.segments import equal_segments, table
 from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
 from duotone.formats.stages import block_amax
-from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand
+from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand, Original, SavedPlane
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
@@ -68,8 +68,8 @@ class OperandPlan:
         """
         return self.quantizer.encode_produced(made, self.usage, self.seeded(seed))
 
-    def keep(self, x: Any, planes: Planes, seed: Tensor | None) -> Any:
-        """What is saved for backward of the matrix `x` and its planes: a plane, or what makes one later, or None."""
+    def keep(self, x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane | None:
+        """What is saved for backward of the matrix `x` and its planes; None if backward does not need the operand."""
         if not self.is_kept:
             return None
         context = self.context if self.stream is None else self.seeded(seed)

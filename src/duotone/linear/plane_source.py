@@ -1,15 +1,13 @@
-"""Where the planes of an operand come from: encoded now, held by a quantized tensor, or its values in high precision.
+"""Where the planes of an operand come from: encoded now, held by a quantized tensor, or values in high precision.
 
-Chosen when the plan is built; execution only calls `planes`.
+The plan names the source; execution calls `planes`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
@@ -17,30 +15,31 @@ from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 
-class PlaneSource(Protocol):
-    encodes: ClassVar[bool]
+@dataclass(frozen=True, eq=False)
+class PlaneSource:
+    """How a tensor becomes planes."""
+
+    encodes = False
     """Whether the planes are those that the quantizer makes of a plain tensor, now or earlier."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """The planes of the matrix `x` that `usage` names."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class EncodeNow:
-    """A plain tensor: the quantizer encodes it."""
+class EncodeNow(PlaneSource):
+    """The quantizer encodes a plain tensor."""
 
-    encodes: ClassVar[bool] = True
+    encodes = True
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return quantizer.encode(x, usage, ctx)
 
 
 @dataclass(frozen=True, eq=False)
-class HighPrecision:
-    """A plain tensor that stays in high precision: what the quantizer would give, at the least cost to the host."""
-
-    encodes: ClassVar[bool] = False
+class HighPrecision(PlaneSource):
+    """A plain tensor that stays in high precision: what the Identity quantizer gives, in less host time."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         rowwise, columnwise = usage
@@ -49,10 +48,8 @@ class HighPrecision:
 
 
 @dataclass(frozen=True, eq=False)
-class UseHeld:
-    """A quantized tensor: its planes as they are. A plane that follows without loss is derived and stays with it."""
-
-    encodes: ClassVar[bool] = False
+class UseHeld(PlaneSource):
+    """The planes of a quantized tensor. One that it lacks is derived if that is lossless, and stays with the tensor."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
@@ -60,15 +57,13 @@ class UseHeld:
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             with torch.inference_mode(False):  # an inference tensor could not be written in training
                 x.update_usage(usage.rowwise or None, usage.columnwise or None)
-        row, col = x.planes
+            row, col = x.planes
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
 @dataclass(frozen=True, eq=False)
-class DequantizeHeld:
-    """A quantized tensor in a plan that keeps it in high precision: the planes of its values."""
-
-    encodes: ClassVar[bool] = False
+class DequantizeHeld(PlaneSource):
+    """The values of a quantized tensor in a plan that computes in high precision."""
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
@@ -80,15 +75,5 @@ IN_HIGH_PRECISION = Quantizer()
 
 
 def source_of_plain(quantizer: Quantizer) -> PlaneSource:
-    """How a plain tensor gets its planes."""
+    """Where the planes of a plain tensor come from."""
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
-
-
-def original(x: Tensor, planes: Planes) -> Plane:
-    """`x` as it is, (M, K): an alias, or the rowwise plane of a quantized tensor."""
-    if not isinstance(x, QuantizedTensor):
-        return Plane.of(x)
-    plane = x.planes.rowwise or planes.rowwise
-    if plane is None:
-        raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
-    return plane
