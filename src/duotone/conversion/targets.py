@@ -1,7 +1,7 @@
 """Targets: what convert makes follow plans. A linear, a module of Duotone, or the linears of a module of experts."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,17 +31,18 @@ PARAMETRIZED = "_parametrized_class"
 
 @dataclass(frozen=True)
 class Target:
-    """`name` is what its roles are called, `weight` one of its weights; `take` gives the module that follows plans.
+    """What convert makes follow plans: `module`, or the linears of a module of experts over its `parameter`.
 
-    `grads`: whether its input and its weight may need gradients.
+    `name` is the name in its roles, `weight` one of its weights. `grads`: whether its input and its weight may need
+    gradients.
     """
 
     name: str
     site: Site
     module_type: str
     weight: Tensor
-    take: Callable[[], Planned]
-    planned: Planned | None = None
+    module: nn.Module
+    parameter: str = ""
     grads: tuple[bool, bool] = (True, True)
 
     def check(self, phase: Phase, rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
@@ -55,18 +56,24 @@ class Target:
         return slots
 
     def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], slots: dict[str, Quantizer]) -> None:
-        module = self.take()
+        module = self._converted()
         module.adopt(recipe, rules, self.name, self.site, slots)
         module.plans.prepare(recipe)
         forwards.settle(module)
 
+    def _converted(self) -> Planned:
+        """The module that follows plans, after a change of class where it needs one."""
+        if isinstance(self.module, Planned):
+            return self.module
+        return experts.adopt_experts(self.module)[self.parameter] if self.parameter else _change_class(self.module)
+
     def _request(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
         device, dtype = str(self.weight.device), self.weight.dtype
-        if self.planned is None:
+        if not isinstance(self.module, Planned):
             linears = self.weight.shape[0] if self.module_type == "grouped_linear" else 1
             fields = (self.name, self.module_type, device, dtype, *self.grads)
             return PlanRequest(recipe, rules, *fields, site=self.site, linears=linears)
-        request = self.planned.plans.request(recipe, Call(device, dtype, self.grads))
+        request = self.module.plans.request(recipe, Call(device, dtype, self.grads))
         return replace(request, rules=rules, name=self.name, site=self.site)
 
 
@@ -87,29 +94,19 @@ def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iter
         if isinstance(module, experts.ExpertsLinear):
             continue  # its owner is the target
         if isinstance(module, Planned):
-            yield _planned(name, module, sites[name])
+            yield Target(name, sites[name], module.module_type, module.weight, module)
         elif isinstance(module, nn.Linear) and name not in left:
-            take = functools.partial(_change_class, module)
-            yield Target(name, sites[name], "linear", module.weight, take)
+            yield Target(name, sites[name], "linear", module.weight, module)
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
             yield from _experts(name, module, sites[name])
-
-
-def _planned(name: str, module: Planned, site: Site) -> Target:
-    return Target(name, site, module.module_type, module.weight, lambda: module, module)
 
 
 def _experts(name: str, module: Any, site: Site) -> Iterator[Target]:
     for parameter in experts.linear_names(module):
         weight = getattr(module, parameter)
         shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
-        take = functools.partial(_adopt_experts, module, parameter)
         full_name = f"{name}.{parameter}" if name else parameter
-        yield Target(full_name, replace(site, shape=shape), "grouped_linear", weight, take)
-
-
-def _adopt_experts(module: Any, parameter: str) -> Planned:
-    return experts.adopt_experts(module)[parameter]
+        yield Target(full_name, replace(site, shape=shape), "grouped_linear", weight, module, parameter)
 
 
 def _change_class(module: Any) -> Planned:
