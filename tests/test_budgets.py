@@ -13,33 +13,33 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24200
+LIBRARY_LINES = 24300
 TOOL_LINES = 3800
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1050, 32, 4),
-    "cli": (840, 2, 0),
-    "comm": (120, 1, 0),
-    "compat": (740, 1, 0),
-    "conversion": (1530, 16, 0),
-    "dispatch": (2400, 61, 18),
-    "formats": (1510, 0, 0),
-    "kernels": (3650, 42, 146),
-    "lab": (1910, 7, 0),
-    "linear": (1690, 32, 22),
-    "modules": (510, 21, 2),
-    "observe": (860, 11, 0),
-    "ops": (1230, 27, 8),
-    "optim": (480, 10, 0),
-    "package": (250, 1, 0),
-    "pipeline": (990, 103, 14),
-    "planned": (1750, 53, 19),
-    "recipes": (1980, 27, 0),
-    "report": (1060, 0, 0),
-    "state": (1580, 13, 0),
-    "tensor": (1950, 17, 4),
+    "attention": (1100, 23, 1),
+    "cli": (850, 2, 0),
+    "comm": (150, 1, 0),
+    "compat": (750, 1, 0),
+    "conversion": (1550, 15, 0),
+    "dispatch": (2450, 61, 18),
+    "formats": (1550, 0, 0),
+    "kernels": (3700, 42, 146),
+    "lab": (1950, 7, 0),
+    "linear": (1700, 32, 22),
+    "modules": (550, 21, 2),
+    "observe": (900, 11, 0),
+    "ops": (1250, 6, 1),
+    "optim": (500, 10, 0),
+    "package": (300, 1, 0),
+    "pipeline": (1000, 85, 8),
+    "planned": (1800, 48, 6),
+    "recipes": (2000, 27, 0),
+    "report": (1100, 0, 0),
+    "state": (1600, 13, 0),
+    "tensor": (2000, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
