@@ -33,6 +33,14 @@ ELSEWHERE = {
 """Arguments of Transformer Engine's quantizers that are missing here, and what to do instead."""
 
 
+def _usage(side: str) -> property:
+    return property(
+        lambda handle: getattr(handle._usage, side),
+        lambda handle, wanted: handle.set_usage(**{side: wanted}),
+        doc=f"Whether later calls make the {side} plane. It may be set, like with `set_usage`.",
+    )
+
+
 class QuantizerHandle:
     """A `Quantizer` value with mutable default usages.
 
@@ -66,23 +74,8 @@ class QuantizerHandle:
     def get_usages(self) -> dict[str, bool]:
         return self._usage._asdict()
 
-    @property
-    def rowwise_usage(self) -> bool:
-        """Whether later calls make the rowwise plane. It may be set, like with `set_usage`."""
-        return self._usage.rowwise
-
-    @rowwise_usage.setter
-    def rowwise_usage(self, wanted: bool) -> None:
-        self.set_usage(rowwise=wanted)
-
-    @property
-    def columnwise_usage(self) -> bool:
-        """Whether later calls make the columnwise plane. It may be set, like with `set_usage`."""
-        return self._usage.columnwise
-
-    @columnwise_usage.setter
-    def columnwise_usage(self, wanted: bool) -> None:
-        self.set_usage(columnwise=wanted)
+    rowwise_usage = _usage("rowwise")
+    columnwise_usage = _usage("columnwise")
 
     def quantize(
         self,

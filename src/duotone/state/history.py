@@ -1,7 +1,6 @@
 """The arithmetic of delayed scaling on plain tensors: history (L, n) with the filling row first and the newest last."""
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,9 +23,12 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
     """Roll the history (L, n) and the scales (n,) in place and count `events`, int32 (2, n). Returns the old scales."""
     simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
     if simple and scale.is_cuda and runs_kernels(scale.get_device()) and scale.numel() and history.shape[0] <= LONGEST:
-        in_one_kernel = _kernel(tuple(largest), parameters.margin, scale.device)
+        from duotone.kernels.roll import roll as in_one_kernel
+
+        limits = _limits(tuple(largest), parameters.margin, scale.device)
         recent, skip = parameters.amax_compute_algo != "max", parameters.skip_nonfinite_amax
-        return in_one_kernel(history, scale, events, recent=recent, skip=skip, spike=parameters.spike_factor)
+        spike = parameters.spike_factor
+        return in_one_kernel(history, scale, events, largest=limits, recent=recent, skip=skip, spike=spike)
     with torch.no_grad():
         before = scale.clone()
         scale.copy_(rolled(history, scale, largest, parameters, events))
@@ -34,20 +36,10 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
 
 
 @functools.lru_cache(maxsize=1024)
-def _kernel(largest: tuple[float, ...], margin: int, device: torch.device) -> Callable[..., Tensor]:
-    """The kernel with fl(MAX 2^-margin) of each slot, fp32 (n,). Cached, because that is a copy from the host."""
-    from duotone.kernels.roll import roll as in_one_kernel
-
+def _limits(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
+    """fl(MAX 2^-margin) of each slot, fp32 (n,). Cached, because a copy from the host waits for the device."""
     with torch.inference_mode(False):
-        limit = _on_device(largest, device) * 2.0**-margin
-    return functools.partial(in_one_kernel, largest=limit)
-
-
-@functools.lru_cache(maxsize=1024)
-def _on_device(largest: tuple[float, ...], device: torch.device) -> Tensor:
-    """The largest magnitudes, fp32 (n,). Kept, because a copy from the host waits for the device."""
-    with torch.inference_mode(False):
-        return torch.tensor(largest, dtype=torch.float32, device=device)
+        return torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
@@ -73,11 +65,11 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """The scales (n,) that follow from amaxes; the old ones for amaxes that are not usable."""
-    largest_on = _on_device if type(amax) is Tensor else _on_device.__wrapped__  # a fake tensor must not be cached
-    fp8_max = largest_on(tuple(largest), amax.device)
+    limits = _limits if type(amax) is Tensor else _limits.__wrapped__  # a fake tensor must not be cached
     if parameters.scaling_factor_compute_algo is not None:
-        return parameters.scaling_factor_compute_algo(amax, scale, fp8_max.clone(), parameters)
-    fresh = divide(fp8_max * 2.0**-parameters.margin, amax).clamp(max=FLT_MAX)
+        fp8_max = limits(tuple(largest), 0, amax.device).clone()
+        return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
+    fresh = divide(limits(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX)
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 
 
