@@ -50,7 +50,7 @@ class autocast(RegionManager[AutocastRegion]):
         recipe: RecipeLike | None = None,
         amax_reduction_group: object = None,
     ) -> None:
-        if isinstance(enabled, Recipe | str | Path) and recipe is None:
+        if recipe is None and not isinstance(enabled, bool) and isinstance(enabled, Recipe | str | Path):
             enabled, recipe = True, enabled
         if not isinstance(enabled, bool):
             raise UserError(f"enabled is {enabled!r}; allowed are true and false: name the recipe once, as recipe=")
