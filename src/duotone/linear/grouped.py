@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from duotone.linear.operand_plan import join
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import host_splits
-from duotone.linear.sink import GRADIENT
+from duotone.linear.sink import GRADIENT, ToMainGrad
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane
 
@@ -97,10 +97,10 @@ class GroupedStage(Stage):
         return self._forward_each(x, splits, seed, weights, biases)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
-        *saved, ((splits, segments),) = saved
+        *planes, ((splits, segments),) = saved
         if segments is None:
-            return self._backward_each(dy, saved, splits, needs)
-        return self._backward_joint(dy, saved, segments, needs)
+            return self._backward_each(dy, planes, splits, needs)
+        return self._backward_joint(dy, planes, segments, needs)
 
     def _named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
         """Row counts, seed, weights and biases; also of anything that exists once for each operand."""
@@ -185,7 +185,7 @@ class GroupedStage(Stage):
     ) -> list[Tensor | None]:
         """What autograd is given for each weight, from columnwise codes and scales."""
         rule = self.plan.wgrad.rule
-        sinks: list[Any] = [linear.sink for linear in self.linears]
+        sinks = [linear.sink for linear in self.linears]
         if not segments.grouped:
             products = rule.segment_products(dy, x, segments)
             each = zip(sinks, products, needs, strict=True)
@@ -193,11 +193,12 @@ class GroupedStage(Stage):
         if sinks[0] is GRADIENT:
             gradients = rule.contract_segments(dy, x, segments, like.dtype)
             return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
-        places = [sink.place() if needed else None for sink, needed in zip(sinks, needs, strict=True)]
+        mains = cast(list[ToMainGrad], sinks)
+        places = [sink.place() if needed else None for sink, needed in zip(mains, needs, strict=True)]
         rest = rule.contract_segments_into(dy, x, segments, places)
         return [
             None if place is None else sink.filled(place[0]) if dw is None else sink.take(Computed(dw), like)
-            for sink, place, dw in zip(sinks, places, rest, strict=True)
+            for sink, place, dw in zip(mains, places, rest, strict=True)
         ]
 
 

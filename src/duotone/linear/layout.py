@@ -1,4 +1,4 @@
-"""How a linear is spread over ranks: what is gathered before a product and reduced after. The null case does nothing.
+"""How a linear is spread over ranks: what is gathered before a product and reduced after it.
 
 Sequence parallelism keeps activations outside of the pair of linears as shards of their rows. Planes travel encoded;
 formats whose scale spans the rows have agreed on it when they were encoded.

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
     from duotone.kernels.segment_cast import Coded, Segments, Table
 
 
@@ -61,12 +62,12 @@ class OperandPlan:
             return self.quantizer.encode(x, self.usage, context)
         return self.source.planes(x, self.quantizer, self.usage, context)
 
-    def encode_produced(self, made: Any, seed: Tensor | None) -> Planes | None:
+    def encode_produced(self, producer: "FusedProducer", seed: Tensor | None) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix (a fused norm or activation).
 
         None if no such kernel applies; the caller then computes the matrix and encodes it.
         """
-        return self.quantizer.encode_produced(made, self.usage, self.seeded(seed))
+        return self.quantizer.encode_produced(producer, self.usage, self.seeded(seed))
 
     def keep(self, x: Original, planes: Planes, seed: Tensor | None) -> SavedPlane | None:
         """What is saved for backward of the matrix `x` and its planes; None if backward does not need the operand."""

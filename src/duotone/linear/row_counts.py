@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +10,10 @@ from duotone.errors import UserError
 
 
 class Rows:
-    """How many rows each of `experts` linears has, `total` in all: `counts` int64 on the device, `splits` on the host,
-    which waits."""
+    """How many rows each of `experts` linears has, `total` in all.
+
+    `counts` is int64 on the device. `splits` is on the host, which waits for it.
+    """
 
     experts: int
     total: int
@@ -21,7 +22,7 @@ class Rows:
 
 
 def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:
-    """The rows of each of `count` linears as integers; a tensor on a device is waited for.
+    """The rows of each of `count` linears as integers. Waits for a tensor on a device.
 
     UserError unless they are as many as the linears, not negative, and sum to `rows`.
     """
@@ -37,14 +38,16 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
     whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
     if len(splits) != count or not whole:
         raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(splits)}")
-    given = tuple(map(int, splits))
-    if rows is not None and sum(given) != rows:
-        raise UserError(f"m_splits {_short(given)} sum to {sum(given)}, and the input has {rows} rows; cover each once")
-    return given
+    counts = tuple(map(int, splits))
+    if rows is not None and sum(counts) != rows:
+        raise UserError(
+            f"m_splits {_short(counts)} sum to {sum(counts)}, and the input has {rows} rows; cover each once"
+        )
+    return counts
 
 
 def device_splits(splits: Tensor, count: int) -> Tensor:
-    """The rows of each of `count` linears as they are on the device, not waited for: their sum is not looked at.
+    """The rows of each of `count` linears, left on the device. Nothing waits for them or looks at their sum.
 
     UserError unless they are as many as the linears.
     """
@@ -54,5 +57,5 @@ def device_splits(splits: Tensor, count: int) -> Tensor:
     return splits
 
 
-def _short(given: Sequence[Any]) -> str:
-    return str(list(given)) if len(given) <= 16 else f"{len(given)} values from {given[0]} to {given[-1]}"
+def _short(counts: Sequence[object]) -> str:
+    return str(list(counts)) if len(counts) <= 16 else f"{len(counts)} values from {counts[0]} to {counts[-1]}"

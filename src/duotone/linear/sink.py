@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,26 +12,24 @@ from duotone.dispatch.rule import Place, Product
 from duotone.errors import MissingPlaneError
 
 
-class Sink(Protocol):
-    waits: bool
-    """Whether `take` only keeps the product."""
+@dataclass(frozen=True, eq=False)
+class Sink:
+    """Takes the gradients of one weight."""
+
+    waits = False
+    """Whether `take` leaves the product to a later call."""
 
     def begin(self) -> None:
         """A forward runs whose gradient comes here."""
-        ...
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
-        """Compute the gradient now or keep it; what autograd is given for the weight."""
-        ...
+        """Compute the gradient or queue it. Returns what autograd gets for the weight."""
+        raise NotImplementedError
 
 
-class ToAutograd:
+@dataclass(frozen=True, eq=False)
+class ToAutograd(Sink):
     """The gradient in the dtype of dy; autograd accumulates it."""
-
-    waits = False
-
-    def begin(self) -> None:
-        pass
 
     def take(self, product: Product, dy: Tensor) -> Tensor | None:
         return product.compute(dy.dtype, dy.dtype)
@@ -42,18 +39,16 @@ GRADIENT = ToAutograd()
 
 
 @dataclass(frozen=True, eq=False)
-class ToMainGrad:
-    """Added in the dtype of the weight's `main_grad` to it; autograd gets None.
+class ToMainGrad(Sink):
+    """Adds the gradient to the weight's `main_grad`, in the dtype of that; autograd gets None.
 
-    It is written over where the weight has `overwrite_main_grad`, and by the first gradient of a first microbatch.
-    Where the weight has `grad_added_to_main_grad`, it becomes True and autograd gets zeros, so that its hooks fire.
+    - It overwrites if the weight has `overwrite_main_grad`, and with the first gradient of a first microbatch.
+    - If the weight has `grad_added_to_main_grad`, that becomes True, and autograd gets zeros, so that its hooks fire.
     """
 
     weight: Callable[[], Tensor | None]
     first: bool = False
-    """Whether the forward is one of a first microbatch: the next gradient, of whichever call, overwrites."""
-
-    waits = False
+    """Whether this is the forward of a first microbatch. Then the next gradient overwrites, whichever call it is of."""
 
     def begin(self) -> None:
         weight = self.weight()
@@ -67,13 +62,13 @@ class ToMainGrad:
 
     def place(self) -> Place:
         """Where the next gradient goes, and whether it is added."""
-        weight = self._held()
+        weight = self._living_weight()
         overwrites = vars(weight).get("duotone_overwrite", False) or getattr(weight, "overwrite_main_grad", False)
         return main_grad(weight), not overwrites
 
     def filled(self, out: Tensor) -> Tensor | None:
-        """What autograd is given once the gradient is in its place, `out`."""
-        weight = self._held()
+        """What autograd gets once the gradient is in `out`."""
+        weight = self._living_weight()
         increment_version(out)  # kernels write to addresses
         vars(weight).pop("duotone_overwrite", None)
         if not hasattr(weight, "grad_added_to_main_grad"):
@@ -81,7 +76,7 @@ class ToMainGrad:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
 
-    def _held(self) -> Tensor:
+    def _living_weight(self) -> Tensor:
         weight = self.weight()
         if weight is None:
             raise MissingPlaneError(
@@ -90,22 +85,23 @@ class ToMainGrad:
         return weight
 
 
-def main_grad(weight: Any) -> Tensor:
-    """The buffer that gradients of `weight` are added to. MissingPlaneError where there is none that can hold them."""
-    found = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
-    if isinstance(found, Tensor) and found.shape == weight.shape and found.device == weight.device:
-        if found.dtype.is_floating_point and found.dtype.itemsize > 1 and not found.is_inference():
-            return found
-    got = "none" if found is None else type(found).__name__
-    if isinstance(found, Tensor):
-        got = f"{tuple(found.shape)} in {found.dtype} on {found.device}"
+def main_grad(weight: Tensor) -> Tensor:
+    """The buffer that gradients of `weight` are added to. MissingPlaneError if there is none that fits."""
+    get: Callable[[], object] | None = getattr(weight, "get_main_grad", None)
+    buffer = get() if get is not None else getattr(weight, "main_grad", None)
+    if isinstance(buffer, Tensor) and buffer.shape == weight.shape and buffer.device == weight.device:
+        if buffer.dtype.is_floating_point and buffer.dtype.itemsize > 1 and not buffer.is_inference():
+            return buffer
+    got = "none" if buffer is None else type(buffer).__name__
+    if isinstance(buffer, Tensor):
+        got = f"{tuple(buffer.shape)} in {buffer.dtype} on {buffer.device}"
     needed = f"{tuple(weight.shape)} in floating point on {weight.device}"
     raise MissingPlaneError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
 
 
 @dataclass(frozen=True, eq=False)
-class Deferred:
-    """Saved until the module's `backward_dw` takes the oldest; autograd gets None."""
+class Deferred(Sink):
+    """Queues the product until the module's `backward_dw` takes the oldest; autograd gets None."""
 
     queue: deque[tuple[Product, Tensor, Sink]]
     then: Sink = GRADIENT
