@@ -13,9 +13,9 @@ from duotone import QuantizerRole, UserError, ops, recipes
 from duotone.dispatch.norms import RowNorm
 from duotone.modules import LayerNormLinear, LayerNormMLP
 from duotone.ops import fused_cast
-from duotone.pipeline.op import signal_of
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.tensor_info import info_of
 from duotone.tensor import Quantizer
 
 DTYPE = torch.bfloat16
@@ -56,7 +56,7 @@ def linear(n: int = 64, k: int = 64, **given) -> ops.BasicLinear:
 
 
 def stages(parts, x: Tensor) -> tuple[Stage, ...]:
-    signal, made = signal_of(x), []
+    signal, made = info_of(x), []
     for op in parts:
         stage, signal, *_ = op.link(signal, None)
         made.append(stage)

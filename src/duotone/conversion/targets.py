@@ -12,7 +12,7 @@ from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plan_request import PlanRequest, ask_recipe
-from duotone.pipeline.op import quantizer_of
+from duotone.pipeline.tensor_info import quantizer_of
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe

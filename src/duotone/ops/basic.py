@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import as_matrix
-from duotone.pipeline.op import Op, TensorInfo
+from duotone.pipeline.op import Op
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.tensor_info import TensorInfo
 from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class BasicOp(Op, nn.Module):
     stage: Stage = IdentityStage()
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return self.stage, info._replace(held=None)
+        return self.stage, info._replace(quantizer=None)
 
 
 class Identity(BasicOp):
@@ -161,7 +162,7 @@ class Bias(BasicOp):
         if info.width not in (None, self.bias.shape[0]):
             raise UserError(f"Bias takes (..., {self.bias.shape[0]}); got (..., {info.width}): reshape the input")
         tracked = torch.is_grad_enabled() and self.bias.requires_grad
-        return self.stage, info._replace(requires_grad=info.requires_grad or tracked, held=None)
+        return self.stage, info._replace(requires_grad=info.requires_grad or tracked, quantizer=None)
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor]:
         return (self.bias if self.bias.dtype is info.dtype else self.bias.to(info.dtype),)
@@ -188,7 +189,7 @@ class Dropout(BasicOp):
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         dropping = self._by_keeps[info.requires_grad]
-        return dropping if self.training and self.p else self.stage, info._replace(held=None)
+        return dropping if self.training and self.p else self.stage, info._replace(quantizer=None)
 
 
 class Reshape(BasicOp):
@@ -201,7 +202,7 @@ class Reshape(BasicOp):
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         width, rows = self._sizes(info)
-        return self.stage, info._replace(width=width, rows=rows, held=None)
+        return self.stage, info._replace(width=width, rows=rows, quantizer=None)
 
     def _sizes(self, info: TensorInfo) -> tuple[int | None, int | None]:
         """Width and rows of the output, None if the input's are not known. UserError if they do not fit."""

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.ops.basic import BasicOp
-from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,7 +48,7 @@ class _Collective(BasicOp):
         self.stage = CollectiveStage(process_group.group_name, *self.pair)
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return self.stage, info._replace(rows=None, held=None)
+        return self.stage, info._replace(rows=None, quantizer=None)
 
 
 class AllGather(_Collective):

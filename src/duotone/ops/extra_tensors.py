@@ -8,8 +8,8 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.ops.basic import BasicOp, PlainStage
-from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.tensor_info import TensorInfo
 
 
 class AddStage(PlainStage):
@@ -50,7 +50,7 @@ class AddExtraInput(BasicOp):
     stage = AddStage()
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        return self.stage, info._replace(requires_grad=torch.is_grad_enabled(), held=None)
+        return self.stage, info._replace(requires_grad=torch.is_grad_enabled(), quantizer=None)
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         (other,) = extra

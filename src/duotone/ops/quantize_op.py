@@ -12,8 +12,9 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.backward_operand import BACKWARD_OPERANDS
 from duotone.ops.basic import BasicOp
-from duotone.pipeline.op import CallRegion, TensorInfo
+from duotone.pipeline.op import CallRegion
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.pipeline.tensor_info import TensorInfo
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
@@ -114,7 +115,7 @@ class Quantize(BasicOp):
             stage = QuantizeStage(forward, backward, info.requires_grad, recipe.propagate_nonfinite)
             drop_dead(self._stages)
             self._stages[key] = stage
-        return stage, info if stage.forward_to is None else info._replace(held=stage.forward_to)
+        return stage, info if stage.forward_to is None else info._replace(quantizer=stage.forward_to)
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor | None]:
         assert isinstance(stage, QuantizeStage)

@@ -27,7 +27,7 @@ class SecondOrder(Protocol):
         """What the pipeline gives under such a transform."""
         ...
 
-    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
         """Add what that needs to the first things that autograd holds, or to the last outputs."""
         ...
 
@@ -51,7 +51,7 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
-        saved: list[Any] = []
+        saved: list[object] = []
         counts: list[int] = []
         outputs: list[Tensor] = []
         y, at = x, 0

@@ -3,50 +3,27 @@
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.formats.checks import require_dense
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.second_order import is_transformed, second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.tensor_info import TensorInfo, info_of
 from duotone.state import frames
 from duotone.state.amax_mode import AmaxMode, in_backward
 from duotone.state.autocast_context import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.region import STACK
 from duotone.state.rolling import roll_after
 from duotone.state.stack import innermost
-from duotone.tensor import QuantizedTensor, Quantizer
 
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
-
-
-class TensorInfo(NamedTuple):
-    """What is known of a tensor between two ops before anything runs.
-
-    `width` is its last dimension and `rows` the product of the others, None where that is not known; `held` is its
-    quantizer where it comes quantized.
-    """
-
-    device: str
-    dtype: torch.dtype
-    width: int | None
-    rows: int | None
-    requires_grad: bool
-    held: Quantizer | None = None
-    index: int = -1
-    """Of a CUDA device, -1 elsewhere."""
-
-    @property
-    def place(self) -> str:
-        """The device with its number, as plans name it."""
-        return self.device if self.index < 0 else f"{self.device}:{self.index}"
 
 
 class Op(Channels, KnownRoles):
@@ -54,25 +31,27 @@ class Op(Channels, KnownRoles):
 
     takes_first_microbatch = True
     fuse_wgrad_accumulation = delay_wgrad_compute = False
-    _rewritten: dict[Any, Any]
+    _rewritten: "dict[tuple[object, ...], Rewritten]"
 
     @property
     def pipeline(self) -> "tuple[Op, ...] | None":
         """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo, *tuple[Any, ...]]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo, *tuple[object, ...]]:
         """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be.
 
         Further values are handed to `operands`: parameters that are fetched once for a call.
         """
         raise NotImplementedError
 
-    def accept(self, stage: Any, info: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
         return extra
 
-    def operands(self, stage: Any, info: TensorInfo, extra: Sequence[Any], *parameters: Any) -> Sequence[Any]:
+    def operands(
+        self, stage: Stage, info: TensorInfo, extra: Sequence[object], *parameters: object
+    ) -> Sequence[object]:
         """The operands of the linked stage: parameters, seeds and the accepted `extra` inputs of this call.
 
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
@@ -86,27 +65,27 @@ class Op(Channels, KnownRoles):
         state.pop("_rewritten", None)  # older pickles may have it, in another form
         getattr(super(), "__setstate__", self.__dict__.update)(state)
 
-    def _slow_forward(self, *given: Any, **named: Any) -> Any:
+    def _slow_forward(self, *inputs: object, **options: object) -> Any:
         """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
         region = active_region()
         recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
         if recipe.evaluation is not None and not self.training:  # type: ignore[attr-defined]
             recipe = recipe.evaluation
-        tensors = itertools.chain(given, self.parameters())  # type: ignore[attr-defined]
+        tensors = itertools.chain(inputs, self.parameters())  # type: ignore[attr-defined]
         tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         if type(recipe) is not type(HIGH_PRECISION) or tracked:
             raise UserError(
                 f"torch.jit.trace cannot record {type(self).__name__} under recipe {recipe.name}: trace within "
                 "torch.no_grad() and duotone.autocast(enabled=False), or call duotone.revert(model) before"
             )
-        return super()._slow_forward(*given, **named)  # type: ignore[misc]
+        return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
 
-    def forward(self, x: Tensor, *extra: Any, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | None = None) -> Any:
         return run((self,), x, extra, is_first_microbatch, self)
 
 
 def run(
-    ops: Sequence[Op], x: Tensor, extra: Sequence[Any], first: bool | None, owner: Any, may_trace: bool = True
+    ops: Sequence[Op], x: Tensor, extra: Sequence[object], first: bool | None, owner: object, may_trace: bool = True
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
@@ -119,7 +98,7 @@ def run(
         from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
 
         return run_uncompiled(ops, x, extra, first, owner, False)  # type: ignore[call-arg]
-    info = signal_of(x, owner.__dict__.get("module_name", ""))
+    info = info_of(x, owner.__dict__.get("module_name", ""))
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     taken, linked, stages = 0, [], ()
     for op in ops:
@@ -138,7 +117,7 @@ def run(
             backward.again.check()
             apply = backward.again.transformed
     accepted = _accepted(linked, extra, taken) if taken or extra else iter(())
-    operands: list[Any] = []
+    operands: list[object] = []
     for op, stage, before, parameters in linked:
         operands += op.operands(stage, before, next(accepted) if op.extra_inputs else (), *parameters)
     if info.device == "meta" or not torch.is_autocast_enabled(info.device):
@@ -154,8 +133,8 @@ def run(
 
 
 def _accepted(
-    linked: Sequence[tuple[Op, Stage, TensorInfo, Sequence[Any]]], extra: Sequence[Any], count: int
-) -> Iterator[Sequence[Any]]:
+    linked: Sequence[tuple[Op, Stage, TensorInfo, Sequence[object]]], extra: Sequence[object], count: int
+) -> Iterator[Sequence[object]]:
     """What each op that takes further inputs makes of its own. UserError unless there are `count` in all."""
     if count != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {count}; pass one for each")
@@ -165,66 +144,6 @@ def _accepted(
             accepted.append(op.accept(stage, info, extra[at : at + op.extra_inputs]))
             at += op.extra_inputs
     return iter(accepted)
-
-
-def is_autocast(device: str) -> bool:
-    """Whether torch.autocast is active for a device; there is none for meta."""
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
-def is_distributed(x: Any) -> bool:
-    """Whether a tensor is a DTensor, without importing that."""
-    return hasattr(x, "device_mesh")
-
-
-def signal_of(x: Any, name: str = "") -> TensorInfo:
-    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension."""
-    if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
-        require_dense(name or "a module", x)
-    if not isinstance(x, Tensor) or x.dim() == 0:
-        got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
-    if type(x) is not Tensor and is_distributed(x):
-        raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
-    device, dtype = x.device.type, x.dtype
-    if dtype in CAST and device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    width = x.shape[-1]
-    rows = x.numel() // width if width else x.shape[:-1].numel()
-    quantizer = None
-    if isinstance(x, QuantizedTensor) and dtype is x.dtype:  # casting a quantized tensor dequantizes it
-        quantizer = quantizer_of(x)
-    index = x.get_device() if device == "cuda" else -1
-    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index)
-
-
-CAST = (torch.float32, torch.float16, torch.bfloat16)
-"""What torch.autocast casts."""
-
-
-def require_fit(name: str, info: TensorInfo, weight: Tensor, bias: Tensor | None = None) -> None:
-    """UserError unless an input like `info` can be multiplied by `weight` (out, width), and `bias` goes with it."""
-    if weight.device.type != info.device:
-        raise UserError(f"{name} is on {weight.device.type} and its input on {info.device}; move one of them")
-    width = weight.shape[1]
-    if (info.width is not None and info.width != width) or not (
-        info.dtype is weight.dtype or _casts_to(info, weight.dtype)
-    ):
-        raise UserError(
-            f"{name} takes (..., {width}) in {weight.dtype}; "
-            f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
-        )
-    # Kernels see the address of a bias alone.
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
-        raise UserError(
-            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
-            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
-        )
-
-
-def _casts_to(info: TensorInfo, dtype: torch.dtype) -> bool:
-    """Whether torch.autocast casts parameters of `dtype` to the dtype of the input."""
-    return is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
 
 
 class CallRegion:
@@ -252,36 +171,26 @@ class CallRegion:
         return region
 
 
-def quantizer_of(x: Tensor) -> Quantizer | None:
-    """The quantizer of a quantized tensor, in the formats that it really holds."""
-    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
-        return None
-    row, col = x.planes
-    quantizer = x.quantizer
-    if (row is None or quantizer.rowwise == row.format) and (col is None or quantizer.columnwise == col.format):
-        return quantizer
-    return Quantizer(row.format if row else quantizer.rowwise, col.format if col else quantizer.columnwise)
-
-
+Rewritten = tuple[tuple[Stage, ...], Backward, bool]
 REMEMBERED = 64
 """Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
 
 
-def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> Rewritten:
     """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
     cache = owner.setdefault("_rewritten", {})
     key = (RULES.version, *stages)
-    found = cache.get(key)
-    if found is None:
+    entry = cache.get(key)
+    if entry is None:
         if len(cache) >= REMEMBERED:
             cache.clear()
         forward, backward = rewrite(stages)
         again = second_order(stages, owner.get("module_name", ""))
-        found = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
-    return found
+        entry = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
+    return entry
 
 
-def _roll_with(y: Any) -> None:
+def _roll_with(y: Tensor | tuple[Tensor, ...]) -> None:
     """Let the backward of `y` roll forward's delayed scales: no gradient is delayed and would say so itself."""
     first = y[0] if isinstance(y, tuple) else y
     if first.requires_grad:

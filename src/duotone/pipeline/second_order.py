@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from duotone.errors import UserError
-from duotone.pipeline.autograd import SecondOrder, Stages, run_backward
-from duotone.pipeline.stage import Stage
+from duotone.pipeline.autograd import Backward, SecondOrder, Stages, run_backward
+from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.saving import unpack
 
@@ -37,7 +37,7 @@ class Exact(SecondOrder):
         self.reads = _read_values(stages)
         """Which of x and the operands decide gradients by their values; of the others, the shape is saved."""
 
-    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
         for value, reads in zip((x, *operands), self.reads, strict=True):
             if isinstance(value, Tensor):
                 saved.append(value if reads else (value.shape,))
@@ -57,7 +57,7 @@ class Exact(SecondOrder):
         of_inputs = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, **options))
         return None, None, *[next(of_inputs) if needed else None for needed in needs]
 
-    def run(self, x: Tensor, operands: Sequence[Any], saved: Sequence[Any]) -> list[Tensor]:
+    def run(self, x: Tensor, operands: Sequence[Any], saved: Sequence[Saved | None]) -> list[Tensor]:
         """y and the extra outputs, from the operands of all stages and what each saved, None if none did."""
         extras: list[Tensor] = []
         at = 0
@@ -68,7 +68,7 @@ class Exact(SecondOrder):
             at += count
         return [x, *extras]
 
-    def transformed(self, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
         """What the pipeline gives, in operations of torch; called as `PipelineFunction.apply` is."""
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))
@@ -86,7 +86,7 @@ class Refused(SecondOrder):
     def __init__(self, reason: str) -> None:
         self.message = refused(reason)
 
-    def save(self, x: Tensor, operands: tuple[Any, ...], saved: list[Any], outputs: list[Tensor]) -> None:
+    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
         mark = torch.empty(0)
         saved.append(mark)
         outputs.append(mark)
@@ -98,7 +98,7 @@ class Refused(SecondOrder):
     def check(self) -> None:
         raise UserError(self.message)
 
-    def transformed(self, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
         raise UserError(self.message)
 
 
@@ -143,7 +143,7 @@ def _input(value: Any, needed: bool, like: Tensor) -> Any:
     return like.new_zeros(value).requires_grad_(needed) if isinstance(value, torch.Size) else value
 
 
-def _split(saved: list[Any], counts: list[int]) -> list[Any]:
+def _split(saved: list[object], counts: list[int]) -> list[Saved]:
     """What each stage saved."""
     parts, at = [], 0
     for count in counts:

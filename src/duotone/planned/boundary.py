@@ -11,8 +11,9 @@ from torch.autograd import Function
 
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
-from duotone.pipeline.op import Op, run, signal_of
+from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import Once, refused
+from duotone.pipeline.tensor_info import info_of
 from duotone.planned.planned import Planned
 from duotone.state import seeds
 from duotone.tensor.context import QuantizeContext
@@ -30,7 +31,7 @@ def run_with_boundary(
     `fp8_grad`, which stays as it is under a backward override.
     """
     warn_without_role(module, fp8_output, fp8_grad)
-    signal = signal_of(x, module.module_name)
+    signal = info_of(x, module.module_name)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)
     plan: LinearPlan = stage.plan  # type: ignore[attr-defined]

@@ -12,9 +12,10 @@ from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
-from duotone.pipeline.op import Op, TensorInfo, quantizer_of, require_fit, run, signal_of
+from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.tensor_info import TensorInfo, info_of, quantizer_of, require_fit
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
 from duotone.planned.planned import Planned, holds_codes
@@ -62,9 +63,9 @@ class PlannedGroup(Planned):
     def link(
         self, signal: TensorInfo, is_first_microbatch: bool | None
     ) -> tuple[Stage, TensorInfo, Sequence[Tensor], Sequence[Tensor | None]]:
-        if signal.held is not None:
+        if signal.quantizer is not None:
             raise UserError(
-                f"{self.module_name} takes a plain tensor; got one quantized to {signal.held}: dequantize it"
+                f"{self.module_name} takes a plain tensor; got one quantized to {signal.quantizer}: dequantize it"
             )
         weights, biases = self.weights, self.biases
         require_fit(self.module_name, signal, weights[0])
@@ -237,7 +238,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
     ) -> Tensor:
         if torch.compiler.is_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
-        signal = signal_of(x, self.module_name)
+        signal = info_of(x, self.module_name)
         stage, made, *_ = self.link(signal, first)
         if out is not None:
             check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, TensorInfo, quantizer_of, require_fit, run
+from duotone.pipeline.op import Op, run
 from duotone.pipeline.stage import Stage
+from duotone.pipeline.tensor_info import TensorInfo, quantizer_of, require_fit
 from duotone.planned import boundary
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.planned import Planned, holds_codes

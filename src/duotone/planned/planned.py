@@ -13,8 +13,9 @@ from duotone.linear.core import LinearStage
 from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import LinearPlan
-from duotone.pipeline.op import Op, quantizer_of, signal_of
+from duotone.pipeline.op import Op
 from duotone.pipeline.slot_roles import BoundaryRoles
+from duotone.pipeline.tensor_info import info_of, quantizer_of
 from duotone.planned import delayed_states
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.quantized_parameters import drop_empty_extra_state, moved
@@ -134,7 +135,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""
         weights_grad = any(weight.requires_grad for weight in self.weights)
-        return self.plans.stage(signal_of(x), weights_grad, self.weight_held).plan
+        return self.plans.stage(info_of(x), weights_grad, self.weight_held).plan
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
         """The name of what multiplies in this module where `gemm` is one of the plan's."""

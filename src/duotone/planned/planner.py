@@ -16,7 +16,8 @@ from duotone.linear.plan_builder import build_plan
 from duotone.linear.plan_request import PlanRequest, ask_recipe
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import main_grad
-from duotone.pipeline.op import KEEPS, CallRegion, TensorInfo
+from duotone.pipeline.op import KEEPS, CallRegion
+from duotone.pipeline.tensor_info import TensorInfo
 from duotone.planned import delayed_states
 from duotone.planned.quantized_parameters import demand, follow
 from duotone.planned.weight_options import WeightOptions
@@ -124,13 +125,13 @@ class Planner:
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
-        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.held, weight_held, recorded)
+        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded)
         last = self.last
         if last is not None and last[0] == key:
             return last[1]
         stage = self.stages.get(key)
         if stage is None:
-            call = Call(info.place, info.dtype, grads, info.held)
+            call = Call(info.place, info.dtype, grads, info.quantizer)
             stage = self.resolve(recipe, call, group, mode, recorded)
             self._drop_dead_plans()
             self.stages[key] = stage
