@@ -43,7 +43,7 @@ ALLOWED = {
     "dispatch.compiler.probe": MACHINE,
     "dispatch.cublas._calls_cublas": MACHINE,
     "dispatch.segment_products.grouped_product": LAUNCH,
-    "dispatch.segments._HELD": "row offsets on the device, so that a step with the same splits copies nothing",
+    "dispatch.segments._TABLES": "row offsets on the device, so that a step with the same splits copies nothing",
     "dispatch.target._built_with": MACHINE,
     "dispatch.target.cuda_target": MACHINE,
     "dispatch.target.has_triton": MACHINE,

@@ -13,7 +13,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone import formats
-from duotone.dispatch.casts import _find_two_level, _spec
+from duotone.dispatch.casts import _spec, _two_level_cast
 from duotone.kernels import (
     activations,
     adamw,
@@ -125,7 +125,7 @@ def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
 
 def two_level(row: str, col: str, m: int, k: int) -> list[Case]:
     fmt = formats.get(row)
-    made = _find_two_level(fmt, formats.get(col), row == col and fmt.is_derivable)
+    made = _two_level_cast(fmt, formats.get(col), row == col and fmt.is_derivable)
     name = f"both planes {row}{'' if row == col else f' and {col}'}{'' if m % 128 == 0 else ', odd sizes'}"
     return launched(name, lambda: made(matrix(m, k), seed=torch.zeros(1, dtype=torch.int64)))
 

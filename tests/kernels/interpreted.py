@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from duotone import formats
-from duotone.dispatch.casts import _find
+from duotone.dispatch.casts import _new_cast
 from duotone.formats import Format
 from duotone.formats.elements import E4M3, E5M2
 from duotone.kernels import rows
@@ -154,7 +154,7 @@ def casts() -> Check:
             (torch.float16, True, 0),
         ):
             matrix = part.to(dtype).contiguous()
-            cast = _find(row, col, dtype, propagate)
+            cast = _new_cast(row, col, dtype, propagate)
             assert isinstance(cast, Cast)
             planes = cast(matrix, shard=None if dim is None else Twice(dim))
             for side, got, want in zip(("row", "col"), planes, twins(row, col, matrix, propagate, dim), strict=True):

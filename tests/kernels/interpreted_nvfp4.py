@@ -86,7 +86,7 @@ def planes() -> Check:
         if (what == "huge" and not fmt.scale_search) or (what == "column" and fmt.scale_search):
             continue
         for row, col in ((fmt, fmt), (None, fmt)) if what == "whole" else ((fmt, fmt),):
-            cast = casts._find_two_level(row, col, row is not None and fmt.is_derivable, False)
+            cast = casts._two_level_cast(row, col, row is not None and fmt.is_derivable, False)
             if cast is None:
                 assert row is None and fmt.is_derivable
                 continue
@@ -105,7 +105,7 @@ def poisoned() -> Check:
     x[20:40] = torch.randn(20, 112)
     for name in NAMES:
         fmt = formats.get(name)
-        made = casts._find_two_level(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
+        made = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
         for side, got, matrix in zip(("row", "col"), made, (x, x.t()), strict=True):
             want = fmt.encode(matrix, seed=SEED, plane=side, propagate=True)
             if side == "col" and fmt.is_derivable:

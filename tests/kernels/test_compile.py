@@ -43,7 +43,7 @@ def test_each_kernel_of_these_modules_has_a_case() -> None:
 
 def test_where_a_slot_of_a_history_starts_makes_no_variant_of_a_kernel() -> None:
     """Slots lie 4 bytes apart: x and its weight, in slots 0 and 1, would compile each cast of delayed scales twice."""
-    slots = "live", "given", "row_from", "col_from"
+    slots = "live", "scale", "row_from", "col_from"
     cases = [case for case in CASES if "live" in case.function.arg_names]
     taken = {(case.function.__name__, name): case.types[name] for case in cases for name in slots if name in case.types}
     assert {kernel for kernel, _ in taken} == {case.function.__name__ for case in cases}

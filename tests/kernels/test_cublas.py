@@ -98,4 +98,4 @@ def test_a_failure_says_what_failed(called) -> None:
 
 def test_the_structure_of_a_result_has_the_size_of_the_library_s() -> None:
     """64 bytes of algorithm, the workspace, a status, a float, four integers."""
-    assert ctypes.sizeof(cublas._Found) == 64 + 8 + 4 + 4 + 16
+    assert ctypes.sizeof(cublas._Heuristic) == 64 + 8 + 4 + 4 + 16

@@ -6,7 +6,7 @@ A gated one takes (*lead, 2K): the first half is activated and multiplies the se
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
 
 aten = torch.ops.aten
 QUICK = 1.702
@@ -43,15 +46,15 @@ class Activation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """`value`, by one kernel on CUDA where that has the same bits."""
-        made = self.produced(x) if self.is_exact else None
-        return self.value(x) if made is None else _there(made, x)
+        producer = self.produced(x) if self.is_exact else None
+        return self.value(x) if producer is None else _materialized(producer, x)
 
     def differentiate(self, dy: Tensor, x: Tensor) -> Tensor:
         """`gradient`, likewise."""
-        made = self.produced_gradient(dy, x) if self.is_exact else None
-        return self.gradient(dy, x) if made is None else _there(made, x)
+        producer = self.produced_gradient(dy, x) if self.is_exact else None
+        return self.gradient(dy, x) if producer is None else _materialized(producer, x)
 
-    def produced(self, x: Tensor) -> Any:
+    def produced(self, x: Tensor) -> "FusedProducer | None":
         """What lets a cast kernel compute `value` itself, a `kernels.activations.FusedProducer`; None if none can."""
         if not self.kernel or not has_kernels(x):
             return None
@@ -59,7 +62,7 @@ class Activation:
 
         return activations.value(self.kernel, x.reshape(-1, x.shape[-1]).contiguous(), self.gated)
 
-    def produced_gradient(self, dy: Tensor, x: Tensor) -> Any:
+    def produced_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | None":
         """`gradient`, likewise."""
         if not self.kernel or not has_kernels(x) or dy.dtype is not x.dtype:
             return None
@@ -69,11 +72,11 @@ class Activation:
         return activations.gradient(self.kernel, flat, of_x, self.gated)
 
 
-def _there(made: Any, like: Tensor) -> Tensor:
+def _materialized(producer: "FusedProducer", like: Tensor) -> Tensor:
     """The matrix, with the leading dimensions of `like`."""
     from duotone.kernels import activations
 
-    return activations.materialize(made).view(*like.shape[:-1], made.shape[1])
+    return activations.materialize(producer).view(*like.shape[:-1], producer.shape[1])
 
 
 def gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:

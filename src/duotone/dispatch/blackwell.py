@@ -4,7 +4,6 @@ Written from the documented layouts of torch and cuBLAS and gated by capability:
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +69,7 @@ class NativeBlocks(GemmRule):
         )[:rows, :cols]
         return finish(scaled(y, _epilogue(a), _epilogue(b)), out_dtype, bias)
 
-    def _operand(self, plane: Any) -> tuple[Tensor, Tensor]:
+    def _operand(self, plane: Operand) -> tuple[Tensor, Tensor]:
         """Codes and swizzled scales, padded to whole tiles with codes of zero."""
         codes, scale = plane.parts["codes"], plane.parts["scale"]
         rows = plane.shape[0]
@@ -78,7 +77,9 @@ class NativeBlocks(GemmRule):
         codes = F.pad(codes, (0, more_cols, 0, -rows % TILE_ROWS)).contiguous()
         if scale.shape[0] != rows:
             scale = scale.repeat_interleave(plane.format.block.rows, 0)[:rows]
-        return codes.view(self.codes or plane.format.code_dtype), swizzled(scale).view(self.scales)
+        dtype = self.codes or plane.format.code_dtype
+        assert dtype is not None
+        return codes.view(dtype), swizzled(scale).view(self.scales)
 
 
 def _epilogue(plane: Operand) -> Factors:

@@ -1,9 +1,9 @@
-"""Casts in one kernel: which formats are encoded to both planes in one read, and decoded, instead of stage by stage.
+"""Which formats one kernel encodes to both planes in one read of the matrix, and which ones a kernel decodes.
 
-Parts and values are those of the stages, bit for bit; a columnwise plane has memory of its own, as products read it.
+Parts and values have the bits of the plain stages. The columnwise plane is a tensor, not a view of the rowwise one.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCo
 from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
+    from duotone.kernels.cast import Cast, PlaneSpec
+    from duotone.kernels.nvfp4 import Cast as TwoLevelCast
+    from duotone.kernels.nvfp4 import PlaneSpec as TwoLevelSpec
     from duotone.kernels.segment_cast import SegmentCast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -20,74 +23,79 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 128
 """Rows and columns of a kernel's tile, which holds whole blocks."""
 _TWO_LEVEL_BLOCKS = (Block(1, 16), Block(16, 16))
-_CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, Any]] = {}
-_SEGMENT_CASTS: dict[tuple[int, int, torch.dtype, bool], tuple[Format | None, Format | None, "SegmentCast | None"]] = {}
-_DECODERS: dict[tuple[int, torch.dtype], tuple[Format, Any]] = {}
-"""By the ids of formats, whose hashes are slow; holding the formats keeps their ids."""
+
+Pair = tuple[Format | None, Format | None]
+"""The rowwise and the columnwise format; None for a plane that is not wanted."""
+
+_CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, Cast | TwoLevelCast | None]]" = {}
+_SEGMENT_CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, SegmentCast | None]]" = {}
+_DECODERS: "dict[tuple[int, torch.dtype], tuple[Format, PlaneSpec | float | None]]" = {}
+"""By the ids of formats, whose hashes are slow. The values hold the formats, so that an id stays in use."""
 
 
-def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> Any:
-    """The `Cast` of `duotone.kernels` that makes these planes of a matrix like `x`, or None where there is no such.
+def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "Cast | TwoLevelCast | None":
+    """The kernel that makes these planes of a CUDA matrix like `x`. None if there is no such kernel.
 
     `propagate` as of `Format.encode`.
     """
-    made = _cast(row, col, x.dtype, propagate)
-    return None if made is None or not _is_real(x) or not runs_kernels(x.get_device()) else made
+    cast = _cast(row, col, x.dtype, propagate)
+    return None if cast is None or not _is_real(x) or not runs_kernels(x.get_device()) else cast
+
+
+def _cast(
+    row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True
+) -> "Cast | TwoLevelCast | None":
+    key = (id(row), id(col), dtype, propagate)
+    entry = _CASTS.get(key)
+    if entry is None:
+        entry = _CASTS[key] = ((row, col), _new_cast(row, col, dtype, propagate))
+    return entry[1]
 
 
 def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
     """As `one_read`, the cast that gives each row segment scales of its own."""
     key = (id(row), id(col), x.dtype, propagate)
-    known = _SEGMENT_CASTS.get(key)
-    if known is None:
-        known = _SEGMENT_CASTS[key] = (row, col, _find_segment_cast(row, col, x.dtype, propagate))
-    return known[2] if _is_real(x) and runs_kernels(x.get_device()) else None
+    entry = _SEGMENT_CASTS.get(key)
+    if entry is None:
+        entry = _SEGMENT_CASTS[key] = ((row, col), _new_segment_cast(row, col, x.dtype, propagate))
+    return entry[1] if _is_real(x) and runs_kernels(x.get_device()) else None
 
 
-def _find_segment_cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
-    if any(fmt is not None and fmt.block not in (TENSOR, ROW) for fmt in (row, col)):
+def _new_segment_cast(
+    row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool
+) -> "SegmentCast | None":
+    if any(fmt is not None and (fmt.block not in (TENSOR, ROW) or not _is_simple(fmt)) for fmt in (row, col)):
         return None
-    cast = _cast(row, col, dtype, propagate)
-    if cast is None:
-        return None
+    from duotone.kernels.cast import Cast
     from duotone.kernels.segment_cast import SegmentCast
 
-    return SegmentCast(cast)
-
-
-def _cast(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True) -> Any:
-    key = (id(row), id(col), dtype, propagate)
-    found = _CASTS.get(key)
-    if found is None:
-        found = _CASTS[key] = (row, col, _find(row, col, dtype, propagate))
-    return found[2]
+    cast = _cast(row, col, dtype, propagate)
+    return SegmentCast(cast) if isinstance(cast, Cast) else None
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
-    """Whether a kernel makes codes and scales of both planes of a matrix in `dtype` there, or of either of them, and
-    nothing else."""
+    """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them, of codes and scales alone."""
     if not where.runs_kernels or ScaleCodec.TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
         return False
     return all(_cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
 
 
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
-    """(M, K) values of a plane, or of its codes alone, or None where stages have to decode it."""
+    """(M, K) values of a plane, or of its codes without the scales. None if no kernel decodes it."""
     if torch.compiler.is_compiling():
         return None
     key = (id(fmt), dtype)
-    found = _DECODERS.get(key)
-    if found is None:
-        found = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
-    spec, codes = found[1], parts["codes"]
+    entry = _DECODERS.get(key)
+    if entry is None:
+        entry = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
+    spec, codes = entry[1], parts["codes"]
     if spec is None or not _is_real(codes) or not runs_kernels(codes.get_device()):
         return None
-    if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
-        from duotone.kernels import decode_nvfp4
+    if not isinstance(spec, tuple):
+        from duotone.kernels.decode_nvfp4 import decode as decode_two_level
 
-        return decode_nvfp4.decode(
-            contiguous_rows(codes), parts["scale"], parts["amax"] if scaled else None, spec, dtype
-        )
+        amax = parts["amax"] if scaled else None
+        return decode_two_level(contiguous_rows(codes), parts["scale"], amax, spec, dtype)
     from duotone.kernels.decode import decode
 
     scale = parts["scale"] if scaled else None
@@ -97,8 +105,8 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     return decode(spec, contiguous_rows(codes), scale, dtype)
 
 
-def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
-    """What a kernel that decodes the format has to know of it, or None where there is none."""
+def _decoder(fmt: Format, dtype: torch.dtype) -> "PlaneSpec | float | None":
+    """What a kernel knows of a format that it decodes. None if there is no such kernel."""
     if dtype not in DTYPES:
         return None
     if fmt.scale_codec is ScaleCodec.TWO_LEVEL:
@@ -107,7 +115,7 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> Any:
 
 
 def contiguous_rows(codes: Tensor) -> Tensor:
-    """Codes (M, K), uint8, whose rows are contiguous: themselves, or a copy."""
+    """Codes (M, K), uint8, with contiguous rows: themselves, or a copy."""
     if codes.is_contiguous() or not _is_real(codes) or not runs_kernels(codes.get_device()):
         return codes.contiguous()
     from duotone.kernels.rows import contiguous_rows as copied
@@ -126,15 +134,17 @@ def _is_real(x: Tensor) -> bool:
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
-"""Tensors with an address: fake ones go through the stages, whose kernels are own ops."""
+"""Tensors with an address, which fake ones have not."""
 
 
-def _find(row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool) -> Any:
+def _new_cast(
+    row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool
+) -> "Cast | TwoLevelCast | None":
     if dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
     if any(fmt is not None and fmt.scale_codec is ScaleCodec.TWO_LEVEL for fmt in (row, col)):
-        return _find_two_level(row, col, shared, propagate)
+        return _two_level_cast(row, col, shared, propagate)
     if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
         return None
     if row is not None and col is not None and row.is_delayed and col.is_delayed and not shared:
@@ -144,21 +154,25 @@ def _find(row: Format | None, col: Format | None, dtype: torch.dtype, propagate:
     return Cast(_spec(row, dtype), _spec(col, dtype), shared, propagate)
 
 
-def _find_two_level(row: Format | None, col: Format | None, shared: bool, propagate: bool = True) -> Any:
+def _two_level_cast(
+    row: Format | None, col: Format | None, shared: bool, propagate: bool = True
+) -> "TwoLevelCast | None":
     if any(fmt is not None and not _is_two_level(fmt) for fmt in (row, col)):
         return None
     if col is not None and col.is_derivable and not shared and (col.is_stochastic or col.scale_search):
         return None  # its codes depend on which matrix is encoded, and which one is transposed
-    from duotone.kernels.nvfp4 import Cast, PlaneSpec
+    from duotone.kernels.nvfp4 import Cast
 
-    def spec(fmt: Format | None) -> PlaneSpec | None:
-        if fmt is None:
-            return None
-        square, per_line = fmt.block.rows > 1, fmt.epilogue is Epilogue.ROW
-        top = fmt.scale_limits(torch.float32)[0]
-        return PlaneSpec(square, bool(fmt.transform), fmt.is_stochastic, fmt.scale_search, per_line, top)
+    return Cast(_two_level_spec(row), _two_level_spec(col), shared, propagate)
 
-    return Cast(spec(row), spec(col), shared, propagate)
+
+def _two_level_spec(fmt: Format | None) -> "TwoLevelSpec | None":
+    if fmt is None:
+        return None
+    from duotone.kernels.nvfp4 import PlaneSpec
+
+    square, per_line, top = fmt.block.rows > 1, fmt.epilogue is Epilogue.ROW, fmt.scale_limits(torch.float32)[0]
+    return PlaneSpec(square, bool(fmt.transform), fmt.is_stochastic, fmt.scale_search, per_line, top)
 
 
 def _is_two_level(fmt: Format) -> bool:
@@ -194,7 +208,7 @@ def _element(fmt: Format) -> torch.dtype | str | None:
     return fmt.code_dtype if fmt.code_dtype in FP8_DTYPES else None
 
 
-def _spec(fmt: Format | None, dtype: torch.dtype) -> Any:
+def _spec(fmt: Format | None, dtype: torch.dtype) -> "PlaneSpec | None":
     if fmt is None:
         return None
     from duotone.kernels.cast import PlaneSpec

@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.fx.experimental._config as shapes_config
@@ -19,8 +19,10 @@ from duotone.formats import hadamard, philox, stages
 from duotone.formats.elements import Element
 from duotone.formats.stages import Stages
 
+T = TypeVar("T")
 
-def own_code(function: Callable[..., Any], name: str) -> FunctionType:
+
+def own_code(function: Callable[..., object], name: str) -> FunctionType:
     """A copy of `function` with a code object of its own, named `name`."""
     assert isinstance(function, FunctionType)
     code: CodeType = function.__code__.replace(co_name=name, co_qualname=name)
@@ -28,13 +30,13 @@ def own_code(function: Callable[..., Any], name: str) -> FunctionType:
 
 
 @functools.cache
-def _compile(function: Callable[..., Any], key: str) -> Callable[..., Any]:
+def _compile(function: Callable[..., T], key: str) -> Callable[..., T]:
     """`function` compiled under a name that says what it is for; dynamic in the sizes of its tensors."""
     name = f"duotone_{function.__name__}_{key}"
     logging.getLogger(__name__).debug("compiling %s", name)
     compiled = torch.compile(own_code(function, name), dynamic=True, backend=backend)
 
-    def run(*arguments: Any) -> Any:
+    def run(*arguments: object) -> T:
         # Each of these would make variants: gradients required or not, and sizes that happen to be equal.
         plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
         with torch.no_grad(), shapes_config.patch(use_duck_shape=False):  # type: ignore

@@ -17,9 +17,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+OPTIONS: dict[str, object] = {"emulate_precision_casts": True}
 """Without it inductor drops bf16 round trips, and with them bits."""
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -76,7 +80,7 @@ def _warn(reason: str) -> None:
     warnings.warn(f"casts on the CPU run in plain torch, which is slower: {reason}", RuntimeWarning, stacklevel=2)
 
 
-def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., object]:
     """Inductor for `torch.compile(backend=...)`; where it fails, the graph itself, as all further casts run."""
     from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.compile_fx import compile_fx
@@ -101,12 +105,12 @@ class _Limited:
     def __init__(self, end: float) -> None:
         self.end = end
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = getattr(subprocess, name)
         if name not in ("run", "check_call", "check_output"):
             return value
 
-        def call(*arguments: Any, **options: Any) -> Any:
+        def call(*arguments: object, **options: object) -> object:
             options.setdefault("timeout", max(self.end - time.monotonic(), 0.01))
             return value(*arguments, **options)
 

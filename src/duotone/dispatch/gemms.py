@@ -189,10 +189,10 @@ def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -
 
 def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:
     """fma(fl(product * s1), s2, total); float64 holds the product of two fp32 exactly."""
-    given = [scale for scale in scales if scale is not None]
-    if len(given) == 1:
-        return torch.addcmul(total.double(), product.double(), given[0].double()).float()
-    return torch.addcmul(total.double(), (product * given[0]).double(), given[1].double()).float()
+    first, *second = [scale for scale in scales if scale is not None]
+    if not second:
+        return torch.addcmul(total.double(), product.double(), first.double()).float()
+    return torch.addcmul(total.double(), (product * first).double(), second[0].double()).float()
 
 
 def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:

@@ -7,13 +7,23 @@ norm that is made on the way of a cast: outside of traced code on CUDA, for rows
 compute in fp32 and round once, but sum in another order, so a result next to a tie may round to the other neighbour.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
+
+Saved = Sequence[Tensor]
+"""What forward gives for backward: mean and 1/std of LayerNorm, the second one alone of others."""
+Needs = Sequence[bool]
+"""Which of the gradients of x, gamma and beta are needed."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 aten = torch.ops.aten
 WIDEST = 8192
@@ -30,10 +40,14 @@ class RowNorm:
     def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+    def backward(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         raise NotImplementedError
 
-    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
+    def produced(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor
+    ) -> "FusedProducer | None":
         """y as a `kernels.activations.FusedProducer` whose `saved` are there once it is encoded, or None.
 
         With `saved`, what an encoding before left there, nothing is measured again.
@@ -49,8 +63,8 @@ class RowNorm:
         return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
 
     def backward_of_produced(
-        self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any
-    ) -> tuple[Any, ...]:
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         """As `backward`, which takes what kernels do not."""
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
             return self.backward(dy, x, gamma, beta, saved, needs)
@@ -74,7 +88,9 @@ class LayerNormKernel(RowNorm):
     def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
-    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+    def backward(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         mask = [needs[0], bool(needs[1]), bool(needs[2])]
         return aten.native_layer_norm_backward(dy, x, [x.shape[-1]], *saved, gamma, beta, mask)
 
@@ -92,7 +108,9 @@ class RMSNormKernel(RowNorm):
         y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (y if gamma is None else y * gamma).to(x.dtype)
 
-    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+    def backward(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         """On CUDA torch's fused kernel; elsewhere, where there is none, the operations that autograd would run."""
         (rms,) = saved
         if dy.device.type == "cuda":
@@ -110,7 +128,7 @@ class RMSNormKernel(RowNorm):
         return dx.to(x.dtype), dgamma, None
 
 
-def _fits(x: Tensor, gamma: Any, beta: Any) -> bool:
+def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> bool:
     """Whether kernels take x and these parameters; they read a beta only behind a gamma."""
     if not has_kernels(x) or x.shape[-1] > WIDEST or (gamma is None and beta is not None):
         return False
@@ -139,11 +157,15 @@ class L2Kernel:
     def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
         return self.forward(x, gamma, beta, eps)[0]
 
-    def produced(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor) -> Any:
+    def produced(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor
+    ) -> "FusedProducer | None":
         """None: no kernel makes this one."""
         return None
 
-    def backward(self, dy: Tensor, x: Tensor, gamma: Any, beta: Any, saved: Any, needs: Any) -> tuple[Any, ...]:
+    def backward(
+        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+    ) -> Gradients:
         (scale,) = saved
         wide, grad = widened(x), widened(dy)
         along = (grad * wide).sum(-1, keepdim=True) * scale.square()
@@ -152,4 +174,9 @@ class L2Kernel:
     backward_of_produced = backward
 
 
-NORMS: dict[str, Any] = {"LayerNorm": LayerNormKernel(), "RMSNorm": RMSNormKernel(), "L2Normalization": L2Kernel()}
+NormKernel = LayerNormKernel | RMSNormKernel | L2Kernel
+NORMS: dict[str, NormKernel] = {
+    "LayerNorm": LayerNormKernel(),
+    "RMSNorm": RMSNormKernel(),
+    "L2Normalization": L2Kernel(),
+}

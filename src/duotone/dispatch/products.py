@@ -48,9 +48,9 @@ def mm_into(a: Tensor, b: Tensor, out: Tensor, adds: bool) -> bool:
     return True
 
 
-def put(made: Tensor, out: Tensor, adds: bool) -> None:
-    """A product that is there, written over `out` or, `adds`, added to it."""
+def put(y: Tensor, out: Tensor, adds: bool) -> None:
+    """A computed product, written over `out` or, `adds`, added to it."""
     if adds:
-        out.add_(made)
+        out.add_(y)
     else:
-        out.copy_(made)
+        out.copy_(y)

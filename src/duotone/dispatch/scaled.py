@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -58,8 +58,10 @@ def _block_mm(
     return torch._scaled_mm_v2(a, b.t(), *scales, bias, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
 
 
-def _fake_block_mm(a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, *given: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=given[-1])
+def _fake_block_mm(
+    a: Tensor, scale_a: Tensor, kind_a: int, b: Tensor, scale_b: Tensor, kind_b: int, bias: object, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
 # Own, because Dynamo does not trace torch._scaled_mm_v2.
@@ -213,10 +215,10 @@ class BlockScaledProduct(GemmRule):
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
         fused = _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is torch.bfloat16 and (bias is None or fused)
-        dtype, given = out_dtype if direct else torch.float32, bias if fused else None
-        y = _block_mm if not torch.compiler.is_compiling() else torch.ops.duotone.block_mm
-        made = y(left, scales[0], kinds[0], right, scales[1], kinds[1], given, dtype)
-        return _cut(made[: a.shape[0]] if more else made, cols, out_dtype, None if fused else bias)
+        dtype = out_dtype if direct else torch.float32
+        multiply = _block_mm if not torch.compiler.is_compiling() else torch.ops.duotone.block_mm
+        y = multiply(left, scales[0], kinds[0], right, scales[1], kinds[1], bias if fused else None, dtype)
+        return _cut(y[: a.shape[0]] if more else y, cols, out_dtype, None if fused else bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         rows, cols = out.shape
@@ -246,12 +248,12 @@ def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> T
     return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
-def _empty_product(a: Any, b: Any, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _empty_product(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     y = torch.zeros((a.shape[0], b.shape[0]), dtype=torch.float32, device=a.parts["codes"].device)
     return _cut(y, b.shape[0], out_dtype, bias)
 
 
-def _codes(plane: Any, more_rows: int, step: int) -> Tensor:
+def _codes(plane: Operand, more_rows: int, step: int) -> Tensor:
     """The codes with rows next to each other, padded with zeros to what cuBLAS takes."""
     codes = plane.parts["codes"]
     more_cols = -codes.shape[1] % step
@@ -259,6 +261,7 @@ def _codes(plane: Any, more_rows: int, step: int) -> Tensor:
         codes = F.pad(codes, (0, more_cols, 0, more_rows))
     if not codes.is_contiguous():
         codes = contiguous_rows(codes)
+    assert plane.format.code_dtype is not None
     return codes.view(plane.format.code_dtype)
 
 
@@ -277,7 +280,7 @@ def _block_kind(fmt: Format) -> int:
     return 4 if fmt.block.rows == 1 else 5
 
 
-def _block_scales(plane: Any, rows: int) -> Tensor:
+def _block_scales(plane: Operand, rows: int) -> Tensor:
     """Decode scales as cuBLAS reads them: (M, K/128) strides (1, M), or (K/128 in fours, M/128) strides (1, that)."""
     scale = plane.parts["scale"]
     if plane.format.block.rows == 1:

@@ -20,7 +20,7 @@ MOST = 1024
 """Segments that one product takes at most: kernels look at all of them at once."""
 REMEMBERED = 4096
 
-_HELD: dict[tuple[tuple[int, ...], torch.dtype, int | None, int], Tensor] = {}
+_TABLES: dict[tuple[tuple[int, ...], torch.dtype, int | None, int], Tensor] = {}
 
 
 def width(rows: int, multiple: int = STEP) -> int:
@@ -58,7 +58,7 @@ def equal_segments(rows: int, count: int, like: Tensor) -> "Segments":
     from duotone.kernels.segment_cast import Segments
 
     ends = tuple(range(rows, rows * count + 1, rows))
-    return Segments(_held((*ends, *ends), torch.int32, like.device), count, rows * count, rows * count)
+    return Segments(_remembered((*ends, *ends), torch.int32, like.device), count, rows * count, rows * count)
 
 
 def table(tensors: Sequence[Tensor]) -> "Table":
@@ -68,19 +68,19 @@ def table(tensors: Sequence[Tensor]) -> "Table":
     first = tensors[0]
     base, size = first.data_ptr(), first.itemsize
     offsets = tuple([(t.data_ptr() - base) // size for t in tensors])
-    return Table(_held(offsets, torch.int64, first.device), not any([n % STEP for n in offsets]))
+    return Table(_remembered(offsets, torch.int64, first.device), not any([n % STEP for n in offsets]))
 
 
-def _held(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As `_on_device`, kept for the next call on the same stream; a graph that captures keeps tensors of its own."""
     if torch.cuda.is_current_stream_capturing():
         return _on_device(values, dtype, device)
     key = (values, dtype, device.index, torch.cuda.current_stream(device).cuda_stream)
-    tensor = _HELD.get(key)
+    tensor = _TABLES.get(key)
     if tensor is None:
-        if len(_HELD) >= REMEMBERED:
-            _HELD.clear()
-        tensor = _HELD[key] = _on_device(values, dtype, device)
+        if len(_TABLES) >= REMEMBERED:
+            _TABLES.clear()
+        tensor = _TABLES[key] = _on_device(values, dtype, device)
     return tensor
 
 

@@ -21,11 +21,12 @@ def cast(
     kernel = one_read(_format(row), _format(col), x, propagate)
     delayed = row and get(row).is_delayed
     scales = (scale, None) if delayed else (None, scale)
-    made = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
+    assert kernel is not None
+    planes = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
     parts = []
-    for one in made:
+    for one in planes:
         parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
-    if made[0] is not None and made[1] is not None and made[0]["scale"] is made[1]["scale"]:
+    if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
         parts[3] = parts[3].clone()  # results of an op may not share memory
     return tuple(parts)
 
@@ -44,8 +45,8 @@ def _parts(fmt: Format, x: Tensor, m: int, k: int) -> list[Tensor]:
     specs = fmt.parts(m, k)
     codes, scale = specs["codes"], specs["scale"]
     turned = fmt.block.rows == 1 and len(scale.shape) == 2 and fmt.block.cols > 0
-    made = x.new_empty(scale.shape[::-1] if turned else scale.shape, dtype=scale.dtype)
-    return [x.new_empty(codes.shape, dtype=codes.dtype), made.t() if turned else made]
+    memory = x.new_empty(scale.shape[::-1] if turned else scale.shape, dtype=scale.dtype)
+    return [x.new_empty(codes.shape, dtype=codes.dtype), memory.t() if turned else memory]
 
 
 def _format(name: str) -> Format | None:

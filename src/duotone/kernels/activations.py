@@ -7,7 +7,7 @@ The kernel that makes a norm alone (`kernels/norms.py`) has the same arithmetic,
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -16,7 +16,10 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from duotone.kernels.amax import record
-from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.launch import Constants, Launch, kernel
+
+if TYPE_CHECKING:
+    from duotone.kernels.norms import Norm
 
 GELU, RELU, SRELU, SILU = (tl.constexpr(i) for i in range(4))
 ACTIVATIONS = {"gelu": GELU.value, "relu": RELU.value, "srelu": SRELU.value, "silu": SILU.value}
@@ -43,10 +46,10 @@ ROUND_TWO = tl.constexpr("""{
 def rounded(value, DTYPE: tl.constexpr):
     """fp32 -> DTYPE -> fp32. Two at a time to bf16: the conversion of one has a quarter of the rate."""
     if DTYPE == tl.bfloat16:
-        made = tl.inline_asm_elementwise(ROUND_TWO, "=r,=r,r,r", [value], tl.float32, True, 2)
+        result = tl.inline_asm_elementwise(ROUND_TWO, "=r,=r,r,r", [value], tl.float32, True, 2)
     else:
-        made = value.to(DTYPE).to(tl.float32)
-    return made
+        result = value.to(DTYPE).to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -94,14 +97,14 @@ def sigmoid_and_silu(x, DTYPE: tl.constexpr):
 def activated(x, ACT: tl.constexpr, DTYPE: tl.constexpr):
     """f(x)."""
     if ACT == GELU:
-        made = x * gelu_sigmoid(x)
+        result = x * gelu_sigmoid(x)
     elif ACT == SILU:
-        _, made = sigmoid_and_silu(x, DTYPE)
+        _, result = sigmoid_and_silu(x, DTYPE)
     else:
-        made = tl.where(x <= 0.0, 0.0, x)
+        result = tl.where(x <= 0.0, 0.0, x)
         if ACT == SRELU:
-            made = made * made
-    return rounded(made, DTYPE)
+            result = result * result
+    return rounded(result, DTYPE)
 
 
 @triton.jit
@@ -110,26 +113,26 @@ def slope(dy, x, ACT: tl.constexpr, DTYPE: tl.constexpr):
     if ACT == GELU:
         part = gelu_sigmoid(x)
         inner = x * tl.fma(tl.minimum(x * x, 1e6), 6.0 * BETA * KAPPA, 2.0 * BETA)  # finite where torch's is
-        made = dy * tl.fma(inner, tl.fma(-part, part, part), part)
+        result = dy * tl.fma(inner, tl.fma(-part, part, part), part)
     elif ACT == SILU:
         gate, _ = sigmoid_and_silu(x, DTYPE)
-        made = dy * gate * (1.0 + x * (1.0 - gate))
+        result = dy * gate * (1.0 + x * (1.0 - gate))
     else:
         if ACT == SRELU:
             dy = rounded(dy * rounded(2.0 * tl.where(x <= 0.0, 0.0, x), DTYPE), DTYPE)
-        made = tl.where(x <= 0.0, 0.0, dy)
-    return rounded(made, DTYPE)
+        result = tl.where(x <= 0.0, 0.0, dy)
+    return rounded(result, DTYPE)
 
 
 @triton.jit
 def affine(centred, rstd, gamma, beta):
     """centred rstd gamma + beta, without what is None. The last two steps round once, in whatever kernel this is."""
-    made = centred * rstd
+    result = centred * rstd
     if beta is not None:
-        made = tl.fma(made, gamma, beta)
+        result = tl.fma(result, gamma, beta)
     elif gamma is not None:
-        made = made * gamma
-    return made
+        result = result * gamma
+    return result
 
 
 @triton.jit
@@ -154,10 +157,10 @@ def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
     value = wide(x + row * K, m * K + k, inside)
     if mean is not None:
         value = value - wide(mean + row, m, rows)
-    made = affine(value, wide(rstd + row, m, rows), wide(gamma, k, cols), wide(beta, k, cols))
+    result = affine(value, wide(rstd + row, m, rows), wide(gamma, k, cols), wide(beta, k, cols))
     if inside is not None:
-        made = tl.where(inside, made, 0.0)
-    return rounded(made, DTYPE)
+        result = tl.where(inside, result, 0.0)
+    return rounded(result, DTYPE)
 
 
 @triton.jit
@@ -169,18 +172,18 @@ def produced(x, z, norm, row, m, k, M, K, inside, WHAT: tl.constexpr, ACT: tl.co
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     if WHAT == NOTHING:
-        made = wide(x + row * K, m * K + k, inside)
+        result = wide(x + row * K, m * K + k, inside)
     elif WHAT == VALUE:
-        made = activated(wide(x + row * K, m * K + k, inside), ACT, DTYPE)
+        result = activated(wide(x + row * K, m * K + k, inside), ACT, DTYPE)
     elif WHAT == GATED:
         a = wide(x + row * 2 * K, m * 2 * K + k, inside)
         b = wide(x + row * 2 * K + K, m * 2 * K + k, inside)
-        made = rounded(activated(a, ACT, DTYPE) * b, DTYPE)
+        result = rounded(activated(a, ACT, DTYPE) * b, DTYPE)
     elif WHAT == SLOPE:
-        made = slope(wide(x + row * K, m * K + k, inside), wide(z + row * K, m * K + k, inside), ACT, DTYPE)
+        result = slope(wide(x + row * K, m * K + k, inside), wide(z + row * K, m * K + k, inside), ACT, DTYPE)
     else:
-        made = normed(x, norm, row, m, k, M, K, inside, DTYPE)
-    return made
+        result = normed(x, norm, row, m, k, M, K, inside, DTYPE)
+    return result
 
 
 @triton.jit
@@ -227,8 +230,7 @@ class FusedProducer(NamedTuple):
     x: Tensor
     z: Tensor | None
     shape: tuple[int, int]
-    norm: Any = None
-    """`kernels.norms.Norm`."""
+    norm: "Norm | None" = None
 
     @property
     def saved(self) -> tuple[Tensor, ...]:
@@ -260,24 +262,24 @@ def gradient(act: str, dy: Tensor, x: Tensor, gated: bool) -> FusedProducer:
     return FusedProducer(what, ACTIVATIONS[act], dy, x, (x.shape[0], x.shape[1]))
 
 
-def normalised(norm: Any) -> FusedProducer:
+def normalised(norm: "Norm") -> FusedProducer:
     """The norm."""
     return FusedProducer(NORMED.value, norm.variant, norm.x, None, norm.x.shape, norm)
 
 
-def materialize(made: FusedProducer, live: Tensor | None = None) -> Tensor:
+def materialize(producer: FusedProducer, live: Tensor | None = None) -> Tensor:
     """The matrix, in the dtype of x. `live`, the bits of an fp32 amax as int32 (1,), is enlarged; a norm's is not."""
-    if made.norm is not None:
-        return made.norm.make()
-    m, k = made.shape
-    out = torch.empty((m, k), dtype=made.x.dtype, device=made.x.device)
-    wide = k // 2 if made.what == GATED_SLOPE.value else k
-    launch = _launch(made.what, made.act, live is not None)
-    launch(-(-m // TILE[0]) * -(-wide // TILE[1]), (made.x, made.z, out, live), (m, k))
+    if producer.norm is not None:
+        return producer.norm.make()
+    m, k = producer.shape
+    out = torch.empty((m, k), dtype=producer.x.dtype, device=producer.x.device)
+    wide = k // 2 if producer.what == GATED_SLOPE.value else k
+    launch = _launch(producer.what, producer.act, live is not None)
+    launch(-(-m // TILE[0]) * -(-wide // TILE[1]), (producer.x, producer.z, out, live), (m, k))
     return out
 
 
 @functools.cache
 def _launch(what: int, act: int, record: bool) -> Launch:
-    constants: dict[str, Any] = {"WHAT": what, "ACT": act, "RECORD": record, "TM": TILE[0], "TK": TILE[1]}
+    constants: Constants = {"WHAT": what, "ACT": act, "RECORD": record, "TM": TILE[0], "TK": TILE[1]}
     return produce_kernel.bind(constants, TILE[2])

@@ -6,7 +6,7 @@ operation, quotients and roots are IEEE's, so that every operation rounds as tor
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from duotone.formats import ScaleCodec
 from duotone.kernels.activations import wide
 from duotone.kernels.amax import record
 from duotone.kernels.elements import ELEMENTS, codes_of
-from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.launch import Constants, Launch, kernel
 from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_scale
 from duotone.kernels.tiles import existing, store_turned
 
@@ -70,14 +70,14 @@ def adamw_kernel(
         tl.store(out + start + i, p.to(out.dtype.element_ty), mask=inside)
 
 
-@functools.partial(kernel, any_alignment=("given", "live"))
+@functools.partial(kernel, any_alignment=("scale", "live"))
 def adamw_cast_kernel(
-    grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, given, live, M, K,
+    grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, scale, live, M, K,
     sign, decay, first, beta2, second, step_size, correction, eps,
     ELEMENT: tl.constexpr, CODEC: tl.constexpr, MARKS: tl.constexpr, EVEN: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
-    """One tile of (M, K): the step, then the codes of the new master under the scale `given`.
+    """One tile of (M, K): the step, then the codes of the new master under `scale`.
 
     Where it MARKS, infinities are NaN.
     A plane whose buffers are None is not written. The amax of the tile goes into `live` unless that is None. As in
@@ -89,7 +89,7 @@ def adamw_cast_kernel(
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, row, at = pm * TM + i, (pm * TM).to(tl.int64), i * K + k
     rates = (sign, decay, first, beta2, second, step_size, correction, eps)
-    encode = given_scale(tl.load(given), CODEC)
+    encode = given_scale(tl.load(scale), CODEC)
     v0 = stepped(grad, exp_avg, exp_avg_sq, master, row * K, at, existing(m, M, k, K, EVEN), rates)
     v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, existing(m + 1, M, k, K, EVEN), rates)
     v2 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 2) * K, at, existing(m + 2, M, k, K, EVEN), rates)
@@ -115,7 +115,7 @@ def adamw_cast_kernel(
 class Target(NamedTuple):
     """Where a step writes planes: codes, contiguous uint8 (M, K) and (K, M), and scales fp32 (1,), None where absent.
 
-    `element` and `codec` are those of the format, `given` is the encode scale, fp32 (1,), and `live` the bits of the
+    `element` and `codec` are those of the format, `scale` is the encode scale, fp32 (1,), and `live` the bits of the
     amax to enlarge, int32 (1,).
     """
 
@@ -126,13 +126,13 @@ class Target(NamedTuple):
     row_scale: Tensor | None
     col_codes: Tensor | None
     col_scale: Tensor | None
-    given: Tensor
+    scale: Tensor
     live: Tensor | None
     propagate: bool = True
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return self.row_codes, self.row_scale, self.col_codes, self.col_scale, self.given, self.live
+        return self.row_codes, self.row_scale, self.col_codes, self.col_scale, self.scale, self.live
 
 
 def update(state: State, rates: tuple[float, ...], out: Tensor | None = None) -> None:
@@ -164,6 +164,6 @@ def _update_planes(
     """A launch of its own for each set of absent tensors, which it does not look at."""
     del absent
     tm, tk, warps = TILE
-    constants: dict[str, Any] = {"ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
+    constants: Constants = {"ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
     constants |= {"MARKS": marks, "EVEN": even, "TM": tm, "TK": tk}
     return adamw_cast_kernel.bind(constants, warps if even else 2 * warps, options=UNFUSED)  # masks take registers

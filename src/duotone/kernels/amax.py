@@ -34,10 +34,10 @@ def record(live, below):
 def larger(a, b, NAN: tl.constexpr):
     """The maximum; NaN is dropped, or, where NAN, stays."""
     if NAN:
-        made = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+        result = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
     else:
-        made = tl.maximum(a, b)
-    return made
+        result = tl.maximum(a, b)
+    return result
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def amax_along(magnitude, axis: tl.constexpr, NAN: tl.constexpr):
     """
     if NAN:
         bits = tl.max(magnitude.to(tl.int32, bitcast=True), axis=axis)
-        made = tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
+        result = tl.minimum(bits, 0x7F800000).to(tl.float32, bitcast=True)
     else:
-        made = tl.max(magnitude, axis=axis)
-    return made
+        result = tl.max(magnitude, axis=axis)
+    return result
 
 
 @kernel

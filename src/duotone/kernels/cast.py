@@ -4,7 +4,7 @@ A plane's scale is given (delayed), follows from amaxes taken before (per tensor
 (blocks).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -15,9 +15,9 @@ from duotone.formats.parts import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.elements import ELEMENTS, is_packed, is_small
-from duotone.kernels.launch import Launch
+from duotone.kernels.launch import Constants, Launch
 from duotone.kernels.scaling import CODECS, HIDES
-from duotone.kernels.tile_scales import ABSENT, BLOCK, GIVEN, LINE, SHARED, TENSOR
+from duotone.kernels.tile_scales import ABSENT, BLOCK, LINE, OUTSIDE, SHARED, TENSOR
 from duotone.kernels.tiles import cast_kernel
 
 
@@ -48,8 +48,8 @@ GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
 """Those of gated gradients, two tiles to a program."""
 
 
-Given = tuple[Tensor | None, Tensor | None]
-Made = dict[str, Tensor] | None
+Scales = tuple[Tensor | None, Tensor | None]
+MaybeParts = dict[str, Tensor] | None
 
 
 class Cast:
@@ -63,18 +63,18 @@ class Cast:
         self.sources = _source(row), SHARED.value if shared else _source(col)
         self.needs_amax, self.needs_lines = TENSOR.value in self.sources, LINE.value in self.sources
         self.shares_scale = shared and self.sources[0] != BLOCK.value
-        self.marks = propagate and GIVEN.value in self.sources
+        self.marks = propagate and OUTSIDE.value in self.sources
         self.tile = _tile(self.sources, row, col)
         self.floats = *_limits(row), *_limits(col)
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[tuple[bool, bool, tuple[int, int]], Launch] = {}
 
     def __call__(
         self,
         x: Tensor,
-        scales: Given = (None, None),
+        scales: Scales = (None, None),
         live: Tensor | None = None,
         shard: Shard | None = None,
-    ) -> tuple[Made, Made]:
+    ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K). `scales` are those of delayed planes, fp32 (1,).
 
         `live`, the bits of an fp32 amax as int32 (1,), becomes that of x if this is larger. If x is a shard,
@@ -83,31 +83,31 @@ class Cast:
         return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live, shard)
 
     def produced(
-        self, made: FusedProducer, scales: Given = (None, None), live: Tensor | None = None
-    ) -> tuple[Made, Made]:
+        self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
+    ) -> tuple[MaybeParts, MaybeParts]:
         """As a call, of a matrix that is made on the way; where its amax has to be known before, that is taken as it is
         made. The amax of a norm follows from its statistics."""
-        if self.needs_lines or not self._fits(made):
-            return self(materialize(made), scales, live)
+        if self.needs_lines or not self._fits(producer):
+            return self(materialize(producer), scales, live)
         amax = None
-        if self.needs_amax and made.norm is None:
-            amax = torch.zeros(1, dtype=torch.int32, device=made.x.device)
-            return self._of(materialize(made, amax), amax.view(torch.float32), scales, live)
+        if self.needs_amax and producer.norm is None:
+            amax = torch.zeros(1, dtype=torch.int32, device=producer.x.device)
+            return self._of(materialize(producer, amax), amax.view(torch.float32), scales, live)
         if self.needs_amax:
-            amax = made.norm.measure_amax()
-        elif made.norm is not None:
-            made.norm.measure()
+            amax = producer.norm.measure_amax()
+        elif producer.norm is not None:
+            producer.norm.measure()
         scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
-        return self._enqueue(made.tensors, made.shape, (made.what, made.act), (*scales, live), count)
+        return self._enqueue(producer.tensors, producer.shape, (producer.what, producer.act), (*scales, live), count)
 
     def _of(
         self,
         x: Tensor,
         amax: Tensor | None,
-        scales: Given,
+        scales: Scales,
         live: Tensor | None,
         shard: Shard | None = None,
-    ) -> tuple[Made, Made]:
+    ) -> tuple[MaybeParts, MaybeParts]:
         """The planes of x from its partial amaxes, if those are needed."""
         scales = self._with(scales, TENSOR.value, amax, amax)
         if self.needs_lines:
@@ -122,25 +122,26 @@ class Cast:
             count = min(count, 1)
         return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
-    def _fits(self, made: FusedProducer) -> bool:
+    def _fits(self, producer: FusedProducer) -> bool:
         """Whether no tile lies in both halves of a gated gradient."""
-        return made.what != GATED_SLOPE.value or not made.shape[1] // 2 % GATED[self.tile][1]
+        return producer.what != GATED_SLOPE.value or not producer.shape[1] // 2 % GATED[self.tile][1]
 
-    def _with(self, scales: Given, source: int, row: Tensor | None, col: Tensor | None) -> Given:
+    def _with(self, scales: Scales, source: int, row: Tensor | None, col: Tensor | None) -> Scales:
         """`scales`, with the amaxes `row` and `col` for planes whose scale comes from `source`."""
         of_row, of_col = scales
         return row if self.sources[0] == source else of_row, col if self.sources[1] == source else of_col
 
     def _enqueue(
         self,
-        inputs: tuple[Any, ...],
+        inputs: tuple[Tensor | None, ...],
         shape: tuple[int, ...],
         what: tuple[int, int],
         sources: tuple[Tensor | None, ...],
         count: int,
-    ) -> tuple[Made, Made]:
+    ) -> tuple[MaybeParts, MaybeParts]:
         m, k = shape
         x = inputs[0]
+        assert x is not None
         row = col = row_codes = row_scale = col_codes = col_scale = None
         if self.row is not None:
             row_codes, row_scale = _empty(self.row, x, m, k)
@@ -185,7 +186,7 @@ def of_shards(shard: Shard, source: int, amax: Tensor | None, spans: int, lines:
     return amax
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool, turned: bool) -> dict[str, Any]:
+def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool, turned: bool) -> Constants:
     """What the kernel is told of a plane; its blocks as they lie in x."""
     rows, cols = (1, 1) if spec is None else (spec.rows or 1, spec.cols or 1)
     return {
@@ -214,7 +215,7 @@ def _source(spec: PlaneSpec | None) -> int:
     if spec is None:
         return ABSENT.value
     if spec.is_delayed:
-        return GIVEN.value
+        return OUTSIDE.value
     return {(0, 0): TENSOR, (1, 0): LINE}.get((spec.rows, spec.cols), BLOCK).value
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from ctypes import c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ NOT_SUPPORTED = 15
 ZERO, ONE = c_float(0.0), c_float(1.0)
 
 
+Shape = tuple[int, int, int, torch.dtype, str, int]
+"""Rows, columns, stride, dtype, what a scale belongs to, alignment: what an algorithm depends on."""
+Place = tuple[int, int, int, torch.dtype, int]
+"""The same of a result, which has no scale."""
+
+
 class Side(NamedTuple):
     """An operand: FP8 codes (M, K), K next to each other, their decode scales as cuBLAS reads them, and the block
     of one scale."""
@@ -48,13 +54,13 @@ class Side(NamedTuple):
     scale: Tensor
     kind: Block
 
-    def shape(self) -> tuple[Any, ...]:
+    def shape(self) -> Shape:
         """What an algorithm depends on."""
         rows, cols = self.codes.shape
         return rows, cols, max(self.codes.stride(0), cols), self.codes.dtype, self.kind, _alignment(self.codes)
 
 
-class _Found(ctypes.Structure):
+class _Heuristic(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
@@ -67,51 +73,51 @@ class _Found(ctypes.Structure):
 
 
 @functools.cache
-def library() -> Any:
-    """cuBLASLt as torch has loaded it, or None where that is no library of its own or older than `OLDEST`."""
+def library() -> ctypes.CDLL | None:
+    """cuBLASLt as torch has loaded it. None if torch has it in another library, or one older than `OLDEST`."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
-        found = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        loaded = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except (OSError, AttributeError):  # not loaded; no such flags on Windows
         return None
-    if found.cublasLtGetVersion() < OLDEST:
+    if loaded.cublasLtGetVersion() < OLDEST:
         return None
-    found.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
-    return found
+    loaded.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+    return loaded
 
 
-def _call(name: str, *given: Any, allowed: int = 0) -> int:
-    status = getattr(library(), f"cublasLt{name}")(*given)
+def _call(name: str, *arguments: object, allowed: int = 0) -> int:
+    status = getattr(library(), f"cublasLt{name}")(*arguments)
     if status not in (0, allowed):
         raise RuntimeError(f"cublasLt{name} failed with cublasStatus_t {status}")
     return status
 
 
-def _made(name: str, *given: Any) -> c_void_p:
-    made = c_void_p()
-    _call(f"{name}Create", ctypes.byref(made), *given)
-    return made
+def _created(name: str, *arguments: object) -> c_void_p:
+    handle = c_void_p()
+    _call(f"{name}Create", ctypes.byref(handle), *arguments)
+    return handle
 
 
 @functools.cache
 def _handle(device: int) -> c_void_p:
     """For the device, which has to be the current one. Threads share it."""
-    return _made("")
+    return _created("")
 
 
 class _Product:
     """A product of one shape: descriptors and an algorithm, which is None where there is none."""
 
-    def __init__(self, a: tuple[Any, ...], b: tuple[Any, ...], out: tuple[Any, ...], fast: bool, device: int) -> None:
+    def __init__(self, a: Shape, b: Shape, out: Place, fast: bool, device: int) -> None:
         self.device, self.lock = device, threading.Lock()
-        self.product = self._own("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
+        self.product = self._create("MatmulDesc", COMPUTE_32F, TYPES[torch.float32])
         kinds = (KIND_A, c_int32(SCALES[b[4]])), (KIND_B, c_int32(SCALES[a[4]]))
         for which, value in ((TRANSPOSE_A, c_int32(TRANSPOSED)), (FAST, c_int8(fast)), *kinds):
             self._set(which, value)
         for which in (SCALE_A, SCALE_B):
             self._set(which, c_void_p(ALIGNED))  # the heuristic wants some and does not read them
         self.layouts = [
-            self._own("MatrixLayout", TYPES[dtype], c_uint64(cols), c_uint64(rows), c_int64(stride))
+            self._create("MatrixLayout", TYPES[dtype], c_uint64(cols), c_uint64(rows), c_int64(stride))
             for rows, cols, stride, dtype, *_ in (b, a, out)
         ]
         self.algorithm, self.workspace = self._heuristic((b[-1], a[-1], out[-1], out[-1]))
@@ -126,33 +132,33 @@ class _Product:
             self._set(SCALE_B, c_void_p(a.scale.data_ptr()))
             operands = b.codes.data_ptr(), of_b, a.codes.data_ptr(), of_a, beta, at, of_out, at, of_out
             where = None if space is None else space.data_ptr(), self.workspace, stream
-            given = _handle(self.device), self.product, ctypes.byref(ONE), *operands
-            _call("Matmul", *given, ctypes.byref(self.algorithm), *where)
+            scaled = _handle(self.device), self.product, ctypes.byref(ONE), *operands
+            _call("Matmul", *scaled, ctypes.byref(self.algorithm), *where)
 
-    def _set(self, which: int, value: Any) -> None:
+    def _set(self, which: int, value: ctypes._SimpleCData) -> None:
         _call("MatmulDescSetAttribute", self.product, which, ctypes.byref(value), c_size_t(sizeof(value)))
 
-    def _heuristic(self, alignments: tuple[int, ...]) -> tuple[Any, int]:
+    def _heuristic(self, alignments: tuple[int, ...]) -> tuple[ctypes.Array[c_uint64] | None, int]:
         of_b, of_a, of_out = self.layouts
         shapes = self.product, of_b, of_a, of_out, of_out
         asked = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
-        wanted, found, count = _made("MatmulPreference"), _Found(), c_int()
+        wanted, heuristic, count = _created("MatmulPreference"), _Heuristic(), c_int()
         try:
             for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *asked):
                 size = c_size_t(sizeof(value))
                 _call("MatmulPreferenceSetAttribute", wanted, which, ctypes.byref(value), size)
-            results = 1, ctypes.byref(found), ctypes.byref(count)
-            given = _handle(self.device), *shapes, wanted, *results
-            status = _call("MatmulAlgoGetHeuristic", *given, allowed=NOT_SUPPORTED)
+            results = 1, ctypes.byref(heuristic), ctypes.byref(count)
+            question = _handle(self.device), *shapes, wanted
+            status = _call("MatmulAlgoGetHeuristic", *question, *results, allowed=NOT_SUPPORTED)
         finally:
             _call("MatmulPreferenceDestroy", wanted)
-        none = status or not count.value or found.state
-        return (None, 0) if none else (found.algorithm, found.workspace)
+        none = status or not count.value or heuristic.state
+        return (None, 0) if none else (heuristic.algorithm, heuristic.workspace)
 
-    def _own(self, name: str, *given: Any) -> c_void_p:
-        made = _made(name, *given)
-        weakref.finalize(self, _call, f"{name}Destroy", made).atexit = False
-        return made
+    def _create(self, name: str, *arguments: object) -> c_void_p:
+        handle = _created(name, *arguments)
+        weakref.finalize(self, _call, f"{name}Destroy", handle).atexit = False
+        return handle
 
 
 _product = functools.lru_cache(maxsize=REMEMBERED)(_Product)

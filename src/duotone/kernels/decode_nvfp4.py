@@ -61,10 +61,10 @@ def _keep(out, word, factor, i, first, BYTES, exists, DTYPE: tl.constexpr, R: tl
         tl.store(out.to(tl.pointer_type(tl.int32)) + (i * BYTES + at), pairs, mask=exists & (at < BYTES))
     else:
         even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
-        made = tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
+        result = tl.join(even, tl.join(tl.join(v1, v5), tl.join(v3, v7)))
         at = 8 * first + tl.arange(0, 8 * T)[None, :]
-        made = tl.reshape(tl.permute(made, [1, 0, 2, 3, 4]), [R, 8 * T]).to(DTYPE)
-        tl.store(out + (i * 2 * BYTES + at), made, mask=exists & (at < 2 * BYTES))
+        result = tl.reshape(tl.permute(result, [1, 0, 2, 3, 4]), [R, 8 * T]).to(DTYPE)
+        tl.store(out + (i * 2 * BYTES + at), result, mask=exists & (at < 2 * BYTES))
 
 
 @kernel

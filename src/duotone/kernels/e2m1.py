@@ -36,10 +36,10 @@ def _eight(t, A: tl.constexpr, B: tl.constexpr):
 def _wide(value):
     """As fp32. The upper of two bf16 in a register takes one instruction as an integer, and two by its conversion."""
     if value.dtype == tl.bfloat16:
-        made = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+        result = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        made = value.to(tl.float32)
-    return made
+        result = value.to(tl.float32)
+    return result
 
 
 @triton.jit
@@ -62,10 +62,10 @@ def down(x, start, M, K, pm, pk, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.co
     """The groups of a tile that lie within columns: 16 x fp32 (TM / 16, TK)."""
     h, k = 16 * tl.arange(0, TM // 16)[:, None], tl.arange(0, TK)[None, :]
     at = x + start + (h * K + k)
-    made = (_load(at, pm * TM + h, M, pk * TK + k, K, EVEN),)
+    result = (_load(at, pm * TM + h, M, pk * TK + k, K, EVEN),)
     for j in tl.static_range(1, 16):
-        made += (_load(at + j * K, pm * TM + h + j, M, pk * TK + k, K, EVEN),)
-    return made
+        result += (_load(at + j * K, pm * TM + h + j, M, pk * TK + k, K, EVEN),)
+    return result
 
 
 @triton.jit
@@ -83,13 +83,13 @@ def rotated(v):
 
     After i products, outputs whose numbers agree in the bits that i has share their sum.
     """
-    made = (v[0] * _quarter(0, 0),)
+    result = (v[0] * _quarter(0, 0),)
     for i in tl.static_range(1, 16):
         sums = ()
         for j in tl.static_range(_distinct(i)):
-            sums += (tl.fma(v[i], _quarter(i, j), made[j % _distinct(i - 1)]),)  # the product is exact
-        made = sums
-    return made
+            sums += (tl.fma(v[i], _quarter(i, j), result[j % _distinct(i - 1)]),)  # the product is exact
+        result = sums
+    return result
 
 
 @triton.constexpr_function
@@ -115,10 +115,10 @@ def transformed(x, v):
 @triton.jit
 def rounded(v):
     """To bf16 and back."""
-    made = _rounded_pair(v[0], v[1])
+    result = _rounded_pair(v[0], v[1])
     for j in tl.static_range(2, 16, 2):
-        made += _rounded_pair(v[j], v[j + 1])
-    return made
+        result += _rounded_pair(v[j], v[j + 1])
+    return result
 
 
 @triton.jit
@@ -136,10 +136,10 @@ def bf16_pair(low, high):
 @triton.jit
 def largest(v, NAN: tl.constexpr):
     """The amax of each group; NaN counts as 0, or stays where NAN."""
-    made = larger(tl.abs(v[0]), 0.0, NAN)
+    result = larger(tl.abs(v[0]), 0.0, NAN)
     for j in tl.static_range(1, 16):
-        made = larger(made, tl.abs(v[j]), NAN)
-    return made
+        result = larger(result, tl.abs(v[j]), NAN)
+    return result
 
 
 @triton.jit
@@ -214,10 +214,10 @@ def _words(seed, group, PLANE: tl.constexpr):
 def dithers(seed, group, PLANE: tl.constexpr):
     """The random bytes over 512 of the elements of groups, numbered in a plane's row-major order by int64."""
     words = _words(seed, group, PLANE)
-    made = (_dither(words[0], 0),)
+    result = (_dither(words[0], 0),)
     for j in tl.static_range(1, 16):
-        made += (_dither(words[j // 4], j % 4),)
-    return made
+        result += (_dither(words[j // 4], j % 4),)
+    return result
 
 
 @triton.jit
@@ -225,10 +225,10 @@ def _dither(word, BYTE: tl.constexpr):
     """A byte becomes the low bits of a float: of one at 2^14, or, where it lies 8 bits higher, of one at 2^6."""
     half = word >> 16 if BYTE >= 2 else word
     if BYTE % 2 == 0:
-        made = ((half & 0xFF) | 0x46800000).to(tl.float32, bitcast=True) - 16384.0
+        result = ((half & 0xFF) | 0x46800000).to(tl.float32, bitcast=True) - 16384.0
     else:
-        made = ((half & 0xFF00) | 0x42800000).to(tl.float32, bitcast=True) - 64.0
-    return made
+        result = ((half & 0xFF00) | 0x42800000).to(tl.float32, bitcast=True) - 64.0
+    return result
 
 
 @triton.jit

@@ -1,7 +1,5 @@
 """Codes of elements inside of kernels: by the hardware for FP8, in integers for those that it does not convert to."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +7,7 @@ import triton.language as tl
 E2M1, E2M3, E3M2 = (tl.constexpr(i) for i in range(3))
 """Elements of 4 and 6 bits. Two codes of 4 bits share a byte, the first in the low nibble."""
 
-ELEMENTS: dict[torch.dtype | str, Any] = {
+ELEMENTS: dict[torch.dtype | str, tl.dtype | int] = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
     "e2m1": E2M1.value,

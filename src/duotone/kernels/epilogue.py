@@ -17,7 +17,7 @@ TILE = (32, 128, 4)
 
 
 @triton.jit
-def scaled(made, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
+def scaled(result, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
     """made * ((rows * cols) * constant) for one factor each; else the constant first, then rows and columns, which are
     multiplied with each other before where one of them is a single number."""
     row, col = 1.0, 1.0
@@ -27,14 +27,14 @@ def scaled(made, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.
         col = tl.load(cols) if COLS == ONE else tl.load(cols + n, mask=n < N, other=0.0)
     if ROWS == LINES or COLS == LINES:
         if CONSTANT:
-            made = made * constant
-        made = (made * row) * col if ROWS == COLS else made * (row * col)
+            result = result * constant
+        result = (result * row) * col if ROWS == COLS else result * (row * col)
     elif ROWS == ONE or COLS == ONE:
         alpha = row * col
         if CONSTANT:
             alpha = alpha * constant
-        made = made * alpha
-    return made
+        result = result * alpha
+    return result
 
 
 @kernel
@@ -49,12 +49,12 @@ def epilogue_kernel(
     i, j = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
     m, n = pm * TM + i, pn * TN + j
     at, inside = (pm * TM).to(tl.int64) * N + pn * TN + (i * N + j), (m < M) & (n < N)
-    made = scaled(tl.load(y + at, mask=inside, other=0.0), rows, cols, m, n, M, N, constant, ROWS, COLS, CONSTANT)
+    result = scaled(tl.load(y + at, mask=inside, other=0.0), rows, cols, m, n, M, N, constant, ROWS, COLS, CONSTANT)
     if BIAS:
-        made = made + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+        result = result + tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
     if ADDS:
-        made = made + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, made.to(DTYPE), mask=inside)
+        result = result + tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, result.to(DTYPE), mask=inside)
 
 
 def finish(

@@ -6,7 +6,7 @@ padded so.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from duotone.kernels.launch import Launch, kernel
-from duotone.kernels.segment_cast import Table
+from duotone.kernels.launch import Kernel, Launch, kernel
+from duotone.kernels.segment_cast import Segments, Table
 from duotone.kernels.segments import CHUNK
 
 
@@ -163,8 +163,8 @@ def sums_kernel(x, out, ends, N, E, BM: tl.constexpr, BN: tl.constexpr):
         m = first + tl.arange(0, BM)
         inside = (m < stop)[:, None] & (n < N)[None, :]
         total += tl.load(x + m.to(tl.int64)[:, None] * N + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    made = tl.sum(total, axis=0)
-    tl.store(out + e.to(tl.int64) * N + n, made.to(out.dtype.element_ty), mask=n < N)
+    result = tl.sum(total, axis=0)
+    tl.store(out + e.to(tl.int64) * N + n, result.to(out.dtype.element_ty), mask=n < N)
 
 
 SUMS = (32, 64)
@@ -172,7 +172,7 @@ SUMS = (32, 64)
 _SUMS = sums_kernel.bind({"BM": SUMS[0], "BN": SUMS[1]})
 
 
-def sums(x: Tensor, segments: Any) -> Tensor:
+def sums(x: Tensor, segments: Segments) -> Tensor:
     """Sums over the rows of each segment: contiguous (M, N) -> (E, N)."""
     out = torch.empty((segments.count, x.shape[1]), dtype=x.dtype, device=x.device)
     programs = segments.count * -(-x.shape[1] // SUMS[1])
@@ -195,29 +195,29 @@ class GroupedProduct:
         self.lines, self.tile = lines, tile or TILES[fast]
         self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
         self.rows_at_once = self.tile.rows if fast else self.tile.rows // 2  # of a, as sums load them
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[tuple[object, ...], Launch] = {}
 
     def of_rows(
         self,
         a: Tensor,
         b: Tensor,
         scales: tuple[Tensor, Tensor],
-        segments: Any,
+        segments: Segments,
         dtype: torch.dtype,
         bias: Tensor | None = None,
     ) -> Tensor:
         """(M, K) by (E, N, K) -> (M, N). Scales (M,) or (E, 1), and (E, N) or (E, 1). A bias (E, N) is of `dtype`."""
         e, n, k = b.shape
         out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
-        given = self._described(a, b.view(e * n, k))
+        operands = self._described(a, b.view(e * n, k))
         programs = self._programs(a, segments.width // self.tile.rows * -(-n // self.tile.cols))
         integers = n, k, e, programs, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
         launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block}, bias is not None)
-        launch(programs, (out, segments.ends, *scales, bias), integers, descriptors=given)
+        launch(programs, (out, segments.ends, *scales, bias), integers, descriptors=operands)
         return out
 
     def of_columns(
-        self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Any, dtype: torch.dtype
+        self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Segments, dtype: torch.dtype
     ) -> Tensor:
         """(M, W) by (N, W) -> (E, M, N). Scales (E, M) and (E, N), or (E, 1)."""
         out = torch.empty((segments.count, a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
@@ -229,7 +229,7 @@ class GroupedProduct:
         a: Tensor,
         b: Tensor,
         scales: tuple[Tensor, Tensor],
-        segments: Any,
+        segments: Segments,
         out: Tensor,
         table: Table | None = None,
         adds: bool = False,
@@ -253,11 +253,11 @@ class GroupedProduct:
         )  # type: ignore[return-value]
 
     def _launch(
-        self, function: Any, a: torch.dtype, b: torch.dtype, more: dict[str, int], bias: bool = False
+        self, function: Kernel, a: torch.dtype, b: torch.dtype, more: dict[str, int], bias: bool = False
     ) -> Launch:
         key = (function, a, b, bias, *more.values())
-        made = self._launches.get(key)
-        if made is None:
+        result = self._launches.get(key)
+        if result is None:
             constants = {**self.constants, "PATCH": self.tile.patch, **more}
-            made = self._launches[key] = function.bind(constants, self.tile.warps, self.tile.stages)
-        return made
+            result = self._launches[key] = function.bind(constants, self.tile.warps, self.tile.stages)
+        return result

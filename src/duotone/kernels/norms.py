@@ -37,11 +37,11 @@ def norm_kernel(x, gamma, beta, y, mean, rstd, live, K, eps, TK: tl.constexpr):
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
     tl.store(rstd + row, scale)
     if y is not None or live is not None:
-        made = affine(value, scale, wide(gamma, k, inside), wide(beta, k, inside)).to(x.dtype.element_ty)
+        result = affine(value, scale, wide(gamma, k, inside), wide(beta, k, inside)).to(x.dtype.element_ty)
         if y is not None:
-            tl.store(y + row * K + k, made, mask=inside)
+            tl.store(y + row * K + k, result, mask=inside)
         if live is not None:  # most rows find a larger one there
-            largest = known(tl.max(tl.abs(made.to(tl.float32)), axis=0)).to(tl.int32, bitcast=True)
+            largest = known(tl.max(tl.abs(result.to(tl.float32)), axis=0)).to(tl.int32, bitcast=True)
             tl.atomic_max(live, largest, mask=largest > tl.load(live), sem="relaxed")
 
 
@@ -50,10 +50,10 @@ def _slope(grad, value, weight, K, CENTRED: tl.constexpr):
     """dx / rstd of a row, from dy, its normalised values and gamma, None for ones."""
     if weight is not None:
         grad = grad * weight
-    made = grad - value * (tl.sum(grad * value, axis=0) / K)
+    result = grad - value * (tl.sum(grad * value, axis=0) / K)
     if CENTRED:
-        made -= tl.sum(grad, axis=0) / K
-    return made
+        result -= tl.sum(grad, axis=0) / K
+    return result
 
 
 @kernel
@@ -82,15 +82,15 @@ def norm_gradient_kernel(
         if DBETA:
             of_beta += grad
         if dx is not None:
-            made = _slope(grad, value, weight, K, mean is not None) * scale
-            tl.store(dx + row * K + k, made.to(dx.dtype.element_ty), mask=inside)
+            result = _slope(grad, value, weight, K, mean is not None) * scale
+            tl.store(dx + row * K + k, result.to(dx.dtype.element_ty), mask=inside)
         scale = later
-    own = tl.program_id(0) * K + k
+    place = tl.program_id(0) * K + k
     if DGAMMA:
-        tl.store(partial + own, of_gamma, mask=inside)
-        own += tl.num_programs(0) * K
+        tl.store(partial + place, of_gamma, mask=inside)
+        place += tl.num_programs(0) * K
     if DBETA:
-        tl.store(partial + own, of_beta, mask=inside)
+        tl.store(partial + place, of_beta, mask=inside)
 
 
 @functools.partial(kernel, unspecialized=("P",))

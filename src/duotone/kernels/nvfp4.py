@@ -6,7 +6,7 @@ along its own contraction to a thread; the second read finds the tile in a cache
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,9 +17,9 @@ from duotone.formats import ErrorNorm
 from duotone.formats.parts import Shard
 from duotone.kernels.activations import FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
-from duotone.kernels.cast import of_shards
+from duotone.kernels.cast import MaybeParts, Scales, of_shards
 from duotone.kernels.e2m1 import along, dither_of, dithers, down, largest, packed, rounded, transformed
-from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.launch import Constants, Launch, kernel
 from duotone.kernels.tile_scales import ABSENT, LINE, SHARED, TENSOR
 from duotone.kernels.two_level import SEARCHES, scales, spread
 
@@ -66,12 +66,12 @@ def _of_all(magnitudes, NAN: tl.constexpr):
 def _global(source, kept, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.constexpr):
     """The global amax: one, from partial amaxes, which the first tile keeps, or those of the lines."""
     if FROM == LINE:
-        made = tl.load(source + line, mask=line < LINES, other=0).to(tl.float32, bitcast=True)
+        result = tl.load(source + line, mask=line < LINES, other=0).to(tl.float32, bitcast=True)
     else:
         i = tl.arange(0, N)
-        made = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
-        tl.store(kept, made, mask=is_first)
-    return made
+        result = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
+        tl.store(kept, result, mask=is_first)
+    return result
 
 
 @triton.jit
@@ -91,18 +91,18 @@ def _keep(out, low, high, at, line, LINES, group, GROUPS, WIDTH, WORDS: tl.const
 @triton.jit
 def _dithers(seed, v, line, group, COLS, PLANE: tl.constexpr, RANDOM: tl.constexpr, WORDS: tl.constexpr):
     """The random bytes of groups of a plane of COLS columns; without RANDOM anything."""
-    made = v
+    result = v
     if RANDOM:
         if WORDS:
             # The condition, always true, has numbers and elements of a group meet in one thread.
             number = tl.where(largest(v, False) >= 0.0, line.to(tl.int64) * tl.cdiv(COLS, 16) + group, 0)
-            made = dithers(seed, number, PLANE)
+            result = dithers(seed, number, PLANE)
         else:
             element = line.to(tl.int64) * COLS + 16 * group
-            made = (dither_of(seed, element, PLANE),)
+            result = (dither_of(seed, element, PLANE),)
             for j in tl.static_range(1, 16):
-                made += (dither_of(seed, element + j, PLANE),)
-    return made
+                result += (dither_of(seed, element + j, PLANE),)
+    return result
 
 
 @triton.jit
@@ -110,10 +110,10 @@ def _dithers_below(seed, m, k, K, WORDS: tl.constexpr):
     """The random bytes of the rowwise plane for the groups below each other that start at rows m."""
     cols = tl.cdiv(K, 16) * 16 if WORDS else K
     element = m.to(tl.int64) * cols + k
-    made = (dither_of(seed, element, 0),)
+    result = (dither_of(seed, element, 0),)
     for j in tl.static_range(1, 16):
-        made += (dither_of(seed, element + j * cols, 0),)
-    return made
+        result += (dither_of(seed, element + j * cols, 0),)
+    return result
 
 
 @triton.jit
@@ -237,19 +237,19 @@ class Cast:
         self._launches: dict[tuple[bool, ...], Launch] = {}
 
     def produced(
-        self, made: FusedProducer, scales: Any = (None, None), live: Tensor | None = None, seed: Tensor | None = None
-    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
-        """As a call, of a matrix that is made first: its amax has to be known before."""
-        return self(materialize(made), scales, live, seed=seed)
+        self, producer: FusedProducer, scales: Scales, live: Tensor | None, seed: Tensor | None = None
+    ) -> tuple[MaybeParts, MaybeParts]:
+        """As a call, of a matrix that is materialized first, because its amax has to be known before the cast."""
+        return self(materialize(producer), scales, live, seed=seed)
 
     def __call__(
         self,
         x: Tensor,
-        scales: Any = (None, None),
+        scales: Scales = (None, None),
         live: Tensor | None = None,
         shard: Shard | None = None,
         seed: Tensor | None = None,
-    ) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+    ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K); `seed` int64 if a plane rounds stochastically.
 
         `scales` and `live` are those of delayed planes, which these are not. `shard` as of `cast.Cast`.
@@ -332,14 +332,14 @@ def _is_whole(spec: PlaneSpec | None, cols: int) -> bool:
     return spec is None or spec.rotated or cols % 16 == 0
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None, square: int, words: bool) -> dict[str, Any]:
-    given = spec or PlaneSpec(False, False, False, None, False, 1.0)
+def _constants(side: str, source: int, spec: PlaneSpec | None, square: int, words: bool) -> Constants:
+    plane = spec or PlaneSpec(False, False, False, None, False, 1.0)
     return {
         side: source,
-        f"{side}_SQUARE": square if given.square else 0,
-        f"{side}_ROTATED": given.rotated,
-        f"{side}_RANDOM": given.random,
-        f"{side}_SEARCH": SEARCHES[given.search],
+        f"{side}_SQUARE": square if plane.square else 0,
+        f"{side}_ROTATED": plane.rotated,
+        f"{side}_RANDOM": plane.random,
+        f"{side}_SEARCH": SEARCHES[plane.search],
         f"{side}_WORDS": words,
     }
 

@@ -37,12 +37,12 @@ def roll_kernel(
     amax = live
     if not RECENT:
         amax = tl.where(live == live, tl.maximum(most, live), most)
-    made = tl.div_rn(tl.load(largest + slot), amax)
-    made = tl.minimum(made, 3.4028234663852886e38)
-    made = tl.where((amax > 0.0) & (amax < float("inf")), made, old)
+    result = tl.div_rn(tl.load(largest + slot), amax)
+    result = tl.minimum(result, 3.4028234663852886e38)
+    result = tl.where((amax > 0.0) & (amax < float("inf")), result, old)
     moves = tl.where(live == live, live > 0.0, True)
     tl.store(before + slot, old)
-    tl.store(scale + slot, tl.where(moves, made, old))
+    tl.store(scale + slot, tl.where(moves, result, old))
     tl.debug_barrier()  # every entry is read before any is written
     tl.store(column, 0.0)
     tl.store(column + i * N, tl.where(i == L - 1, live, later), mask=(i > 0) & (i < L) & moves)

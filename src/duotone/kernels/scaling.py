@@ -39,11 +39,11 @@ def fp32_scale(amax, largest, overflow, epsilon, CODEC: tl.constexpr):
         smaller = ((bits & 0x007FFFFF) > (top & 0x007FFFFF)).to(tl.int32)
         field = 127 + (top >> 23) - (bits >> 23) - smaller
         limit = overflow.to(tl.int32, bitcast=True) & 0x7F800000
-        made = tl.where((field > 254) | (bits < 0x00800000), limit, field << 23).to(tl.float32, bitcast=True)
+        result = tl.where((field > 254) | (bits < 0x00800000), limit, field << 23).to(tl.float32, bitcast=True)
     else:
-        made = tl.div_rn(value * 0.0 + largest, value)
-        made = tl.where(made == float("inf"), overflow, made)
-    return tl.where((value > 0.0) & (value < float("inf")), made, 1.0)
+        result = tl.div_rn(value * 0.0 + largest, value)
+        result = tl.where(result == float("inf"), overflow, result)
+    return tl.where((value > 0.0) & (value < float("inf")), result, 1.0)
 
 
 @triton.jit
@@ -52,12 +52,12 @@ def exponent(amax, reciprocal, CAPPED: tl.constexpr):
     CAPPED, else 255."""
     ratio = (amax * reciprocal).to(tl.int32, bitcast=True)
     field, mantissa = ratio >> 23, ratio & 0x007FFFFF
-    made = field + (mantissa > 0).to(tl.int32)
-    made = tl.minimum(made, 254 if CAPPED else 255)  # which no finite ratio reaches
-    made = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), made)
+    result = field + (mantissa > 0).to(tl.int32)
+    result = tl.minimum(result, 254 if CAPPED else 255)  # which no finite ratio reaches
+    result = tl.where(field == 0, (mantissa > 0x400000).to(tl.int32), result)
     if CAPPED:
-        made = tl.where((field == 255) & (mantissa > 0), 255, made)
-    return made
+        result = tl.where((field == 255) & (mantissa > 0), 255, result)
+    return result
 
 
 @triton.jit
@@ -71,10 +71,10 @@ def power_of_two(biased):
 def given_scale(scale, CODEC: tl.constexpr):
     """An encode scale from outside, rounded down to a power of two where the codec is one."""
     if kind(CODEC) == POWER:
-        made = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        result = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     else:
-        made = scale
-    return made
+        result = scale
+    return result
 
 
 @triton.jit
@@ -86,24 +86,25 @@ def encode_scale(amax, limits, CODEC: tl.constexpr):
     """
     largest, overflow, epsilon = limits
     if kind(CODEC) == E8M0:
-        made = power_of_two(254 - exponent(amax, largest, hides(CODEC)))
+        result = power_of_two(254 - exponent(amax, largest, hides(CODEC)))
     else:
-        made = fp32_scale(amax, largest, overflow, epsilon, CODEC)
-    return made
+        result = fp32_scale(amax, largest, overflow, epsilon, CODEC)
+    return result
 
 
 @triton.jit
-def stored_scale(amax, made, largest, CODEC: tl.constexpr):
+def stored_scale(amax, result, largest, CODEC: tl.constexpr):
     """What is stored beside the codes: fl(1/scale), or the exponent byte. NaN where amax is infinite, so that products
     are not finite, unless the codec HIDES that. A scale that was given may stand in for its amax."""
     if kind(CODEC) == E8M0:
         stored = exponent(amax, largest, hides(CODEC)).to(tl.uint8)
     else:
         if kind(CODEC) == POWER:
-            bits = 0x7F000000 - made.to(tl.int32, bitcast=True)  # the exponent of the inverse; of 2^127 it is subnormal
+            bits = 0x7F000000 - result.to(tl.int32, bitcast=True)  # the exponent of the inverse
+            # The inverse of 2^127 is subnormal.
             stored = tl.maximum(bits, 0x00400000).to(tl.float32, bitcast=True)
         else:
-            stored = tl.div_rn(made * 0.0 + 1.0, made)
+            stored = tl.div_rn(result * 0.0 + 1.0, result)
         if not hides(CODEC):
             stored = tl.fma(amax, 0.0, stored)  # one operation, which no finite amax changes
     return stored

@@ -1,7 +1,7 @@
 """The cast of all segments of a matrix in one launch; bits are those of `Cast` over each segment."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from duotone.kernels.cast import Cast, PlaneSpec, codec_of
 from duotone.kernels.elements import ELEMENTS
-from duotone.kernels.launch import Launch
+from duotone.kernels.launch import Constants, Launch
 from duotone.kernels.segments import (
     APART,
     CHUNK,
@@ -18,7 +18,7 @@ from duotone.kernels.segments import (
     segment_cast_kernel,
     segment_lines_kernel,
 )
-from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR
+from duotone.kernels.tile_scales import ABSENT, LINE, OUTSIDE, SHARED, TENSOR
 
 
 class Segments(NamedTuple):
@@ -71,7 +71,7 @@ AMAX_ROWS, AMAX_VALUES = 16, 8192
 SPAN, LINES, ACROSS = 256, 32, 256
 TILE = (64, 128, 4)
 ALIGNED_WORDS = 4
-TAKEN = frozenset(n.value for n in (ABSENT, GIVEN, TENSOR, LINE, SHARED))
+TAKEN = frozenset(n.value for n in (ABSENT, OUTSIDE, TENSOR, LINE, SHARED))
 
 
 class SegmentCast:
@@ -83,44 +83,44 @@ class SegmentCast:
         self.shares_scale = cast.shared
         self.propagate, self.marks = cast.propagate, cast.marks
         self.needs_amax, self.needs_lines = cast.needs_amax, cast.needs_lines
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[tuple[str, int, bool, bool, bool, bool], Launch] = {}
 
     def __call__(
         self,
         x: Tensor,
         segments: Segments,
-        given: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
+        slots: tuple[Tensor | None, Tensor | None, int] = (None, None, 0),
         table: Table | None = None,
     ) -> Coded:
         """Codes and scales of contiguous (M, K), or of the contiguous (N, K) that a table says, `x` the first.
 
-        `given` are the first segment's encode scale, the bits of the amax to enlarge, and how far apart segments are
+        `slots` are the first segment's encode scale, the bits of the amax to enlarge, and how far apart segments are
         in both.
         """
         k = x.shape[1]
-        scale, live, slot = given
+        scale, live, slot = slots
         of_row, of_col = self._sources(x, k, segments, scale, table)
-        row_codes, row_scales, col_codes, col_scales = made = self._empty(x.device, k, segments)
+        row_codes, row_scales, col_codes, col_scales = result = self._empty(x.device, k, segments)
         tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch("cast", segments.block, segments.grouped, live is not None, table is not None, aligned)
         tiles, across = segments.width // tm + segments.count, -(-k // tk)  # at most: of padded rows, one where empty
         tensors = (x, row_codes, row_scales, col_codes, col_scales, of_row, of_col, live, segments.ends, offsets)
         launch(tiles * across, tensors, (k, segments.width, segments.count, slot), self.floats)
-        return made
+        return result
 
     def _sources(
         self, x: Tensor, k: int, segments: Segments, scale: Tensor | None, table: Table | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the scales of the rowwise and of the columnwise plane come from."""
-        found = {GIVEN.value: (scale, scale)}
+        sources = {OUTSIDE.value: (scale, scale)}
         offsets, aligned = (None, True) if table is None else table
         integers = k, segments.count
         if self.needs_amax:
             bits = torch.zeros(segments.count, dtype=torch.int32, device=x.device)
             launch = self._launch("amax", segments.block, False, False, table is not None, aligned)
             launch(segments.tiles(AMAX_ROWS), (x, bits, segments.ends, offsets), integers)
-            found[TENSOR.value] = bits, bits
+            sources[TENSOR.value] = bits, bits
         if self.needs_lines:
             second = -(-segments.rows // ALIGNED_WORDS) * ALIGNED_WORDS
             bits = torch.zeros(second + segments.count * k, dtype=torch.int32, device=x.device)
@@ -128,9 +128,9 @@ class SegmentCast:
             launch = self._launch("lines", segments.block, False, False, table is not None, aligned)
             across = -(-k // ACROSS)
             launch(segments.tiles(SPAN) * across, (x, *lines, segments.ends, offsets), integers)
-            found[LINE.value] = lines
+            sources[LINE.value] = lines
         nothing = None, None
-        return found.get(self.sources[0], nothing)[0], found.get(self.sources[1], nothing)[1]
+        return sources.get(self.sources[0], nothing)[0], sources.get(self.sources[1], nothing)[1]
 
     def _empty(self, device: torch.device, k: int, segments: Segments) -> Coded:
         count, rows, width, whole = segments.count, segments.rows, segments.width, segments.grouped
@@ -150,10 +150,10 @@ class SegmentCast:
 
     def _launch(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
         key = (which, block, whole, record, table, aligned)
-        made = self._launches.get(key)
-        if made is None:
-            made = self._launches[key] = self._bind(*key)
-        return made
+        result = self._launches.get(key)
+        if result is None:
+            result = self._launches[key] = self._bind(*key)
+        return result
 
     def _bind(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
         where = {"TABLE": table, "ALIGNED": aligned, "EP": block}
@@ -170,7 +170,7 @@ class SegmentCast:
         return segment_cast_kernel.bind({**constants, **where}, warps)
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> dict[str, Any]:
+def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:
     element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
     return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
 
@@ -185,6 +185,6 @@ def segments_of(counts: Tensor, rows: int) -> Segments:
     waits."""
     n = counts.shape[0]
     width = (rows // CHUNK.value + n) * CHUNK.value
-    made = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width, grouped=True)
-    _ends(made.block)(1, (counts if counts.is_contiguous() else counts.contiguous(), made.ends), (rows, n))
-    return made
+    result = Segments(torch.empty(2 * n, dtype=torch.int32, device=counts.device), n, rows, width, grouped=True)
+    _ends(result.block)(1, (counts if counts.is_contiguous() else counts.contiguous(), result.ends), (rows, n))
+    return result

@@ -15,7 +15,7 @@ from duotone.kernels.amax import known, record
 from duotone.kernels.elements import codes_of
 from duotone.kernels.launch import kernel
 from duotone.kernels.scaling import encode_scale, given_scale, marked_four, stored_scale
-from duotone.kernels.tile_scales import ABSENT, GIVEN, LINE, SHARED, TENSOR, fours, line_scales
+from duotone.kernels.tile_scales import ABSENT, LINE, OUTSIDE, SHARED, TENSOR, fours, line_scales
 from duotone.kernels.tiles import store_turned
 
 STEP = tl.constexpr(16)
@@ -49,12 +49,12 @@ def _segment(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
 def _start(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a segment starts, in elements from x: after those before it, or where the table says."""
     if TABLE:
-        made = tl.load(table + e)
+        result = tl.load(table + e)
         if ALIGNED:
-            made = tl.multiple_of(made, 16)
+            result = tl.multiple_of(result, 16)
     else:
-        made = first.to(tl.int64) * K
-    return made
+        result = first.to(tl.int64) * K
+    return result
 
 
 @functools.partial(kernel, unspecialized=("M", "E"))
@@ -118,7 +118,7 @@ def segment_lines_kernel(
 @triton.jit
 def _one(source, e, SLOT, limits, FROM: tl.constexpr, CODEC: tl.constexpr):
     """The one scale of a segment, given or from its amax, and what is stored of it."""
-    if FROM == GIVEN:
+    if FROM == OUTSIDE:
         amax = tl.load(source + e * SLOT)
         scale = given_scale(amax, CODEC)
     else:
@@ -182,11 +182,11 @@ def segment_cast_kernel(
         record(live + e * SLOT, tl.maximum(above, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))
 
     scale, row_limits = 1.0, (row_largest, row_overflow, row_epsilon)
-    if ROW == GIVEN or ROW == TENSOR:
+    if ROW == OUTSIDE or ROW == TENSOR:
         scale, stored = _one(row_from, e, SLOT, row_limits, ROW, ROW_CODEC)
         tl.store(row_scales + e * APART, stored, mask=(tile == 0) & (pk == 0))
     if ROW != ABSENT:
-        codes, row_values = row_codes + (first + top) * K, marked_four(values, MARKS and ROW == GIVEN)
+        codes, row_values = row_codes + (first + top) * K, marked_four(values, MARKS and ROW == OUTSIDE)
         scales = (scale, scale, scale, scale)
         if ROW == LINE:
             line = tile * TM + tl.arange(0, TM)
@@ -208,5 +208,5 @@ def segment_cast_kernel(
         column, length = column // PAD * PAD, tl.cdiv(rows, PAD) * PAD  # multiples that the compiler sees
         out = col_codes + (column.to(tl.int64) if WHOLE else column.to(tl.int64) * K)
         stride = WIDTH if WHOLE else length
-        values = marked_four(values, MARKS and (COL == GIVEN or (COL == SHARED and ROW == GIVEN)))
+        values = marked_four(values, MARKS and (COL == OUTSIDE or (COL == SHARED and ROW == OUTSIDE)))
         store_turned(values, scale, out, stride, tile, pk, length, K, COL_ELEMENT, False, H, TK)

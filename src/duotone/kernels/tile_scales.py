@@ -6,7 +6,7 @@ import triton.language as tl
 from duotone.kernels.amax import known
 from duotone.kernels.scaling import encode_scale, given_scale, stored_scale
 
-ABSENT, GIVEN, TENSOR, LINE, BLOCK = (tl.constexpr(i) for i in range(5))
+ABSENT, OUTSIDE, TENSOR, LINE, BLOCK = (tl.constexpr(i) for i in range(5))
 """Where a plane's scale comes from."""
 
 SHARED = tl.constexpr(5)
@@ -17,22 +17,22 @@ SHARED = tl.constexpr(5)
 def _largest(magnitude, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
     """max of every R x C block of (H, TK) magnitudes: (H / R, TK / C), NaN counting as 0."""
     if R == 1 and C == TK:
-        made = tl.max(magnitude, axis=1)[:, None]
+        result = tl.max(magnitude, axis=1)[:, None]
     elif R == H and C == 1:
-        made = tl.max(magnitude, axis=0)[None, :]
+        result = tl.max(magnitude, axis=0)[None, :]
     else:
-        made = tl.max(tl.max(tl.reshape(magnitude, [H // R, R, TK // C, C]), axis=3), axis=1)
-    return known(made)
+        result = tl.max(tl.max(tl.reshape(magnitude, [H // R, R, TK // C, C]), axis=3), axis=1)
+    return known(result)
 
 
 @triton.jit
 def _spread(scale, R: tl.constexpr, C: tl.constexpr, H: tl.constexpr, TK: tl.constexpr):
     """A scale per block -> one that broadcasts to (H, TK)."""
     if (R == 1 and C == TK) or (R == H and C == 1):
-        made = scale
+        result = scale
     else:
-        made = tl.reshape(tl.broadcast_to(scale[:, None, :, None], [H // R, R, TK // C, C]), [H, TK])
-    return made
+        result = tl.reshape(tl.broadcast_to(scale[:, None, :, None], [H // R, R, TK // C, C]), [H, TK])
+    return result
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def _keep(out, stored, bm, bk, gm, gk, DOWN: tl.constexpr):
 @triton.jit
 def one_scale(source, scales, P, pm, pk, limits, FROM: tl.constexpr, CODEC: tl.constexpr, N: tl.constexpr):
     """The one scale of a plane, given or from partial amaxes; the first tile stores it."""
-    if FROM == GIVEN:
+    if FROM == OUTSIDE:
         amax = tl.load(source)
         scale = given_scale(amax, CODEC)
     else:
@@ -82,10 +82,10 @@ def row_lines(
     """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
     if FROM == LINE:
         m = start + tl.arange(0, 4 * H)
-        made = fours(line_scales(source, scales, m, m, m < M, stores, limits, CODEC), H)
+        result = fours(line_scales(source, scales, m, m, m < M, stores, limits, CODEC), H)
     else:
-        made = (1.0, 1.0, 1.0, 1.0)
-    return made
+        result = (1.0, 1.0, 1.0, 1.0)
+    return result
 
 
 @triton.jit
@@ -95,12 +95,12 @@ def scale_of_rows(
 ):  # fmt: skip
     """What rows m of the rowwise plane are multiplied by: the scale of their lines, of their blocks, or the one."""
     if FROM == LINE:
-        made = line
+        result = line
     elif FROM == BLOCK and R == 1:
-        made = _line(magnitude, scales, m, M, K, pk, limits, C, CODEC, H, TK)
+        result = _line(magnitude, scales, m, M, K, pk, limits, C, CODEC, H, TK)
     else:
-        made = one
-    return made
+        result = one
+    return result
 
 
 @triton.jit
@@ -141,13 +141,13 @@ def column_scales(
     H: tl.constexpr, TK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Scales of the columnwise plane of a tile, that broadcast to (H, TK)."""
-    if FROM == GIVEN or FROM == TENSOR:
-        made = one_scale(source, scales, P, pm, pk, limits, FROM, CODEC, N)
+    if FROM == OUTSIDE or FROM == TENSOR:
+        result = one_scale(source, scales, P, pm, pk, limits, FROM, CODEC, N)
     elif FROM == LINE:
         k = pk * TK + tl.arange(0, TK)
-        made = line_scales(source, scales, k, k, k < K, pm == 0, limits, CODEC)[None, :]
+        result = line_scales(source, scales, k, k, k < K, pm == 0, limits, CODEC)[None, :]
     else:
-        made = square_scales(
+        result = square_scales(
             below, scales, scales, pm, pk, M, K, limits, False, R, C, CODEC, C > 1, H, TK
         )  # fmt: skip
-    return made
+    return result

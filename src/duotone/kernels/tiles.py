@@ -16,8 +16,8 @@ from duotone.kernels.scaling import hides, marked_four
 from duotone.kernels.tile_scales import (
     ABSENT,
     BLOCK,
-    GIVEN,
     LINE,
+    OUTSIDE,
     SHARED,
     TENSOR,
     column_scales,
@@ -32,19 +32,19 @@ from duotone.kernels.tile_scales import (
 def existing(i, rows, j, cols, EVEN: tl.constexpr):
     """Which elements exist; None where all do."""
     if EVEN:
-        made = None
+        result = None
     else:
-        made = (i < rows) & (j < cols)
-    return made
+        result = (i < rows) & (j < cols)
+    return result
 
 
 @triton.jit
 def magnitude(value, ELEMENT: tl.constexpr, CODEC: tl.constexpr):
     """|value|. NaN of an element without NaN is infinite, so that the scale of its block is NaN, unless that HIDES."""
-    made = tl.abs(value)
+    result = tl.abs(value)
     if is_small(ELEMENT) and not hides(CODEC):
-        made = tl.where(made == made, made, float("inf"))
-    return made
+        result = tl.where(result == result, result, float("inf"))
+    return result
 
 
 @triton.jit
@@ -55,11 +55,11 @@ def store_turned(
     """The codes of a tile, transposed, into (K, M): four rows of a thread become one word of a row of the transpose."""
     v0, v1, v2, v3 = values
     fours = tl.join(tl.join(v0 * scale, v2 * scale), tl.join(v1 * scale, v3 * scale))
-    made = codes_of(tl.reshape(fours, [H, TK, 4]), ELEMENT)
-    made = tl.reshape(tl.permute(made, [1, 0, 2]), [TK, 4 * H])
+    result = codes_of(tl.reshape(fours, [H, TK, 4]), ELEMENT)
+    result = tl.reshape(tl.permute(result, [1, 0, 2]), [TK, 4 * H])
     im, ik = tl.arange(0, 4 * H)[None, :], tl.arange(0, TK)[:, None]
     out = codes + (pk * TK).to(tl.int64) * stride + pm * 4 * H + (ik * stride + im)
-    tl.store(out, made, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
+    tl.store(out, result, mask=existing(pk * TK + ik, K, pm * 4 * H + im, M, EVEN))
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _cast_tile(
     if RECORD:
         record(live, below)
     row_scale = 1.0
-    if ROW == GIVEN or ROW == TENSOR:
+    if ROW == OUTSIDE or ROW == TENSOR:
         row_scale = one_scale(row_from, row_scales, P, pm, pk, row_limits, ROW, ROW_CODEC, N)
     elif SQUARE:
         row_scale = square_scales(
@@ -138,7 +138,7 @@ def _cast_tile(
         )  # fmt: skip
     if ROW != ABSENT:
         lines = row_lines(row_from, row_scales, pm * TM, M, pk == 0, row_limits, ROW, ROW_CODEC, H)
-        row_values = marked_four(values, MARKS and ROW == GIVEN)
+        row_values = marked_four(values, MARKS and ROW == OUTSIDE)
         for j in tl.static_range(4):
             highest = magnitude(values[j], ROW_ELEMENT, ROW_CODEC)
             row_scale = scale_of_rows(
@@ -158,7 +158,7 @@ def _cast_tile(
                 _highest(values, below, COL_ELEMENT, COL_CODEC), col_from, col_scales, P, pm, pk, M, K, col_limits,
                 COL, COL_R, COL_C, COL_CODEC, H, TK, N,
             )  # fmt: skip
-        values = marked_four(values, MARKS and (COL == GIVEN or (COL == SHARED and ROW == GIVEN)))
+        values = marked_four(values, MARKS and (COL == OUTSIDE or (COL == SHARED and ROW == OUTSIDE)))
         if is_packed(COL_ELEMENT):
             _store_turned_pairs(values, scale, col_codes, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
         else:
@@ -192,18 +192,18 @@ def cast_kernel(
         a1, b1 = gated_slopes(x, z, row + 1, i, k, W, existing(m + 1, M, k, W, EVEN), ACT)
         a2, b2 = gated_slopes(x, z, row + 2, i, k, W, existing(m + 2, M, k, W, EVEN), ACT)
         a3, b3 = gated_slopes(x, z, row + 3, i, k, W, existing(m + 3, M, k, W, EVEN), ACT)
-        made = (a0, a1, a2, a3), (b0, b1, b2, b3)
+        result = (a0, a1, a2, a3), (b0, b1, b2, b3)
     else:
         v0 = produced(x, z, norm, row, i, k, M, K, existing(m, M, k, K, EVEN), WHAT, ACT)
         v1 = produced(x, z, norm, row + 1, i, k, M, K, existing(m + 1, M, k, K, EVEN), WHAT, ACT)
         v2 = produced(x, z, norm, row + 2, i, k, M, K, existing(m + 2, M, k, K, EVEN), WHAT, ACT)
         v3 = produced(x, z, norm, row + 3, i, k, M, K, existing(m + 3, M, k, K, EVEN), WHAT, ACT)
-        made = ((v0, v1, v2, v3),)
+        result = ((v0, v1, v2, v3),)
     row_plane = row_codes, row_scales, row_from, (row_largest, row_overflow, row_epsilon)
     col_plane = col_codes, col_scales, col_from, (col_largest, col_overflow, col_epsilon)
     for t in tl.static_range(TILES):
         _cast_tile(
-            made[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,
+            result[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,
             ROW, ROW_ELEMENT, ROW_R, ROW_C, ROW_CODEC, COL, COL_ELEMENT, COL_R, COL_C, COL_CODEC,
             MARKS, RECORD, TM, TK, EVEN, N,
         )  # fmt: skip

@@ -23,8 +23,8 @@ SIXTH = tl.constexpr(torch.tensor(1.0 / 6.0).item())
 @triton.jit
 def _outer(g, top):
     """S = top / g, 1 where g says nothing."""
-    made = tl.minimum(tl.div_rn(top, g), FLT_MAX)
-    return tl.where((g == 0.0) | (made == 0.0), 1.0, made)
+    result = tl.minimum(tl.div_rn(top, g), FLT_MAX)
+    return tl.where((g == 0.0) | (result == 0.0), 1.0, result)
 
 
 @triton.jit
@@ -43,24 +43,24 @@ def _multiplier(code, inverse):
 def _by_block(t, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
     """amaxes of groups (A, B) -> those of blocks: groups, or 16 groups below (1) or beside (2) each other."""
     if SQUARE == 1:
-        made = tl.max(tl.reshape(t, [A // 16, 16, B]), axis=1)
+        result = tl.max(tl.reshape(t, [A // 16, 16, B]), axis=1)
     elif SQUARE == 2:
-        made = tl.max(tl.reshape(t, [A, B // 16, 16]), axis=2)
+        result = tl.max(tl.reshape(t, [A, B // 16, 16]), axis=2)
     else:
-        made = t
-    return made
+        result = t
+    return result
 
 
 @triton.jit
 def spread(t, A: tl.constexpr, B: tl.constexpr, SQUARE: tl.constexpr):
     """A number per block -> one per group."""
     if SQUARE == 1:
-        made = tl.reshape(tl.broadcast_to(t[:, None, :], [A // 16, 16, B]), [A, B])
+        result = tl.reshape(tl.broadcast_to(t[:, None, :], [A // 16, 16, B]), [A, B])
     elif SQUARE == 2:
-        made = tl.reshape(tl.broadcast_to(t[:, :, None], [A, B // 16, 16]), [A, B])
+        result = tl.reshape(tl.broadcast_to(t[:, :, None], [A, B // 16, 16]), [A, B])
     else:
-        made = t
-    return made
+        result = t
+    return result
 
 
 @triton.jit
