@@ -36,7 +36,7 @@ ALLOWED = {
     "conversion.left_alone.bypassed_children": PURE,
     "dispatch.casts._CASTS": PURE,
     "dispatch.casts._DECODERS": PURE,
-    "dispatch.casts._SEGMENT_CASTS": PURE,
+    "dispatch.casts._segment_cast": LAUNCH,
     "dispatch.compiled._compile": PURE,
     "dispatch.compiler._FAILURES": "why the C++ compiler failed after its probe worked; it is not asked again",
     "dispatch.compiler.cache_folder": MACHINE,

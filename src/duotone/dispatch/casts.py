@@ -3,6 +3,7 @@
 Parts and values have the bits of the plain stages. The columnwise plane is a tensor, not a view of the rowwise one.
 """
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,6 @@ Pair = tuple[Format | None, Format | None]
 """The rowwise and the columnwise format; None for a plane that is not wanted."""
 
 _CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, Cast | TwoLevelCast | None]]" = {}
-_SEGMENT_CASTS: "dict[tuple[int, int, torch.dtype, bool], tuple[Pair, SegmentCast | None]]" = {}
 _DECODERS: "dict[tuple[int, torch.dtype], tuple[Format, PlaneSpec | float | None]]" = {}
 """By the ids of formats, whose hashes are slow. The values hold the formats, so that an id stays in use."""
 
@@ -54,23 +54,15 @@ def _cast(
 
 def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
     """As `one_read`, the cast that gives each row segment scales of its own."""
-    key = (id(row), id(col), x.dtype, propagate)
-    entry = _SEGMENT_CASTS.get(key)
-    if entry is None:
-        entry = _SEGMENT_CASTS[key] = ((row, col), _new_segment_cast(row, col, x.dtype, propagate))
-    return entry[1] if _is_real(x) and runs_kernels(x.get_device()) else None
+    cast = one_read(row, col, x, propagate)
+    return None if cast is None else _segment_cast(cast)
 
 
-def _new_segment_cast(
-    row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool
-) -> "SegmentCast | None":
-    if any(fmt is not None and (fmt.block not in (TENSOR, ROW) or not _is_simple(fmt)) for fmt in (row, col)):
-        return None
-    from duotone.kernels.cast import Cast
+@functools.cache
+def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | None":
     from duotone.kernels.segment_cast import SegmentCast
 
-    cast = _cast(row, col, dtype, propagate)
-    return SegmentCast(cast) if isinstance(cast, Cast) else None
+    return SegmentCast.of(cast)
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:

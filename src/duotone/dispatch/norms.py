@@ -19,6 +19,7 @@ from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
 
+Weight = Tensor | None
 Saved = Sequence[Tensor]
 """What forward gives for backward: mean and 1/std of LayerNorm, the second one alone of others."""
 Needs = Sequence[bool]
@@ -37,17 +38,13 @@ class RowNorm:
 
     centred: bool
 
-    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def backward(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
-    ) -> Gradients:
+    def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         raise NotImplementedError
 
-    def produced(
-        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor
-    ) -> "FusedProducer | None":
+    def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
         """y as a `kernels.activations.FusedProducer` whose `saved` are there once it is encoded, or None.
 
         With `saved`, what an encoding before left there, nothing is measured again.
@@ -63,7 +60,7 @@ class RowNorm:
         return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
 
     def backward_of_produced(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
+        self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs
     ) -> Gradients:
         """As `backward`, which takes what kernels do not."""
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
@@ -82,15 +79,13 @@ class LayerNormKernel(RowNorm):
 
     centred = True
 
-    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
 
-    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+    def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], gamma, beta, eps)
 
-    def backward(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
-    ) -> Gradients:
+    def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         mask = [needs[0], bool(needs[1]), bool(needs[2])]
         return aten.native_layer_norm_backward(dy, x, [x.shape[-1]], *saved, gamma, beta, mask)
 
@@ -100,17 +95,15 @@ class RMSNormKernel(RowNorm):
 
     centred = False
 
-    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
 
-    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+    def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
         wide = widened(x)
         y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (y if gamma is None else y * gamma).to(x.dtype)
 
-    def backward(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
-    ) -> Gradients:
+    def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         """On CUDA torch's fused kernel; elsewhere, where there is none, the operations that autograd would run."""
         (rms,) = saved
         if dy.device.type == "cuda":
@@ -128,7 +121,7 @@ class RMSNormKernel(RowNorm):
         return dx.to(x.dtype), dgamma, None
 
 
-def _fits(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> bool:
+def _fits(x: Tensor, gamma: Weight, beta: Weight) -> bool:
     """Whether kernels take x and these parameters; they read a beta only behind a gamma."""
     if not has_kernels(x) or x.shape[-1] > WIDEST or (gamma is None and beta is not None):
         return False
@@ -149,23 +142,19 @@ def widened(x: Tensor) -> Tensor:
 class L2Kernel:
     """y = x / sqrt(sum(x^2) + eps), in fp32, without parameters."""
 
-    def forward(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         wide = widened(x)
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
         return (wide * scale).to(x.dtype), scale
 
-    def replay(self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float) -> Tensor:
+    def replay(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> Tensor:
         return self.forward(x, gamma, beta, eps)[0]
 
-    def produced(
-        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, *saved: Tensor
-    ) -> "FusedProducer | None":
+    def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
         """None: no kernel makes this one."""
         return None
 
-    def backward(
-        self, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: Saved, needs: Needs
-    ) -> Gradients:
+    def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         (scale,) = saved
         wide, grad = widened(x), widened(dy)
         along = (grad * wide).sum(-1, keepdim=True) * scale.square()

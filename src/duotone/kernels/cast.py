@@ -167,8 +167,10 @@ class Cast:
     def _bind(self, even: bool, record: bool, what: tuple[int, int], tile: tuple[int, int, int]) -> Launch:
         tm, tk, warps = tile
         constants = {
-            **_constants("ROW", self.sources[0], self.row, self.propagate, turned=False),
-            **_constants("COL", self.sources[1], self.col, self.propagate, turned=True),
+            **plane_constants("ROW", self.sources[0], self.row, self.propagate),
+            **plane_constants("COL", self.sources[1], self.col, self.propagate),
+            **_blocks("ROW", self.row, turned=False),
+            **_blocks("COL", self.col, turned=True),
             **{"MARKS": self.marks},
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
@@ -186,16 +188,16 @@ def of_shards(shard: Shard, source: int, amax: Tensor | None, spans: int, lines:
     return amax
 
 
-def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool, turned: bool) -> Constants:
-    """What the kernel is told of a plane; its blocks as they lie in x."""
+def plane_constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:
+    """What the kernel is told of a plane."""
+    element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
+    return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
+
+
+def _blocks(side: str, spec: PlaneSpec | None, turned: bool) -> Constants:
+    """The blocks of a plane as they lie in x."""
     rows, cols = (1, 1) if spec is None else (spec.rows or 1, spec.cols or 1)
-    return {
-        side: source,
-        f"{side}_ELEMENT": tl.float8e4nv if spec is None else ELEMENTS[spec.element],
-        f"{side}_R": cols if turned else rows,
-        f"{side}_C": rows if turned else cols,
-        f"{side}_CODEC": codec_of(spec, propagate),
-    }
+    return {f"{side}_R": cols if turned else rows, f"{side}_C": rows if turned else cols}
 
 
 def codec_of(spec: PlaneSpec | None, propagate: bool) -> int:

@@ -63,14 +63,14 @@ def _of_all(magnitudes, NAN: tl.constexpr):
 
 
 @triton.jit
-def _global(source, kept, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.constexpr):
+def _global(source, out, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.constexpr):
     """The global amax: one, from partial amaxes, which the first tile keeps, or those of the lines."""
     if FROM == LINE:
         result = tl.load(source + line, mask=line < LINES, other=0).to(tl.float32, bitcast=True)
     else:
         i = tl.arange(0, N)
         result = tl.max(tl.load(source + i, mask=i < P, other=0.0), axis=0)
-        tl.store(kept, result, mask=is_first)
+        tl.store(out, result, mask=is_first)
     return result
 
 
@@ -263,8 +263,7 @@ class Cast:
         launch = self._launches.get(variant)
         if launch is None:
             launch = self._launches[variant] = self._bind(*variant)
-        kept = seed if self.is_random else None
-        tensors = (x, *_buffers(row), of_row, *_buffers(col), of_col, kept)
+        tensors = (x, *_buffers(row), of_row, *_buffers(col), of_col, seed if self.is_random else None)
         launch(-(-m // tm) * -(-k // tk), tensors, (m, k, count), self.floats)
         return row, col
 

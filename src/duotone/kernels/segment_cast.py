@@ -4,12 +4,10 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.cast import Cast, PlaneSpec, codec_of
-from duotone.kernels.elements import ELEMENTS
-from duotone.kernels.launch import Constants, Launch
+from duotone.kernels.cast import Cast, plane_constants
+from duotone.kernels.launch import Launch
 from duotone.kernels.segments import (
     APART,
     CHUNK,
@@ -77,8 +75,12 @@ TAKEN = frozenset(n.value for n in (ABSENT, OUTSIDE, TENSOR, LINE, SHARED))
 class SegmentCast:
     """What `cast` does to a matrix, done to each segment; for scales per tensor and per row."""
 
+    @staticmethod
+    def of(cast: object) -> "SegmentCast | None":
+        """None if scales of the planes come from blocks, or elements are not FP8."""
+        return SegmentCast(cast) if isinstance(cast, Cast) and TAKEN.issuperset(cast.sources) else None
+
     def __init__(self, cast: Cast) -> None:
-        assert TAKEN.issuperset(cast.sources)
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats
         self.shares_scale = cast.shared
         self.propagate, self.marks = cast.propagate, cast.marks
@@ -163,16 +165,11 @@ class SegmentCast:
             return segment_lines_kernel.bind({**where, "SPAN": SPAN, "TM": LINES, "TK": ACROSS})
         tm, tk, warps = TILE
         constants = {
-            **_constants("ROW", self.sources[0], self.row, self.propagate),
-            **_constants("COL", self.sources[1], self.col, self.propagate),
+            **plane_constants("ROW", self.sources[0], self.row, self.propagate),
+            **plane_constants("COL", self.sources[1], self.col, self.propagate),
             **{"MARKS": self.marks, "RECORD": record, "WHOLE": whole, "TM": tm, "TK": tk},
         }
         return segment_cast_kernel.bind({**constants, **where}, warps)
-
-
-def _constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:
-    element = tl.float8e4nv if spec is None else ELEMENTS[spec.element]
-    return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
 
 
 @functools.cache
