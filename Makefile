@@ -13,8 +13,9 @@ NEWEST := $(CURDIR)/build/newest-triton
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --out runs/demo
 
+# Files in the order of their names: sorted by their number of tests, those with one long test would come last.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Its own warnings, and budgets that it exceeds, do not fail.
 test-newest-triton: $(VENV)/.installed-dev

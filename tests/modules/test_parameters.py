@@ -552,7 +552,7 @@ def census() -> int:
 
 
 @pytest.mark.parametrize("recipe", [MX, DELAYED], ids=lambda r: r.name)
-def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
+def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> None:
     """Issue 3, numbers."""
     from duotone.state import traced_stages as traced
     from duotone.state.delayed import STATES
@@ -569,7 +569,7 @@ def test_a_thousand_switches_between_training_and_evaluation_leak_nothing(recipe
 
     counted()
     before = counted()
-    for i in range(1000):
+    for i in range(200):
         m.train(i % 2 == 0)
         with next(modes)() if i % 2 else torch.enable_grad():
             m(x)
