@@ -38,7 +38,7 @@ def _detach(t: QuantizedTensor) -> QuantizedTensor:
 
 @_op(aten.clone.default)
 def _clone(t: QuantizedTensor, memory_format: object = None) -> QuantizedTensor:
-    return t.with_memory(t.planes.map(torch.clone))
+    return t.with_planes(t.planes.map(torch.clone), is_piece=False)
 
 
 @_op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -64,7 +64,7 @@ def _to_copy(
     copy = partial(aten._to_copy.default, device=device, non_blocking=non_blocking, pin_memory=pin_memory)
     if dtype is not None and dtype != t.dtype:
         return copy(values_as(t, dtype), dtype=dtype, **layout)
-    return t.with_memory(t.planes.map(copy), device=device)
+    return t.with_planes(t.planes.map(copy), device=device, is_piece=False)
 
 
 @_op(aten.copy_.default)
@@ -236,7 +236,7 @@ def _like(
         col_plane = row_plane.transposed()
     else:
         col_plane = col and Plane.empty(col, (cols, rows), new, dtype, "col")
-    return t.with_memory(Planes(row_plane, col_plane), shape, dtype=dtype, device=device)
+    return t.with_planes(Planes(row_plane, col_plane), shape, dtype=dtype, device=device, is_piece=False)
 
 
 OPS[aten.new_zeros.default] = partial(_like, make=torch.zeros)
@@ -255,7 +255,7 @@ def _is_pinned(t: QuantizedTensor, device: object = None) -> bool:
 
 @_op(aten._pin_memory.default)
 def _pin_memory(t: QuantizedTensor, device: object = None) -> QuantizedTensor:
-    return t.with_memory(t.planes.map(lambda part: part.pin_memory()))
+    return t.with_planes(t.planes.map(lambda part: part.pin_memory()), is_piece=False)
 
 
 @_op(aten.record_stream.default)

@@ -137,24 +137,15 @@ class PlaneTensor(Tensor):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        is_piece: bool | None = None,
     ) -> Self:
-        """A tensor of the same class, quantizer and context over other planes."""
+        """A tensor of the same class, quantizer and context over other planes.
+
+        `is_piece` is false for planes with memory that no other tensor shares.
+        """
         shape = self.shape if shape is None else shape
         other = type(self)(planes, self.quantizer, shape, dtype or self.dtype, device=device or self.device)
-        other.context, other.is_piece = self.context, self.is_piece
-        return other
-
-    def with_memory(
-        self,
-        planes: Planes,
-        shape: torch.Size | None = None,
-        *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-    ) -> Self:
-        """`with_planes` over planes with memory that no other tensor shares."""
-        other = self.with_planes(planes, shape, dtype=dtype, device=device)
-        other.is_piece = False
+        other.context, other.is_piece = self.context, self.is_piece if is_piece is None else is_piece
         return other
 
     def share_memory_(self) -> Self:

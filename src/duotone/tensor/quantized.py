@@ -42,7 +42,7 @@ class QuantizedTensor(ShardHooks, Writes):
             self._columnwise = self._columnwise or fresh.columnwise
 
     def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedTensor":
-        other = self.with_memory(self.planes.map(torch.clone))
+        other = self.with_planes(self.planes.map(torch.clone), is_piece=False)
         other.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             other = torch.nn.Parameter(other, self.requires_grad)

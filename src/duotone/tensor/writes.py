@@ -129,7 +129,7 @@ class Writes(PlaneTensor):
         matrix = plain(new.detach()).reshape(shape)
         usage = Usage(*(plane is not None for plane in self.planes))
         planes = self.quantizer.encode(matrix, usage, self._write_context(QuantizeContext(nominal=new.dtype)))
-        return self.with_memory(planes, new.shape, dtype=new.dtype, device=new.device)
+        return self.with_planes(planes, new.shape, dtype=new.dtype, device=new.device, is_piece=False)
 
     def update_quantizer(self, quantizer: Any) -> None:
         """Describe later writes by another quantizer of the same formats, a value or a handle. The data stays.
