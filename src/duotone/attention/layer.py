@@ -1,5 +1,6 @@
 """TransformerLayer: attention and MLP, each behind a norm and beside a residual connection."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         normalization: str = "LayerNorm",
         bias: bool = True,
         activation: str = "gelu",
-        activation_params: dict[str, Any] | None = None,
+        activation_params: Mapping[str, float] | None = None,
         attn_input_format: str = "sbhd",
         device: torch.device | str | None = None,
         recipe: RecipeLike | None = None,
@@ -106,7 +107,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
             )
 
     @property
-    def at_boundary(self) -> tuple[Any, Any]:
+    def at_boundary(self) -> tuple[LayerNormMLP, MultiheadAttention]:
         return self.layernorm_mlp, self.self_attention
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -146,7 +147,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         out = self._add(branch[0] if beside and isinstance(branch, tuple) else branch, out)
         return out if self.layernorm is None else self.layernorm(out)
 
-    def _add(self, branch: Any, residual: Tensor) -> Tensor:
+    def _add(self, branch: Tensor | tuple[Tensor, ...], residual: Tensor) -> Tensor:
         """The residual, or the output of the branch's norm where it comes along, plus the branch after its dropouts."""
         out, residual = branch if isinstance(branch, tuple) else (branch, residual)
         if self.training and self.hidden_dropout:

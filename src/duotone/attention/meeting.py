@@ -35,12 +35,12 @@ class MeetsRecipes(KnownRoles, nn.Module):
         """Meet every recipe anew."""
         self._number = _MODULES.add(self)
 
-    def meet_recipe_of_call(self, own: Recipe) -> None:
+    def meet_recipe_of_call(self, default: Recipe) -> None:
         compiling = torch.compiler.is_compiling()
         if not compiling and in_backward():  # a recompute goes as its forward went, in a thread of its own maybe
             return
         region = active_region()
-        recipe = own if region is None else region.recipe
+        recipe = default if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         if compiling:

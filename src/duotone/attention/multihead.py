@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from duotone.attention.dot_product import DotProductAttention
 from duotone.attention.heads import KINDS, Heads, head_norm, head_width
-from duotone.attention.masks import Window
+from duotone.attention.masks import Masks, Window
 from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
@@ -166,7 +166,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         if attention_mask is not None or cu_seqlens_q is not None:
             self._check_masking(hidden_states, encoder_output, attention_mask, masking)
         query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch)
-        angles: Any = rotary_pos_emb
+        angles = rotary_pos_emb
         if angles is None or isinstance(angles, Tensor | Rotation):
             angles = (angles, angles)
         query = self._place(query, self.q_norm, angles[0], cu_seqlens_q)
@@ -176,7 +176,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out
 
-    def _check_masking(self, hidden: Tensor, encoder: Tensor | None, mask: Any, masking: dict[str, Any]) -> None:
+    def _check_masking(self, hidden: Tensor, encoder: Tensor | None, mask: Masks, masking: dict[str, Any]) -> None:
         """Refuse a mask that does not fit before a projection moves a seed or a delayed scale."""
         if self.proj.layout.sequence_parallel or hidden.dim() != len(self.qkv_format) - 1:
             return  # only the projections know the gathered length, or refuse the input

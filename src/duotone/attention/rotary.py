@@ -1,6 +1,7 @@
 """Rotary position embedding: pairs of a head's elements turn by an angle that grows with the token's position."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class RotaryPositionEmbedding(nn.Module):
     def _rates(self, device: torch.device | None) -> Tensor:
         return self.rotary_base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "RotaryPositionEmbedding":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryPositionEmbedding":
         """As nn.Module, but the rates stay fp32 and are made anew, so that they are right after meta too."""
         self.inv_freq = self._rates(fn(self.inv_freq).device)
         return self

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from duotone.ops.sequential import is_plain, run_modules
+from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.slot_roles import KnownRoles
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class FusedModule(ModuleGroup):
     """
 
     @property
-    def ops(self) -> tuple[Any, ...]:
+    def ops(self) -> tuple[Member, ...]:
         """What runs, in order."""
-        return tuple(self._modules.values())
+        return tuple(module for module in self._modules.values() if module is not None)
 
     @property
-    def pipeline(self) -> tuple[Any, ...] | None:
+    def pipeline(self) -> tuple[Member, ...] | None:
         """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
         return self.ops if type(self).forward is FusedModule.forward and is_plain(*self.ops) else None
 
@@ -64,7 +64,7 @@ class FusedModule(ModuleGroup):
         return (y, *extra) if extra else y
 
 
-def _call_each(modules: Iterable[nn.Module], method: str, *arguments: Any) -> None:
+def _call_each(modules: Iterable[nn.Module], method: str, *arguments: object) -> None:
     """Call a method on each module that has it."""
     for module in modules:
         if hasattr(module, method):

@@ -11,7 +11,7 @@ from duotone.modules.fused_module import FusedModule
 from duotone.ops.activation import ActivationOp
 from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
-from duotone.ops.sequential import is_plain, run_modules
+from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.planned.initialisation import materialise
@@ -99,7 +99,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self._wire(*names)
 
     @property
-    def pipeline(self) -> tuple[Any, ...] | None:
+    def pipeline(self) -> tuple[Member, ...] | None:
         """What stands for this module in a larger pipeline; None if it does more than that."""
         more = self.return_bias or self.return_layernorm_output or self.checkpoint
         plain = not more and type(self).forward is LayerNormMLP.forward
@@ -108,7 +108,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     @property
     def ops(self) -> tuple[Any, ...]:
         """What runs, in order."""
-        children = self._modules
+        children = self._modules  # past nn.Module's slow look-up
         return (*self._head, children["fc1"], children["activation"], children["fc2"])
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:

@@ -48,10 +48,10 @@ class Routing(Rows):
             return (0,) * self.experts
         if self.chosen.is_meta:
             raise UserError("tokens on meta are routed nowhere; move the module and its input to a device")
-        found = tuple(torch.bincount(self.chosen, minlength=self.experts).tolist())
-        if len(found) != self.experts:
-            raise UserError(f"a token was routed to expert {len(found) - 1}; there are {self.experts}, counted from 0")
-        return found
+        counts = tuple(torch.bincount(self.chosen, minlength=self.experts).tolist())
+        if len(counts) != self.experts:
+            raise UserError(f"a token was routed to expert {len(counts) - 1}; there are {self.experts}, counted from 0")
+        return counts
 
     def rows(self, x: Tensor) -> Tensor:
         """(T, H) -> (T k, H), each token once for each of its experts."""
@@ -59,8 +59,8 @@ class Routing(Rows):
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """(T k, H) of the experts and the weights (T, k) of the choices -> (T, H), summed in the order of `weights`."""
-        own: Any = FromExperts.apply(y, self)
-        parts = (own.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
+        chosen: Tensor = FromExperts.apply(y, self)  # type: ignore[assignment]
+        parts = (chosen.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
         total = parts[0]
         for part in parts[1:]:
             total = total + part

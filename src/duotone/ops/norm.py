@@ -90,8 +90,8 @@ class NormOp(Op):
         self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
 
     def parameters(self) -> Parameters:
-        own = self.owner._parameters  # past nn.Module's slow look-up
-        return own.get(self.names[0]), own.get(self.names[1])
+        parameters = self.owner._parameters  # past nn.Module's slow look-up
+        return parameters.get(self.names[0]), parameters.get(self.names[1])
 
     def make_parameters(self, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         """Register gamma, and beta for LayerNorm, on the owner, with their neutral values."""

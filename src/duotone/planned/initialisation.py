@@ -1,7 +1,6 @@
 """Initial values of weights: at construction, on request, and after a module came from the meta device."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 INITIALISER = "_init_method"
 
 
-def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], Any] | None) -> None:
+def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], object] | None) -> None:
     """Remember what fills the weights; before nn.Module's own constructor runs."""
     module.__dict__[INITIALISER] = init_method
 
@@ -21,7 +20,7 @@ def materialise(module: nn.Module) -> None:
         module.to_empty(device=device, recurse=False)
 
 
-def initialise(module: Any, default: Callable[[], None]) -> None:
+def initialise(module: nn.Module, default: Callable[[], None]) -> None:
     """Materialise a module that is on meta, fill its parameters, and forget what was cached of them.
 
     `default` is what torch would do; an `init_method` fills the weights instead, and biases become zero.

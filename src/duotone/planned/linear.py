@@ -1,7 +1,7 @@
 """Linear: nn.Linear whose three GEMMs follow a plan."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class PlannedLinear(Planned):
@@ -83,9 +86,9 @@ class PlannedLinear(Planned):
         return stage, output, weight, bias
 
     def operands(
-        self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], *parameters: Any
+        self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None
     ) -> Sequence[Tensor | None]:
-        (weight, bias), dtype = parameters, info.dtype
+        dtype = info.dtype
         if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(dtype)
         if bias is not None and bias.dtype is not dtype:
@@ -121,11 +124,11 @@ class Linear(PlannedLinear, nn.Linear):
         parameters_split: Splits = None,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
         name: str = "",
         recipe: RecipeLike | None = None,
         parallel_mode: str | None = None,
-        tp_group: Any = None,
+        tp_group: "ProcessGroup | None" = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -165,7 +168,7 @@ class Linear(PlannedLinear, nn.Linear):
             return joined(self, name)
         return super().__getattr__(name)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
         """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
         self.layout: Layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
         self.forget_plans()
@@ -174,7 +177,7 @@ class Linear(PlannedLinear, nn.Linear):
 class BasicLinear(Linear):
     """A linear without a bias."""
 
-    def __init__(self, in_features: int, out_features: int, **given: Any) -> None:
-        if given.pop("bias", False):
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        if options.pop("bias", False):
             raise UserError("BasicLinear has no bias; use Linear, or put ops.Bias behind it")
-        super().__init__(in_features, out_features, bias=False, **given)
+        super().__init__(in_features, out_features, bias=False, **options)

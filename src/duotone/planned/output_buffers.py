@@ -10,7 +10,7 @@ from duotone.errors import UserError
 from duotone.tensor import QuantizedTensor
 
 
-def check_place(name: str, place: Any, like: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def check_place(name: str, place: object, like: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """UserError unless `place` is a plain contiguous tensor for a result of this shape beside `like`, its input."""
     if not isinstance(place, Tensor) or isinstance(place, QuantizedTensor):
         raise UserError(f"{name} is a plain tensor {shape} to write to; got {type(place).__name__}")

@@ -200,7 +200,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         super().__setstate__(state)
         self.plans = Planner(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))

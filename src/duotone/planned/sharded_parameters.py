@@ -15,7 +15,7 @@ class ShardedParameters:
 
     _parameters: dict[str, nn.Parameter | None]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """As nn.Module. FSDP2 sets a shard like this where a module has a `__setattr__` that is not nn.Module's."""
         if isinstance(value, nn.Parameter) and is_distributed(value) and name in self.__dict__.get("_parameters", ()):
             self._parameters[name] = value

@@ -84,8 +84,8 @@ class Joined(torch.autograd.Function):
         return first.as_strided(shape, first.stride(), first.storage_offset())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].split(ctx.sizes)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradients[0].split(ctx.sizes))
 
 
 def _adjacent(pieces: Sequence[Tensor]) -> bool:
