@@ -29,12 +29,9 @@ class PlaneSource:
 
 @dataclass(frozen=True, eq=False)
 class EncodeNow(PlaneSource):
-    """The quantizer encodes a plain tensor."""
+    """A plain tensor, for which `OperandPlan.encode` asks the quantizer itself."""
 
     encodes = True
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return quantizer.encode(x, usage, ctx)
 
 
 @dataclass(frozen=True, eq=False)
