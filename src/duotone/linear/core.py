@@ -71,7 +71,8 @@ class LinearStage(Stage):
         """
         plan, layout = self.plan, self.plan.layout
         w_planes = plan.weight.encode(weight, seed)
-        self.sink.begin()
+        if self.sink is not GRADIENT:
+            self.sink.begin()
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
         row = layout.gather_input(x_planes.rowwise, 0)
         y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))

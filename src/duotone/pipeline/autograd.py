@@ -7,11 +7,23 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from duotone.pipeline.stage import Stage
-from duotone.tensor.saving import pack, unpack
+from duotone.tensor.saving import Shell, pack, unpack
 
 Stages = tuple[Stage, ...]
+
+
+class PipelineContext(FunctionCtx):
+    """What the forward of a pipeline leaves to its backward."""
+
+    backward_of: "Backward"
+    counts: list[int]  # of things that each basic stage saved
+    extra: int  # outputs after y
+    shells: list[Shell]
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
 
 
 class SecondOrder(Protocol):
@@ -31,7 +43,7 @@ class SecondOrder(Protocol):
         """Add what that needs to the first things that autograd holds, or to the last outputs."""
         ...
 
-    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
         """What `PipelineFunction.backward` gives, with a graph."""
         ...
 
@@ -50,7 +62,7 @@ class PipelineFunction(torch.autograd.Function):
     """x and the operands of all stages -> y, or (y, *extra outputs) where stages or `backward.again` have such."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
+    def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
         saved: list[object] = []
         counts: list[int] = []
         outputs: list[Tensor] = []
@@ -68,11 +80,11 @@ class PipelineFunction(torch.autograd.Function):
         if backward.again is not None:
             backward.again.save(x, operands, saved, outputs)
         ctx.shells, tensors = pack(saved)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors)  # type: ignore[arg-type]  # None is allowed
         return (y, *outputs) if outputs else y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: PipelineContext, *gradients: Any) -> Any:
         run, again = run_backward, ctx.backward_of.again
         if again is not None and torch.is_grad_enabled():
             run = again.differentiate
@@ -83,7 +95,7 @@ class PipelineFunction(torch.autograd.Function):
             return run(ctx, gradients)
 
 
-def run_backward(ctx: Any, gradients: tuple[Any, ...], tensors: Sequence[Tensor] | None = None) -> Any:
+def run_backward(ctx: PipelineContext, gradients: tuple[Any, ...], tensors: Sequence[Tensor] | None = None) -> Any:
     """The gradients of all arguments, from those of y and of the extra outputs of stages.
 
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.

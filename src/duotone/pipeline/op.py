@@ -31,7 +31,7 @@ class Op(Channels, KnownRoles):
 
     takes_first_microbatch = True
     fuse_wgrad_accumulation = delay_wgrad_compute = False
-    _rewritten: "dict[tuple[object, ...], Rewritten]"
+    _rewritten: dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]
 
     @property
     def pipeline(self) -> "tuple[Op, ...] | None":
@@ -127,8 +127,8 @@ def run(
             y = apply(forward, backward, x, *operands)
     if backward.again is not None and backward.again.marks:
         y = y[0] if len(y) == 2 else y[:-1]
-    if rolls:
-        _roll_with(y)
+    if rolls and (output := y[0] if isinstance(y, tuple) else y).requires_grad:
+        output.register_hook(roll_after)  # no gradient is delayed, so nothing else rolls the scales of forward
     return y
 
 
@@ -171,12 +171,11 @@ class CallRegion:
         return region
 
 
-Rewritten = tuple[tuple[Stage, ...], Backward, bool]
 REMEMBERED = 64
 """Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
 
 
-def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> Rewritten:
+def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
     """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
     cache = owner.setdefault("_rewritten", {})
     key = (RULES.version, *stages)
@@ -188,10 +187,3 @@ def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> Rewritten:
         again = second_order(stages, owner.get("module_name", ""))
         entry = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
     return entry
-
-
-def _roll_with(y: Tensor | tuple[Tensor, ...]) -> None:
-    """Let the backward of `y` roll forward's delayed scales: no gradient is delayed and would say so itself."""
-    first = y[0] if isinstance(y, tuple) else y
-    if first.requires_grad:
-        first.register_hook(roll_after)

@@ -58,18 +58,16 @@ def rewrite(stages: Stages) -> tuple[Stages, Stages]:
 
 def _apply(when: str, stages: Stages) -> Stages:
     for rule in RULES.rules[when]:
-        found = rule(stages)
-        if not isinstance(found, Sequence) or not all(isinstance(stage, Stage) for stage in found):
-            name = getattr(rule, "__name__", repr(rule))
-            raise UserError(f"the rewrite rule {name} gave {type(found).__name__}; return a tuple of stages")
-        made = tuple(found)
-        if _basics(made) != _basics(stages):
-            name = getattr(rule, "__name__", repr(rule))
+        rewritten, name = rule(stages), getattr(rule, "__name__", repr(rule))
+        if not isinstance(rewritten, Sequence) or not all(isinstance(stage, Stage) for stage in rewritten):
+            raise UserError(f"the rewrite rule {name} gave {type(rewritten).__name__}; return a tuple of stages")
+        rewritten = tuple(rewritten)
+        if _basics(rewritten) != _basics(stages):
             raise UserError(
-                f"the rewrite rule {name} turned {_names(stages)} into {_names(made)}, whose basics are others; "
+                f"the rewrite rule {name} turned {_names(stages)} into {_names(rewritten)}, whose basics are others; "
                 "a fused stage has to name the stages that it stands for, in order"
             )
-        stages = made
+        stages = rewritten
     return stages
 
 
@@ -82,12 +80,12 @@ def _names(stages: Stages) -> str:
 
 
 def replace_pairs(stages: Stages, fuse: Callable[[Stage, Stage], Stage | None]) -> Stages:
-    """Put `fuse(a, b)` in the place of neighbours a, b wherever it gives a stage, from the left."""
-    made: list[Stage] = []
+    """Replace neighbours a, b by `fuse(a, b)`, from the left; None from `fuse` leaves them."""
+    rewritten: list[Stage] = []
     for stage in stages:
-        fused = fuse(made[-1], stage) if made else None
+        fused = fuse(rewritten[-1], stage) if rewritten else None
         if fused is None:
-            made.append(stage)
+            rewritten.append(stage)
         else:
-            made[-1] = fused
-    return tuple(made)
+            rewritten[-1] = fused
+    return tuple(rewritten)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from duotone.errors import UserError
-from duotone.pipeline.autograd import Backward, SecondOrder, Stages, run_backward
+from duotone.pipeline.autograd import Backward, PipelineContext, SecondOrder, Stages, run_backward
 from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.saving import unpack
@@ -44,7 +44,7 @@ class Exact(SecondOrder):
             else:
                 saved.append((value,))
 
-    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
         saved, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
         start = sum(counts)
         pairs = zip(saved[start:], needs, strict=True)
@@ -91,7 +91,7 @@ class Refused(SecondOrder):
         saved.append(mark)
         outputs.append(mark)
 
-    def differentiate(self, ctx: Any, gradients: tuple[Tensor, ...]) -> Any:
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
         saved = ctx.saved_tensors
         return Once.apply(self.message, lambda _, *tensors: run_backward(ctx, tensors, saved), saved[-1], *gradients)
 
