@@ -208,7 +208,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return kinds
 
     def plan_rows(self, recipe: Recipe) -> list[ProductPlan]:
-        """What runs for both products under the recipe; RecipeError where it is strict and asks for something else."""
+        """What runs for both products under the recipe; RecipeError if it is strict and asks for something else."""
         reason, asked = "attention runs in high precision", self.requested(recipe)
         if asked:
             reason += f"; the request of recipe {recipe.name} for {', '.join(asked)} is not met"

@@ -37,7 +37,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
 
     def meet_recipe_of_call(self, default: Recipe) -> None:
         compiling = torch.compiler.is_compiling()
-        if not compiling and in_backward():  # a recompute goes as its forward went, in a thread of its own maybe
+        if not compiling and in_backward():  # a recompute follows its forward, maybe in another thread
             return
         region = active_region()
         recipe = default if region is None else region.recipe

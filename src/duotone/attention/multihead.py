@@ -186,7 +186,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         self.core_attention.visible(probes[0], probes[1], mask, self.qkv_format, **masking)
 
     def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None) -> list[Tensor]:
-        """Query, key and value, then the output of the norm where it is returned."""
+        """Query, key and value, then the output of the norm if it is returned."""
         heads, normed = [], []
         for project, x, (*_, kinds) in zip(self.projections, inputs, PROJECTIONS[self.attention_type], strict=False):
             y = project(x, is_first_microbatch=first)
@@ -219,5 +219,5 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
 
 
 def below(name: str, child: str) -> str:
-    """The name of a child; without a name the child gets one of its own."""
+    """The name of a child; without a name the child chooses one."""
     return f"{name}.{child}" if name else ""

@@ -112,7 +112,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         return (*self._head, children["fc1"], children["activation"], children["fc2"])
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
-        """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input where they are asked for."""
+        """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input if they are asked for."""
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(self._forward, x, is_first_microbatch, use_reentrant=False)
         return self._forward(x, is_first_microbatch)
@@ -138,7 +138,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self.fc2.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", fc1)
 
     def reset_parameters(self) -> None:
-        """Fill all parameters anew, materialising them where they are on meta."""
+        """Fill all parameters anew, materialising those on meta."""
         materialise(self)
         self._norm.reset()
         super().reset_parameters()

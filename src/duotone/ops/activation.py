@@ -130,9 +130,6 @@ class ScaledActivationOp(ActivationOp):
             raise UserError(f"{self.kind} takes a scale for each of {info.rows} rows; got {_words(scales)}")
         return extra
 
-    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
-        return extra
-
 
 def _words(x: object) -> str:
     return f"{tuple(x.shape)} in {x.dtype} on {x.device.type}" if isinstance(x, Tensor) else type(x).__name__

@@ -62,9 +62,6 @@ class AddExtraInput(BasicOp):
             raise UserError(f"AddExtraInput adds tensors of one shape; got {got}")
         return extra
 
-    def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
-        return extra
-
 
 class MakeExtraOutput(BasicOp):
     """Gives its input as a further output of the call too."""

@@ -132,7 +132,7 @@ class NormBackward(Pair):
 
 
 def cast_forward(stages: Stages) -> Stages:
-    """Producers before a linear that multiplies and saves planes of its own."""
+    """Producers before a linear that encodes its input and saves nothing else of it."""
     return replace_pairs(stages, _fuse_forward)
 
 

@@ -35,7 +35,7 @@ class Op(Channels, KnownRoles):
 
     @property
     def pipeline(self) -> "tuple[Op, ...] | None":
-        """The ops that stand for this module in a larger pipeline; None where its forward does more than them."""
+        """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo, *tuple[object, ...]]:
@@ -56,7 +56,7 @@ class Op(Channels, KnownRoles):
 
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
         """
-        return ()
+        return extra
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
@@ -135,7 +135,7 @@ def run(
 def _accepted(
     linked: Sequence[tuple[Op, Stage, TensorInfo, Sequence[object]]], extra: Sequence[object], count: int
 ) -> Iterator[Sequence[object]]:
-    """What each op that takes further inputs makes of its own. UserError unless there are `count` in all."""
+    """The further inputs of each op as its stage wants them. UserError unless there are `count` in all."""
     if count != len(extra):
         raise UserError(f"{len(extra)} further inputs were given to ops that take {count}; pass one for each")
     at, accepted = 0, []

@@ -1,4 +1,4 @@
-"""A stage: one step of a layer as a forward and a backward over tensors, without parameters or state of its own.
+"""A stage: one step of a layer as a forward and a backward over tensors, without parameters or state.
 
 Modules and fusible ops are tuples of stages; `pipeline/autograd.py` runs them in one autograd function.
 """

@@ -1,6 +1,6 @@
 """Calls that keep tensors from one to the next, which torch.compile runs as they are.
 
-A module of its own, imported where something is compiled: making the function imports all of Dynamo.
+This module is imported only if something is compiled: making the function imports all of Dynamo.
 """
 
 import torch

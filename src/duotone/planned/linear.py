@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PlannedLinear(Planned):
-    """What makes an nn.Linear follow plans. Mixed in before nn.Linear or a subclass without a forward of its own.
+    """What makes an nn.Linear follow plans. Mixed in before nn.Linear, or before a subclass that inherits its forward.
 
     Parameters, their names and the state_dict stay nn.Linear's.
     """
@@ -46,11 +46,11 @@ class PlannedLinear(Planned):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """(*lead, in_features) -> (*lead, out_features), with the bias, not added, where `return_bias` is set.
+        """(*lead, in_features) -> (*lead, out_features). With `return_bias` the bias follows and is not added.
 
-        `is_first_microbatch` keeps the planes of the weight: True makes them, False takes those that are there.
-        `fp8_output` gives the output, `fp8_grad` the gradient of the input, as quantized tensors in the formats that
-        the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
+        `is_first_microbatch` keeps the planes of the weight: True encodes them, False takes the ones of before.
+        `fp8_output` makes the output a quantized tensor, `fp8_grad` the gradient of the input. Their formats are
+        those that the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
         """
         if fp8_output or fp8_grad:
             y = boundary.run_with_boundary((self,), x, is_first_microbatch, self, fp8_output, fp8_grad)
@@ -102,16 +102,16 @@ class PlannedLinear(Planned):
 
 
 class Linear(PlannedLinear, nn.Linear):
-    """nn.Linear with a recipe. Arguments after the sizes are keyword-only; without a recipe, autocast alone quantizes.
+    """nn.Linear with a recipe. Without a recipe only `autocast` quantizes.
 
-    `params_dtype` is torch's default dtype where None, `device` its default device; on "meta", `reset_parameters()`
-    after `to_empty` initialises. `init_method` fills the weight in place. `parameters_split` names the pieces of
-    out_features, equal ones or of these sizes, that become parameters `<name>_weight` of their own. `parallel_mode`
-    "column" splits out_features over the ranks of `tp_group`, "row" in_features; `tp_size` may repeat its size.
-    `sequence_parallel` keeps the activations outside as shards of their rows. `return_bias` gives the bias beside the
-    output instead of adding it. `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`,
-    `delay_wgrad_compute` leaves them to `backward_dw`, `save_original_input` keeps the input itself for backward and
-    encodes it there.
+    - `params_dtype` and `device`: torch's defaults if None. On "meta", call `to_empty`, then `reset_parameters`.
+    - `init_method` fills the weight in place. `return_bias` returns the bias instead of adding it.
+    - `parameters_split` names pieces of out_features, equal ones or of these sizes. Each becomes a parameter
+      `<name>_weight`.
+    - `parallel_mode` "column" splits out_features over the ranks of `tp_group`, "row" in_features; `tp_size` may
+      repeat its size. `sequence_parallel` keeps activations outside as shards of their rows.
+    - `fuse_wgrad_accumulation` adds weight gradients to `weight.main_grad`. `delay_wgrad_compute` leaves them to
+      `backward_dw`. `save_original_input` keeps the input itself for backward and encodes it there.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)

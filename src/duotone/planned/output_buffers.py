@@ -63,7 +63,7 @@ class PlacedGradient(Function):
     """x (*lead, K), R, a place of x's shape, and how many rows count, likewise -> the first rows of x, (R, K).
 
     Their gradient goes to the place, whose other rows stay as they are, and the place is the gradient of x. Under
-    `create_graph` the gradient of x is a tensor of its own with zeros there, because a graph must not be written over.
+    `create_graph` the gradient of x is a new tensor with zeros there, because a graph must not be written over.
     """
 
     @staticmethod

@@ -209,7 +209,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
 
 def holds_codes(x: Tensor) -> bool:
-    """Whether every plane of a quantized tensor is codes, and none the values in a dtype of their own."""
+    """Whether every plane of a quantized tensor holds codes; an Identity plane holds values in high precision."""
     if type(x) is Tensor or not isinstance(x, QuantizedTensor):
         return False
     return all(plane is None or plane.format != IDENTITY for plane in x.planes)

@@ -113,7 +113,7 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
 
 
 def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
-    """Describe later writes as a recipe wants them where they are stored alike; planes and bytes stay as they are."""
+    """Describe later writes as a recipe wants them, if they are stored alike. Planes and bytes do not change."""
     quantizer = parameter.quantizer
     if type(wanted) is not Quantizer or type(quantizer) is not Quantizer or wanted == quantizer:
         return

@@ -1,4 +1,4 @@
-"""parameters_split: pieces of one weight as parameters of their own that stay views of one buffer."""
+"""parameters_split: pieces of one weight become parameters that stay views of one buffer."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
