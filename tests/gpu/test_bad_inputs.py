@@ -174,7 +174,7 @@ def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(d
 def ampere(monkeypatch):
     """As on compute capability 8.0, where no kernel compiles."""
     cached = targets.cuda_target, targets.runs_kernels
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: (8, 0))
     for one in cached:
         one.cache_clear()
     yield

@@ -206,4 +206,4 @@ def test_every_pair_of_simple_formats_has_a_cast() -> None:
     for a, b in itertools.product(ONE_READ, ONE_READ):
         assert casts.one_read(formats.get(a), formats.get(b), x, True) is not None
     for name in ("mxfp4", "mxfp6_e2m3"):
-        assert casts.one_read(formats.get(name), None, x, True) is None
+        assert casts.one_read(formats.get(name), None, x, True) is not None

@@ -9,6 +9,7 @@ from duotone import formats
 from duotone.comm import ShardContext
 from duotone.dispatch import gemms
 from duotone.dispatch.target import target
+from duotone.formats import ScaleCodec
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane
 
@@ -40,18 +41,20 @@ class Twice(ShardContext):
 @pytest.mark.parametrize("name", formats.names())
 def test_planes_on_cuda_have_the_bits_of_the_cpu(name, shard, dtype, awkward) -> None:
     """Also of shards, whose amaxes come from outside of the kernel."""
-    fmt = formats.get(name)
+    fmt, seed = formats.get(name), torch.tensor([5])
+    # A cast marks what is not finite. NVFP4 codes under a mark may differ between devices: decision 0028.
+    marks = fmt.scale_codec is not ScaleCodec.TWO_LEVEL
     for x in matrices(awkward):
         x = x.to(dtype)
         for plane in ("row", "col"):
-            here, made = (
-                Plane.encode(fmt, one, QuantizeContext(shard, seed=torch.tensor([5], device=one.device)), plane)
+            cpu, cuda = (
+                Plane.encode(fmt, one, QuantizeContext(shard, seed=seed.to(one.device), propagate=marks), plane)
                 for one in (x, x.cuda())
             )
-            for part, value in here.parts.items():
-                assert torch.equal(bits(made.parts[part]), bits(value)), (part, tuple(x.shape), x.stride())
-            for dtype in (torch.float32, torch.bfloat16):
-                assert torch.equal(bits(made.values(dtype)), bits(here.values(dtype)))
+            for part, value in cpu.parts.items():
+                assert torch.equal(bits(cuda.parts[part]), bits(value)), (part, tuple(x.shape), x.stride())
+            for wanted in (torch.float32, torch.bfloat16):
+                assert torch.equal(bits(cuda.values(wanted)), bits(cpu.values(wanted)))
 
 
 @pytest.mark.parametrize("bias", [False, True])
