@@ -108,3 +108,9 @@ assert loaded < MODULES, loaded
 def test_a_file_name_says_its_room() -> None:
     counts = Counter(path.name for path in FILES if path.name != "__init__.py")
     assert not {name for name, count in counts.items() if count > 2}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_code_asks_whether_dynamo_traces_it(path: Path) -> None:
+    """`torch.compiler.is_compiling` is true in every thread while one thread compiles."""
+    assert "is_compiling" not in {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}

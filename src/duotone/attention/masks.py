@@ -149,7 +149,7 @@ def _checked(cu_seqlens: Lengths, edges: int | None, tokens: int | None) -> Tens
     is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool)
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) != (edges or len(cu_seqlens)):
         raise UserError(f"cu_seqlens are {wanted}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return cu_seqlens
     values = cu_seqlens.tolist()
     if not values or values[0] != 0 or sorted(values) != values or (tokens is not None and values[-1] > tokens):

@@ -36,7 +36,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         self._number = _MODULES.add(self)
 
     def meet_recipe_of_call(self, default: Recipe) -> None:
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()
         if not compiling and in_backward():  # a recompute follows its forward, maybe in another thread
             return
         region = active_region()

@@ -74,7 +74,7 @@ def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, wh
 
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes without the scales. None if no kernel decodes it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return None
     key = (id(fmt), dtype)
     entry = _DECODERS.get(key)
@@ -122,7 +122,7 @@ def has_kernels(x: Tensor) -> bool:
 
 def _is_real(x: Tensor) -> bool:
     """Whether kernels can be launched on the addresses of a CUDA tensor."""
-    return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_compiling()
+    return type(x) in PLAIN_TYPES and x.numel() > 0 and not torch.compiler.is_dynamo_compiling()
 
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)

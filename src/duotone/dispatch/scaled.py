@@ -216,7 +216,7 @@ class BlockScaledProduct(GemmRule):
         fused = _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is torch.bfloat16 and (bias is None or fused)
         dtype = out_dtype if direct else torch.float32
-        multiply = _block_mm if not torch.compiler.is_compiling() else torch.ops.duotone.block_mm
+        multiply = _block_mm if not torch.compiler.is_dynamo_compiling() else torch.ops.duotone.block_mm
         y = multiply(left, scales[0], kinds[0], right, scales[1], kinds[1], bias if fused else None, dtype)
         return _cut(y[: a.shape[0]] if more else y, cols, out_dtype, None if fused else bias)
 

@@ -30,7 +30,7 @@ def width(rows: int, multiple: int = STEP) -> int:
 
 def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether kernels take the tensors as they are: no compiler traces, none is fake or elsewhere, x is not empty."""
-    if torch.compiler.is_compiling() or not has_kernels(x) or weights[0].device != x.device:
+    if torch.compiler.is_dynamo_compiling() or not has_kernels(x) or weights[0].device != x.device:
         return False
     return all([type(w) in PLAIN_TYPES for w in weights])
 

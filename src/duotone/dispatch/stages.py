@@ -20,7 +20,7 @@ COMPILE_FROM = 1 << 15
 
 def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return TRACED if x.device.type == "cpu" else PLAIN
     return PLAIN if x.device.type != "cpu" or x.numel() < COMPILE_FROM else _stages(x.numel())
 

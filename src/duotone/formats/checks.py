@@ -26,7 +26,7 @@ def check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
         ("amax", amax, "at least 0", lambda x: x >= 0),
     )
     for what, values, least, allowed in cases:
-        if values is not None and values.device.type == "cpu" and not torch.compiler.is_compiling():
+        if values is not None and values.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
             wrong = values[~allowed(values)]
             if wrong.numel():
                 raise UserError(f"{name} takes a {what} that is {least}; got {wrong[0].item():g}: correct it")
@@ -55,7 +55,7 @@ def check_sizes(fmt: "ScaledFormat", parts: Parts) -> None:
 
 def require_dense(name: str, x: Tensor) -> None:
     """UserError if `x` is nested, sparse or in a layout of a library. Traced code cannot see the layout."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return
     if x.is_nested or x.layout is not torch.strided:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
@@ -78,7 +78,9 @@ def check_request(
 ) -> None:
     """UserError for a matrix that no scaled format encodes, and for arguments that this one does not take."""
     name = fmt.name
-    is_matrix = isinstance(x, Tensor) and x.dim() == 2 and (torch.compiler.is_compiling() or x.layout is torch.strided)
+    is_matrix = (
+        isinstance(x, Tensor) and x.dim() == 2 and (torch.compiler.is_dynamo_compiling() or x.layout is torch.strided)
+    )
     if not is_matrix or x.is_nested or plane not in philox.PLANES:
         check_matrix(name, x, plane)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -71,6 +71,6 @@ def crop(x: Tensor, rows: int, cols: int) -> Tensor:
     Code compiled for a CPU calls an operator that copies instead: torch's C++ backend splits a loop by the width of the
     blocks that share a scale, and drops the remainder if the loop ends inside a block (`try_loop_split`).
     """
-    if x.is_cpu and torch.compiler.is_compiling() and (rows, cols) != x.shape:
+    if x.is_cpu and torch.compiler.is_dynamo_compiling() and (rows, cols) != x.shape:
         return torch.ops.duotone.crop(x, rows, cols)
     return x[:rows, :cols]

@@ -102,7 +102,7 @@ class Quantize(BasicOp):
         self._forget()
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        region = active_region() if torch.compiler.is_compiling() else self._region.now(mode_now())
+        region = active_region() if torch.compiler.is_dynamo_compiling() else self._region.now(mode_now())
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation

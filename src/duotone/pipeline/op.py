@@ -94,7 +94,7 @@ def run(
     keeps = first is not None
     for op in ops:
         keeps = keeps or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
-    if keeps and may_trace and (torch.compiler.is_compiling() or "torch._dynamo" in sys.modules):
+    if keeps and may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
         from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
 
         return run_uncompiled(ops, x, extra, first, owner, False)  # type: ignore[call-arg]
@@ -107,7 +107,7 @@ def run(
         linked.append((op, stage, before, parameters))
         stages += (stage,)
         taken += op.extra_inputs
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         forward, backward, rolls, apply = stages, Backward(stages), False, PipelineFunction.apply
     else:
         forward, backward, rolls = _rewritten(stages, owner.__dict__)

@@ -236,7 +236,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def _run_placed(
         self, x: Tensor, m_splits: Any, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
     ) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
         signal = info_of(x, self.module_name)
         stage, made, *_ = self.link(signal, first)
@@ -340,7 +340,7 @@ def _packed(like: Any, members: list[Tensor]) -> Tensor:
 
 def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
     """Whether row counts that lie on the device are left there."""
-    return signal.device == "cuda" and not torch.compiler.is_compiling() and stage.takes_device_splits
+    return signal.device == "cuda" and not torch.compiler.is_dynamo_compiling() and stage.takes_device_splits
 
 
 def _formats(weight: Tensor) -> str:

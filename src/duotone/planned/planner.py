@@ -108,7 +108,7 @@ class Planner:
 
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
         """
-        compiling, tracked = torch.compiler.is_compiling(), torch.is_grad_enabled()
+        compiling, tracked = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
         module = self._module()
         assert module is not None
         mode = AmaxMode.USE if compiling else mode_now()
@@ -207,7 +207,7 @@ class Planner:
     def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
-        if torch.compiler.is_compiling():  # an export that does not ask Dynamo, which leaves such calls alone
+        if torch.compiler.is_exporting():  # an export that does not ask Dynamo, which leaves such calls alone
             raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
         if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
             for weight in module.weights:

@@ -66,7 +66,7 @@ def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
 def joined(module: nn.Module, kind: str) -> Tensor:
     """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
     parts = pieces(module, kind)
-    if torch.compiler.is_compiling():  # compiled code knows no addresses
+    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
         return torch.cat(parts)
     return Joined.apply(*parts)  # type: ignore[no-any-return]
 

@@ -106,6 +106,6 @@ def _group_name(group: object) -> str:
             f"amax_reduction_group is a {type(group).__name__}; give a process group, as torch.distributed.new_group "
             "makes it, or its group_name"
         )
-    if isinstance(group, str) and not torch.compiler.is_compiling():
+    if isinstance(group, str) and not torch.compiler.is_dynamo_compiling():
         group_size(name)
     return name

@@ -89,7 +89,7 @@ class DelayedSlot(Slot):
 
     def fixed(self) -> Slot:
         """The slot with the scale of now; itself in compiled code and under fake tensors, where the op recomputes."""
-        if torch.compiler.is_compiling() or is_faking():
+        if torch.compiler.is_dynamo_compiling() or is_faking():
             return self
         state = self.owner or state_of(self.state)
         recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())

@@ -30,7 +30,7 @@ def take(buffer: Tensor, count: int) -> Tensor:
     Forward code inside a backward recomputes: it gets the seed of its forward, and the buffer stays. Raises UserError
     if no checkpoint runs the recompute.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.ops.duotone.take_seed(buffer, count)
     key = ("seed", id(buffer))
     seed = _again(key) if in_backward() else _draw_seed(buffer, count)
@@ -40,7 +40,7 @@ def take(buffer: Tensor, count: int) -> Tensor:
 
 def upcoming(buffer: Tensor, count: int) -> Tensor:
     """The seed that the next `take` of `count` returns. Nothing advances."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return torch.ops.duotone.upcoming_seed(buffer, count)
     return _again(("seed", id(buffer)), advances=False) if in_backward() else buffer.clone()
 

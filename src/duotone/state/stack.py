@@ -132,7 +132,7 @@ class RegionManager(Generic[R]):
             name = type(self).__name__
             raise RuntimeError(f"this {name} is entered already; make a new one for each nested region")
         region = self._region = self.new_region()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self.stack.regions = (*self.stack.regions, region)
         else:
             self.stack.enter(region)
@@ -141,7 +141,7 @@ class RegionManager(Generic[R]):
     def __exit__(self, *exception: object) -> None:
         region, self._region = self._region, None
         assert region is not None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self.stack.regions = without(self.stack.regions, region)
         else:
             self.stack.leave(region)

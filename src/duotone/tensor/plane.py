@@ -184,7 +184,7 @@ def encode_once(
         slot = ctx.slots[0] if row_delayed else ctx.slots[1] or ctx.slots[0]
         if slot is None:
             return None
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         traces = ctx.traces_kernel and ctx.shard is None and producer is None
         return _encode_traced(row, col, x, slot, ctx.propagate) if traces else None
     if producer is not None and ctx.shard is not None:

@@ -135,7 +135,7 @@ class Quantizer:
         if noop_flag is not None:
             raise UserError("a noop_flag keeps the bytes of `out`, and no `out` was given; pass the tensor to keep")
         check_source(x)
-        if torch.compiler.is_compiling() and type(self) is Quantizer:
+        if torch.compiler.is_dynamo_compiling() and type(self) is Quantizer:
             from duotone.tensor.traced_quantize import quantize_traced  # imports Dynamo
 
             return quantize_traced(self, x, usage, ctx)
