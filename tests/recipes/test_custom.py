@@ -44,6 +44,22 @@ def test_a_factory_may_return_values_or_handles() -> None:
     assert CustomRecipe(qfactory=lambda role: value)(QuantizerRole()) is value
 
 
+@pytest.mark.parametrize("tensor_type", ["grad_output", "grad_input"])
+@pytest.mark.parametrize("source", ["rowwise_dequantized", "original"])
+def test_a_columnwise_plane_of_a_gradient_encodes_the_original(tensor_type: str, source: str) -> None:
+    value = Quantizer(columnwise_source=source)
+    recipe, role = CustomRecipe(qfactory=lambda role: value), QuantizerRole("linear", tensor_type, "proj")
+    if source == "original":
+        assert recipe(role) is value
+        return
+    with pytest.raises(RecipeError, match="for inputs and weights alone") as raised:
+        recipe(role)
+    assert "\n" not in str(raised.value)
+    assert recipe(WEIGHT) is value and recipe(None) is value
+    with pytest.raises(RecipeError, match="for inputs and weights alone"):
+        duotone.Linear(32, 32, recipe=recipe)(torch.randn(32, 32))
+
+
 class Own:
     """No subclass of Quantizer, and no more than a quantizer needs."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.recipe import Recipe
-from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
+from duotone.recipes.roles import ANYWHERE, GRADIENTS, QuantizerRole, Site
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
@@ -60,6 +60,8 @@ class CustomRecipe(Recipe):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
             raise RecipeError(f"qfactory returned {_words(answer)} for {slot}; {remedy}")
         _refuse_unused(answer, slot)
+        if role is not None:
+            _refuse_following(value, role)
         return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
     def quantizer(
@@ -97,6 +99,14 @@ def _refuse_unused(quantizer: object, slot: str) -> None:
         raise RecipeError(
             f"qfactory returned {_words(quantizer)} for {slot}, a handle that overrides quantize; modules call "
             "the encode of its value: give it a subclass of Quantizer with an encode"
+        )
+
+
+def _refuse_following(quantizer: object, role: QuantizerRole) -> None:
+    if getattr(quantizer, "columnwise_source", "original") != "original" and role.tensor_type in GRADIENTS:
+        raise RecipeError(
+            f"qfactory returned for {role} a quantizer whose columnwise plane encodes the rowwise one, which is "
+            "for inputs and weights alone: leave columnwise_source out"
         )
 
 
