@@ -85,6 +85,13 @@ def test_a_recipe_may_come_first_and_anything_else_there_is_an_error() -> None:
         duotone.autocast(NV, recipe=MX)
 
 
+def test_a_schedule_is_refused_with_the_remedy() -> None:
+    schedule = recipes.load_schedule("mxfp8-then-bf16-fprop")
+    for options in ({"enabled": schedule}, {"recipe": schedule}):
+        with pytest.raises(UserError, match=r"give it schedule\.at\(step\)"):
+            duotone.autocast(**options)
+
+
 def test_regions_come_back_after_exceptions_at_every_depth() -> None:
     """core 69."""
     for depth in range(1, 4):

@@ -12,6 +12,7 @@ from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.schedule import Schedule
 from duotone.state import rolling
 from duotone.state.region import STACK, AutocastRegion
 from duotone.state.region import active_recipe as active_recipe
@@ -50,6 +51,8 @@ class autocast(RegionManager[AutocastRegion]):
         recipe: RecipeLike | None = None,
         amax_reduction_group: object = None,
     ) -> None:
+        if isinstance(enabled, Schedule) or isinstance(recipe, Schedule):
+            raise UserError("autocast takes the recipe of one step; give it schedule.at(step), not the schedule")
         if recipe is None and not isinstance(enabled, bool) and isinstance(enabled, Recipe | str | Path):
             enabled, recipe = True, enabled
         if not isinstance(enabled, bool):
