@@ -243,6 +243,8 @@ WRITES = {
     "copy_": lambda p, x: p.copy_(x),
     "in place": lambda p, x: p.mul_(0).add_(x),
     "detached": lambda p, x: p.detach().copy_(x),
+    "data": lambda p, x: setattr(p, "data", x),
+    "vector_to_parameters": lambda p, x: nn.utils.vector_to_parameters(x.flatten(), [p]),
 }
 
 
@@ -289,6 +291,61 @@ def test_a_loaded_master_counts_in_either_order(model_first) -> None:
             optimizer.load_state_dict(saved)
     step(optimizer, 1)
     assert all_same(everything(optimizer), want)
+
+
+def test_memory_that_a_plain_parameter_is_set_to_becomes_the_master() -> None:
+    p = nn.Parameter(torch.randn(9, 5).bfloat16())
+    optimizer = AdamW([p], lr=0.0, master_weights=True)
+    step(optimizer, 0)
+    both = torch.randn(2, 9, 5).bfloat16()
+    for x, want in zip(both, both.float(), strict=True):  # memory of one storage, which the step writes
+        with torch.no_grad():
+            p.set_(x)
+        step(optimizer, 1)
+        assert torch.equal(optimizer.state[p]["master"], want)
+
+
+MOVES = {
+    "clone": lambda p: setattr(p, "data", p.data.clone()),
+    "wider": lambda p: setattr(p, "data", p.data.float()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+def test_other_memory_with_the_same_values_keeps_the_bits_of_the_master(move) -> None:
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=1e-6, weight_decay=0.0, master_weights=True)
+        step(optimizer, 0)
+        before = optimizer.state[p]["master"].clone()
+        assert not torch.equal(before, p.detach().float())
+        move(p)
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(optimizer, 1)
+        assert torch.equal(optimizer.state[p]["master"], before)
+
+
+def test_another_model_that_is_loaded_after_the_optimizer_becomes_the_master() -> None:
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=0.0, master_weights=True)
+        step(optimizer, 0)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        with torch.no_grad():
+            loaded(p, torch.randn(p.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+        values = p.dequantize(torch.float32) if hasattr(p, "planes") else p.detach().float()
+        step(optimizer, 1)
+        assert torch.equal(p.detach().float(), values)
+
+
+def test_a_loaded_master_counts_alone() -> None:
+    """The parameter was not written since, so the master decides what it becomes."""
+    for p in both_kinds():
+        optimizer = AdamW([p], lr=0.0, master_weights=True)
+        step(optimizer, 0)
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["master"] *= 2
+        optimizer.load_state_dict(saved)
+        step(optimizer, 1)
+        assert torch.equal(optimizer.state[p]["master"], saved["state"][0]["master"])
 
 
 def test_a_step_without_other_writes_keeps_the_bits_of_the_master() -> None:

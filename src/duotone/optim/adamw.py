@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from duotone.optim.checks import check_group, check_saved, check_step, refuse_capture, refuse_distributed
-from duotone.optim.master import Mark, initial_master, needs_master, values_of
+from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
 from duotone.optim.update import Group, Rates, Saved, State
 from duotone.optim.write import write
 
@@ -105,8 +105,8 @@ class AdamW(Optimizer):
         mark = self._marks.get(parameter)
         if "master" not in state:
             state["master"] = initial_master(parameter)
-        elif mark is not None and mark.was_written_since(parameter):  # by a checkpoint of the model, for example
-            state["master"].copy_(values_of(parameter))
+        elif mark is not None:
+            adopt_writes(parameter, state["master"], mark)
         self._state_of(parameter, state["master"])
         for name in FP32:  # moments may be from before the parameter had a master, or from torch
             state[name] = state[name].to(torch.float32).contiguous()
@@ -150,6 +150,8 @@ class AdamW(Optimizer):
                 dtype = torch.float32 if has_master else state[name].dtype
                 state[name] = saved[name].to(parameter.device, dtype, copy=True)
             state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+            if "master" in saved:
+                self._marks[parameter] = Mark.of(parameter, is_load=True)
 
     def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Group, Tensor, Saved]]:
         """Each parameter that a state dict has, with its group here and its state there."""
@@ -160,7 +162,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._marks = {}  # masters that were loaded count, whether the model is loaded before or after them
+        self._marks = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

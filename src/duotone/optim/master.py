@@ -1,11 +1,13 @@
 """Master weights: which parameters have one, and what it starts from."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from duotone.formats import Format
 from duotone.optim.update import Group
 from duotone.tensor import QuantizedTensor
 
@@ -36,20 +38,55 @@ def values_of(parameter: Tensor) -> Tensor:
 
 
 class Mark(NamedTuple):
-    """The memory that a step wrote, and its version. The weak reference prevents that the address is used again."""
+    """A parameter at the last step, or at the load of its master, from which later writes of other code are found."""
 
     memory: StorageWeakRef
+    """Weak, which prevents that the address is used again."""
+    offset: int
     version: int
+    dtype: torch.dtype
+    format: Format | None
+    """None for a plain parameter."""
+    is_load: bool
 
     @staticmethod
-    def of(parameter: Tensor) -> "Mark":
-        plane = None
+    def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
+        codes, fmt = parameter, None
         if isinstance(parameter, QuantizedTensor):
             plane = parameter.planes.rowwise or parameter.planes.columnwise
-        codes = parameter if plane is None else plane.parts["codes"]
-        return Mark(StorageWeakRef(codes.untyped_storage()), parameter._version)
+            if plane is not None:
+                codes, fmt = plane.parts["codes"], plane.format
+        memory = StorageWeakRef(codes.untyped_storage())
+        return Mark(memory, codes.storage_offset(), parameter._version, parameter.dtype, fmt, is_load)
 
-    def was_written_since(self, parameter: Tensor) -> bool:
-        """Whether other code wrote this memory. False for a parameter that was converted or moved to other memory."""
-        now = Mark.of(parameter)
-        return now.version != self.version and now.memory == self.memory
+
+def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
+    """Copy to the master what other code wrote into the parameter since the mark.
+
+    A new version says that the parameter was written. Other memory does not: the parameter may have been moved. Nor
+    does a new version after a load: it may be the load of the same checkpoint. Then each element counts that is not
+    the rounded master. A parameter that was converted to another format keeps its master.
+    """
+    now = Mark.of(parameter)
+    is_moved = now.memory != mark.memory or now.offset != mark.offset
+    if not is_moved and now.version == mark.version:
+        return
+    values = values_of(parameter)
+    if is_moved or mark.is_load:
+        expected = _rounded(parameter, master, mark.dtype) if now.format == mark.format else None
+        if expected is None:
+            return
+        values = torch.where(values == expected, master, values)
+    master.copy_(values)
+
+
+def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The values of the parameter if nobody but a step wrote it, in `dtype`. None if they cannot be computed again."""
+    if not isinstance(parameter, QuantizedTensor):
+        return master.to(dtype).to(parameter.dtype)
+    quantizer = parameter.quantizer
+    if quantizer.is_stochastic or not quantizer.is_repeatable or parameter.context.shard is not None:
+        return None
+    written = parameter.detach().clone()
+    written.context = replace(parameter.context, slots=(None, None))  # keeps delayed scales, and records nothing
+    return values_of(written.copy_(master))
