@@ -42,7 +42,7 @@ class Mark(NamedTuple):
 
     memory: StorageWeakRef
     """Weak, which prevents that the address is used again."""
-    offset: int
+    offset: int | torch.SymInt
     version: int
     dtype: torch.dtype
     format: Format | None
@@ -88,5 +88,6 @@ def _rounded(parameter: Tensor, master: Tensor, dtype: torch.dtype) -> Tensor | 
     if quantizer.is_stochastic or not quantizer.is_repeatable or parameter.context.shard is not None:
         return None
     written = parameter.detach().clone()
+    assert isinstance(written, QuantizedTensor)
     written.context = replace(parameter.context, slots=(None, None))  # keeps delayed scales, and records nothing
     return values_of(written.copy_(master))
