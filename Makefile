@@ -20,7 +20,7 @@ test: $(VENV)/.installed-dev
 # Its own warnings, and budgets that it exceeds, do not fail.
 test-newest-triton: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) triton
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n auto --maxprocesses 8 -W default tests/kernels
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n auto --maxprocesses 8 -W default -m "slow or not slow" tests/kernels
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench

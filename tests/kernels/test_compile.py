@@ -1,22 +1,32 @@
 """Every kernel compiles for the architectures that it is meant for, without a GPU, within its recorded budget."""
 
+import itertools
 import re
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from budgets import CAPABILITIES, REMEDY, Use, build, complaint, load, measure  # noqa: E402
-from cases import CASES  # noqa: E402
+from cases import CASES, Case  # noqa: E402
 
 RECORDED_WITH, RECORDED = load()
+FIRST = {case.function: case for case in reversed(CASES)}
+"""Kernel -> the case that is compiled for every architecture. The other cases are compiled for the first one."""
+
+
+def build_of(case: Case, capability: int) -> ParameterSet:
+    """Slow where a quick build has the same kernel and architecture."""
+    quick = capability == CAPABILITIES[0] or case is FIRST[case.function]
+    identity = f"{case.name.replace(' ', '-')}-sm_{capability}"
+    return pytest.param(case, capability, id=identity, marks=() if quick else pytest.mark.slow)
 
 
 @pytest.mark.filterwarnings("default:.*budget:UserWarning")
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda n: f"sm_{n}")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize(("case", "capability"), [build_of(*pair) for pair in itertools.product(CASES, CAPABILITIES)])
 def test_a_kernel_compiles_and_stays_within_its_budget(case, capability) -> None:
     """Another Triton than the one of the record allocates differently: then it is a warning."""
     made = build(case, capability)
