@@ -17,11 +17,11 @@ NAMES = [
     "fp8_e4m3_tensor",
     "fp8_e5m2_row_pow2",
     "fp8_e4m3_1x128_fp32",
-    "fp8_e5m2_128x128",
+    pytest.param("fp8_e5m2_128x128", marks=pytest.mark.slow),  # square blocks: nvfp4_16x16 has them too
     "mxfp8_e4m3",
-    "mxfp8_e5m2_32x32",
+    pytest.param("mxfp8_e5m2_32x32", marks=pytest.mark.slow),
     "mxfp6_e3m2",
-    "mxfp4",
+    pytest.param("mxfp4", marks=pytest.mark.slow),  # the blocks of MXFP6 with the elements of NVFP4
     "nvfp4_rht_sr",
     "nvfp4_16x16",
     "nvfp4_row",

@@ -118,6 +118,7 @@ Check = Iterator[tuple[str, Tensor, Tensor]]
 
 
 HOW = [(torch.bfloat16, True, None), (torch.float32, False, 1), (torch.float16, True, 0)]
+"""The dtype of a matrix, whether what is not finite propagates, the dimension that is sharded."""
 
 
 class Twice:
@@ -143,16 +144,13 @@ def twins(row: Format, col: Format, x: Tensor, propagate: bool, dim: int | None)
 
 
 def casts() -> Check:
-    """Even and odd sizes, one row, one column; infinities and NaN that propagate and that do not; shards."""
+    """Even and odd sizes; infinities and NaN that propagate and that do not; shards. One row and column, by turns."""
     x = awkward()
     shapes = {"even": x[:64, :128], "odd": x[1:, :143], "row": x[7:8], "column": x[:, :1]}
-    for pair, (name, part) in itertools.product(PAIRS, shapes.items()):
+    for (i, pair), (name, part) in itertools.product(enumerate(PAIRS), shapes.items()):
         row, col = (formats.get(one) for one in pair)
-        for dtype, propagate, dim in (
-            (torch.bfloat16, True, None),
-            (torch.float32, False, 1),
-            (torch.float16, True, 0),
-        ):
+        ways = HOW if name in ("even", "odd") else [HOW[(i + (name == "row")) % len(HOW)]]
+        for dtype, propagate, dim in ways:
             matrix = part.to(dtype).contiguous()
             cast = _new_cast(row, col, dtype, propagate)
             assert isinstance(cast, Cast)

@@ -26,6 +26,7 @@ from duotone.kernels import decode_nvfp4, e2m1, epilogue, launch
 
 SEED = 0x1234567890ABCDEF
 NAMES = [name for name in formats.names() if name.startswith("nvfp4")]
+SAME_BUT_448 = [name for name in NAMES if "_448" in name]
 DTYPES = torch.bfloat16, torch.float32, torch.float16
 
 
@@ -77,13 +78,18 @@ def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, T
 
 
 def planes() -> Check:
-    """A matrix of words with infinities and NaN, one of odd sizes, one near the largest numbers, one column."""
+    """A matrix of words with infinities and NaN, one of odd sizes, one near the largest numbers, one column.
+
+    Formats that differ from another one in a constant alone take the first matrix.
+    """
     x = awkward()
     huge = torch.randn(17, 40) * 1e30
     given = [(x[:64, :112].bfloat16(), "whole"), (x[1:, :79].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
     for name, (matrix, what) in itertools.product(NAMES, given):
         fmt, matrix = formats.get(name), matrix.contiguous()
         if (what == "huge" and not fmt.scale_search) or (what == "column" and fmt.scale_search):
+            continue
+        if what != "whole" and name in SAME_BUT_448:
             continue
         for row, col in ((fmt, fmt), (None, fmt)) if what == "whole" else ((fmt, fmt),):
             cast = casts._two_level_cast(row, col, row is not None and fmt.is_derivable, False)
@@ -104,6 +110,8 @@ def poisoned() -> Check:
     x = awkward()[:64, :112].bfloat16()
     x[20:40] = torch.randn(20, 112)
     for name in NAMES:
+        if name in SAME_BUT_448:
+            continue
         fmt = formats.get(name)
         made = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, seed=torch.tensor([SEED]))
         for side, got, matrix in zip(("row", "col"), made, (x, x.t()), strict=True):
@@ -122,7 +130,7 @@ def decoded(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
 def values() -> Check:
     for name, dtype in itertools.product(("nvfp4", "nvfp4_row", "nvfp4_16x16_4over6"), DTYPES):
         fmt = formats.get(name)
-        for rows, cols in ((70, 150), (35, 141), (1, 7)):
+        for rows, cols in ((70, 150), (35, 141), (1, 7)) if dtype is torch.bfloat16 else ((35, 141),):
             parts = fmt.encode(awkward()[:rows, :cols])
             given = parts["codes"], parts["scale"].t().contiguous().t()
             top = fmt.scale_limits(dtype)[0]
