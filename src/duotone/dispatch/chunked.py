@@ -1,6 +1,7 @@
 """Eager stages in pieces that fit the processor's caches: the form for machines without a C++ compiler."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,24 +43,24 @@ class ChunkedStages(Stages):
     def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
         if blocks.shape[0] * blocks.shape[2] == 1:
             flat = blocks.reshape(-1) if blocks.is_contiguous() else blocks.squeeze().t().reshape(-1)
-            pieces = [PLAIN.amax(piece.view(1, 1, 1, -1), nan) for piece in flat.split(CHUNK)]
+            pieces = [PLAIN.amax(piece.view(1, 1, 1, -1), nan) for piece in torch.split(flat, CHUNK)]
             return torch.stack(pieces).amax(dim=0)
         dim, step = _pieces(blocks)
-        pieces = [PLAIN.amax(piece, nan) for piece in blocks.split(step, dim)]
+        pieces = [PLAIN.amax(piece, nan) for piece in torch.split(blocks, step, dim)]
         return torch.cat(pieces, dim=0 if dim == 0 else 1)
 
     def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
-        return _chunked(lambda b, m: PLAIN.cast(b, m, element, marks), blocks, multiplier)
+        return _chunked(partial(PLAIN.cast, element=element, marks=marks), blocks, multiplier)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
-        return _chunked(lambda b, m, r: PLAIN.cast_stochastic(b, m, r, element), blocks, multiplier, bits)
+        return _chunked(partial(PLAIN.cast_stochastic, element=element), blocks, multiplier, bits)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
-        return _chunked(lambda c, f: PLAIN.values(c, f, element, dtype), codes, factor)
+        return _chunked(partial(PLAIN.values, element=element, dtype=dtype), codes, factor)
 
     def rotate(self, x: Tensor) -> Tensor:
         rows = max(1, CHUNK // max(1, x.shape[1]))
-        return torch.cat([PLAIN.rotate(piece) for piece in x.split(rows)])
+        return torch.cat([PLAIN.rotate(piece) for piece in torch.split(x, rows)])
 
 
 CHUNKED = ChunkedStages()

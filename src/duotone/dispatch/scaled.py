@@ -54,7 +54,8 @@ def _block_mm(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    scales = [scale_a], [kind_a], [], [scale_b], [kind_b], []
+    no_swizzle: list[int] = []
+    scales = [scale_a], [kind_a], no_swizzle, [scale_b], [kind_b], no_swizzle
     return torch._scaled_mm_v2(a, b.t(), *scales, bias, dtype, (), False)  # type: ignore[reportPrivateImportUsage]
 
 

@@ -121,7 +121,8 @@ def columns_of_each(a: JoinedOperand, b: JoinedOperand, segments: "Segments", fa
         scales = a.scale.unsqueeze(2).unbind(0), b.scale.unsqueeze(1).unbind(0)
     else:
         scales = a.scale.unbind(0), b.scale.unbind(0)
-    products, start = [], 0
+    products: list[SegmentProduct] = []
+    start = 0
     for rows, of_a, of_b in zip(segments.counts, *scales, strict=True):
         length = width(rows)
         one = left.as_strided((n, length), (length, 1), n * start)
@@ -152,9 +153,11 @@ def columns_into(
     taken = {i: places[i] for i in first.values()}
     new = functools.partial(torch.empty, a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
     scratch = new() if None in places else None  # of all without a place
-    adds, outs = any(place[1] for place in taken.values() if place is not None), []
+    adds = any(place[1] for place in taken.values() if place is not None)
+    outs: list[Tensor] = []
     for i, place in enumerate(places):
         if place is None:
+            assert scratch is not None
             outs.append(scratch)
         else:
             out, add = place if i in taken else (new(), False)

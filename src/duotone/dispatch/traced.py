@@ -23,7 +23,7 @@ def cast(
     scales = (scale, None) if delayed else (None, scale)
     assert kernel is not None
     planes = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
-    parts = []
+    parts: list[Tensor] = []
     for one in planes:
         parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
     if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
@@ -33,7 +33,7 @@ def cast(
 
 def empty(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """What `cast` gives, without values."""
-    parts = []
+    parts: list[Tensor] = []
     for name, (m, k) in ((row, (x.shape[0], x.shape[1])), (col, (x.shape[1], x.shape[0]))):
         fmt = _format(name)
         parts += [x.new_empty(0), x.new_empty(0)] if fmt is None else _parts(fmt, x, m, k)

@@ -39,13 +39,13 @@ class LinearStage(Stage):
         return self.plan.rolls_forward_alone
 
     @property
-    def refusal(self) -> str:
+    def refusal(self) -> str:  # type: ignore[override]
         if self.sink is not GRADIENT:
             return "its weight gradients do not go to autograd (fuse_wgrad_accumulation or delay_wgrad_compute)"
         return self.plan.refusal
 
     @property
-    def reads(self) -> tuple[bool, ...]:
+    def reads(self) -> tuple[bool, ...]:  # type: ignore[override]
         return self.plan.weight_grad, self.plan.input_grad, False, False
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:

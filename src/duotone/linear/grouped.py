@@ -74,17 +74,17 @@ class GroupedStage(Stage):
         return self.plan.rolls_forward_alone
 
     @property
-    def refusal(self) -> str:
+    def refusal(self) -> str:  # type: ignore[override]
         return next((linear.refusal for linear in self.linears if linear.refusal), "")
 
     @property
-    def reads(self) -> tuple[bool, ...]:
+    def reads(self) -> tuple[bool, ...]:  # type: ignore[override]
         x, weight, bias, _ = self.linears[0].reads
         return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
 
     def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         splits, _, weights, biases = self._named(operands)
-        each = zip(as_matrix(x).split(splits), weights, biases, strict=True)
+        each = zip(torch.split(as_matrix(x), list(splits)), weights, biases, strict=True)
         return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
@@ -113,7 +113,7 @@ class GroupedStage(Stage):
     ) -> tuple[Tensor, Saved]:
         outputs: list[Tensor] = []
         saved: list[Any] = []
-        each = zip(self.linears, as_matrix(x).split(splits), weights, biases, strict=True)
+        each = zip(self.linears, torch.split(as_matrix(x), list(splits)), weights, biases, strict=True)
         for i, (linear, rows, weight, bias) in enumerate(each):
             first = None if seed is None else seed + i * self.plan.seeds
             y, (saved_here,), _ = linear.run(rows, (weight, bias, first))
@@ -124,7 +124,14 @@ class GroupedStage(Stage):
     def _backward_each(self, dy: Tensor, saved: Sequence[Any], splits: RowCounts, needs: Needs) -> Gradients:
         _, _, needs_weights, needs_biases = self._named(needs[1:])
         saved_of_each = zip(*[iter(saved)] * PER_LINEAR, strict=True)
-        each = zip(self.linears, as_matrix(dy).split(splits), saved_of_each, needs_weights, needs_biases, strict=True)
+        each = zip(
+            self.linears,
+            torch.split(as_matrix(dy), list(splits)),
+            saved_of_each,
+            needs_weights,
+            needs_biases,
+            strict=True,
+        )
         gradients = [
             linear.backward(rows, saved_here, (needs[0], weight, bias, False))
             for linear, rows, saved_here, weight, bias in each
@@ -225,7 +232,10 @@ def _bias_gradients(dy: Tensor, segments: "Segments", needs: Sequence[bool]) -> 
     if segments.grouped or segments.counts is None:
         sums: Sequence[Tensor] = native.row_sums(dy, segments).unbind(0)
         return [total if needed else None for total, needed in zip(sums, needs, strict=True)]
-    return [rows.sum(0) if needed else None for rows, needed in zip(dy.split(segments.counts), needs, strict=True)]
+    return [
+        rows.sum(0) if needed else None
+        for rows, needed in zip(torch.split(dy, list(segments.counts)), needs, strict=True)
+    ]
 
 
 def _codes(planes: Sequence[Plane]) -> list[Tensor]:

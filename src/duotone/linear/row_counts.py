@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
             raise UserError(f"m_splits is a list of integers or an int tensor of one dimension; got {got}")
         if splits.is_meta:
             raise UserError("m_splits is on meta, where it has no values; give a list of integers")
-        splits = splits.tolist()
+        splits = cast(list[int], splits.tolist())
     if not isinstance(splits, Sequence) or isinstance(splits, str):
         raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
     whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
