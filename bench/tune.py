@@ -58,7 +58,7 @@ def casts(x: Tensor) -> Iterator[Choice]:
     """Rows and columns of a tile, and warps, of casts to both planes."""
     for name in CASTS:
         fmt = formats.get(name)
-        kernel = one_read(fmt, fmt, x, True)
+        kernel: Any = one_read(fmt, fmt, x, True)
         for choice in (kernel.tile, *TILES):
             other = _like(kernel)
             other.tile = choice
@@ -81,7 +81,7 @@ def activations(x: Tensor) -> Iterator[Choice]:
             return _parts(kernel.produced(what, (scale, scale)))
 
     for name, (kind, (table, what)) in itertools.product(ON_THE_WAY, kinds.items()):
-        plain = one_read(formats.get(name), formats.get(name), x, True)
+        plain: Any = one_read(formats.get(name), formats.get(name), x, True)
         for choice in (table[plain.tile], *TILES):
             if half % choice[1] == 0:
                 yield f"{kind} to {name}", choice, partial(call, _like(plain), what, table, choice)
