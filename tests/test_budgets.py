@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24219
+LIBRARY_LINES = 24290
 TOOL_LINES = 3786
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,21 +24,21 @@ BUDGETS = {
     "comm": (120, 1, 0),
     "compat": (729, 1, 0),
     "conversion": (1524, 15, 0),
-    "dispatch": (2428, 0, 0),
-    "formats": (1502, 0, 0),
+    "dispatch": (2433, 0, 0),
+    "formats": (1504, 0, 0),
     "kernels": (3658, 0, 0),
     "lab": (1899, 7, 0),
-    "linear": (1644, 5, 0),
+    "linear": (1655, 5, 0),
     "modules": (509, 16, 0),
     "observe": (858, 11, 0),
     "ops": (1232, 6, 0),
-    "optim": (476, 10, 0),
+    "optim": (516, 10, 0),
     "package": (241, 1, 0),
     "pipeline": (1000, 43, 1),
     "planned": (1759, 38, 5),
-    "recipes": (1979, 27, 0),
+    "recipes": (1989, 27, 0),
     "report": (1053, 0, 0),
-    "state": (1572, 13, 0),
+    "state": (1575, 13, 0),
     "tensor": (1939, 17, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
