@@ -105,6 +105,19 @@ def test_new_sizes_equal_sizes_and_gradients_compile_no_new_frames() -> None:
 
 
 @needs_compiler
+def test_views_with_gaps_compile_no_new_rotation() -> None:
+    """Each would take seconds, and Dynamo stops after a few."""
+    counters = torch._dynamo.utils.counters["frames"]
+    wide = torch.randn(512, 1024).bfloat16()
+    for x in (wide, wide.t()):
+        COMPILED.rotate(x)
+    before = dict(counters)
+    for x in (wide[1:, :144], wide[::2, ::4], wide[::2, ::4].t(), wide[:1, :1].expand(256, 256)):
+        assert torch.equal(COMPILED.rotate(x), PLAIN.rotate(x))
+    assert dict(counters) == before
+
+
+@needs_compiler
 def test_rows_of_a_matrix_that_one_scale_covers_compile_no_new_frames() -> None:
     """However few they are: a last batch, or a sequence of another length."""
     counters = torch._dynamo.utils.counters["frames"]

@@ -112,9 +112,9 @@ class CompiledStages(Stages):
         return _compile(stages.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
 
     def rotate(self, x: Tensor) -> Tensor:
-        order = "across" if x.stride(1) == 1 else "down"
         x = x.to(torch.bfloat16)  # here, because torch 2.11 drops this rounding where it compiles it
-        return _compile(hadamard.rotate, f"{order}_{_short(x.dtype)}")(x)
+        down = x.stride(1) != 1 and x.t().is_contiguous()
+        return _compile(hadamard.rotate, "down" if down else "across")(x if down else x.contiguous())
 
     def random_bytes(self, seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
         return _compile(philox.random_bytes, "")(seed, rows, cols, plane)
