@@ -28,6 +28,8 @@ def gpus(monkeypatch):
     """As if the process had GPUs of these compute capabilities."""
 
     def have(*archs: tuple[int, int]) -> None:
+        for cached in CACHED:  # an earlier test may have asked for a device without a GPU
+            cached.cache_clear()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: archs[index])
