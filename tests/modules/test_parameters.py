@@ -247,7 +247,10 @@ def test_a_numeric_change_waits_for_the_next_write() -> None:
     """core 51: the columnwise source is not a format; margin and length of a history are none either."""
     fmt = get("mxfp8_e4m3")
     first = CustomRecipe(qfactory=lambda role: Quantizer(fmt, fmt))
-    second = CustomRecipe(qfactory=lambda role: Quantizer(fmt, fmt, "rowwise_dequantized"))
+    follows = Quantizer(fmt, fmt, "rowwise_dequantized")
+    second = CustomRecipe(
+        qfactory=lambda role: follows if role and role.tensor_type == "weight" else Quantizer(fmt, fmt)
+    )
     m, x, dy = quantized(first), torch.randn(16, K).bfloat16(), torch.randn(16, N).bfloat16()
     before, values = bits(m.weight), m.weight.dequantize()
     with duotone.autocast(recipe=second):
