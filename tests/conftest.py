@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are impo
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+
+
+SMALL_TENSORS = {"conversion", "formats", "old_files", "optim", "tensor"}
+"""Folders whose tensors gain less from threads than these cost where they wait for each other on a busy machine."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if request.path.parent.name in SMALL_TENSORS else before)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

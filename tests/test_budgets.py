@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24290
+LIBRARY_LINES = 24286
 TOOL_LINES = 3786
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,13 +29,13 @@ BUDGETS = {
     "kernels": (3658, 0, 0),
     "lab": (1899, 7, 0),
     "linear": (1655, 5, 0),
-    "modules": (509, 16, 0),
+    "modules": (506, 15, 0),
     "observe": (858, 11, 0),
-    "ops": (1232, 6, 0),
+    "ops": (1229, 5, 0),
     "optim": (516, 10, 0),
     "package": (241, 1, 0),
-    "pipeline": (1000, 43, 1),
-    "planned": (1759, 38, 5),
+    "pipeline": (1004, 42, 1),
+    "planned": (1757, 38, 5),
     "recipes": (1989, 27, 0),
     "report": (1053, 0, 0),
     "state": (1575, 13, 0),

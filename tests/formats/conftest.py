@@ -1,19 +1,6 @@
-"""Makes the helpers of this folder importable from its tests, and keeps small tensors on one thread."""
+"""Makes the helpers of this folder importable from its tests."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads that wait for each other on a busy machine cost more than these tensors gain from them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -33,9 +33,6 @@ class ModuleGroup(KnownRoles, nn.Module):
         """The oldest weight gradients that backward put off, of the last child first."""
         _call_each(reversed(list(self.children())), "backward_dw")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
-
 
 class FusedModule(ModuleGroup):
     """Runs its children in order, neighbouring ops as one pipeline. A subclass only builds them.

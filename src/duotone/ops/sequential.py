@@ -56,9 +56,6 @@ class Sequential(KnownRoles, nn.Sequential):
 
     __rmul__ = __mul__
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
-
 
 def run_modules(
     modules: Sequence[Member],

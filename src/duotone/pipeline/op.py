@@ -31,7 +31,7 @@ class Op(Channels, KnownRoles):
 
     takes_first_microbatch = True
     fuse_wgrad_accumulation = delay_wgrad_compute = False
-    _rewritten: dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]
+    _rewritten: "Rewritten"
 
     @property
     def pipeline(self) -> "tuple[Op, ...] | None":
@@ -57,9 +57,6 @@ class Op(Channels, KnownRoles):
         Asked when every op is linked and nothing can be refused any more: only here may a seed advance.
         """
         return extra
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_rewritten"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.pop("_rewritten", None)  # older pickles may have it, in another form
@@ -171,13 +168,20 @@ class CallRegion:
         return region
 
 
+class Rewritten(dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]):
+    """Rewritten forms by tuple of stages. They hold what belongs to this process: copies and pickles are empty."""
+
+    def __reduce__(self) -> "tuple[type[Rewritten], tuple[()]]":
+        return Rewritten, ()
+
+
 REMEMBERED = 64
 """Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
 
 
 def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
     """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
-    cache = owner.setdefault("_rewritten", {})
+    cache: Rewritten = owner.setdefault("_rewritten", Rewritten())
     key = (RULES.version, *stages)
     entry = cache.get(key)
     if entry is None:

@@ -213,11 +213,9 @@ class Planner:
             for weight in module.weights:
                 if weight.requires_grad:
                     main_grad(weight)
-        key = (
-            stage,
-            first,
-            first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER),
-        )  # a recompute is no new microbatch
+        # A recompute is no new microbatch.
+        overwrites = first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER)
+        key = stage, first, overwrites
         variant = self.variants.get(key)
         if variant is None:
             variant = self.variants[key] = module.make_variant(*key)
