@@ -16,6 +16,7 @@ from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.routing import Routing
 from duotone.planned.grouped_linear import PlannedGroup
+from duotone.planned.quantized_parameters import mark_entries
 from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor
 
@@ -83,6 +84,10 @@ class PlannedExperts:
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
         y = down(h, routing.splits)
         return routing.combine(y, top_k_weights.gather(-1, by_expert)).to(hidden_states.dtype)
+
+    def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        mark_entries(destination, prefix, linear_names(self))
 
 
 def linear_names(module: Any) -> tuple[str, str]:

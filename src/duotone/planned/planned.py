@@ -18,7 +18,7 @@ from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.pipeline.tensor_info import info_of, quantizer_of
 from duotone.planned import delayed_states
 from duotone.planned.planner import PlannedStage, Planner
-from duotone.planned.quantized_parameters import drop_empty_extra_state, moved
+from duotone.planned.quantized_parameters import drop_empty_extra_state, mark_entries, moved
 from duotone.planned.sharded_parameters import ShardedParameters
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
@@ -188,6 +188,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             seeds.note_load(self)
             self.plans.forget_stages()  # so that the first draw is seen
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        mark_entries(destination, prefix, self._parameters)
 
     def __getstate__(self) -> dict[str, Any]:
         # Plans name states of this process, and a group by its name could be another one elsewhere.

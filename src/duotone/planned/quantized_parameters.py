@@ -1,6 +1,6 @@
 """Quantized parameters: weights that exist only as planes, made when a module is built or converted all at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import INIT_VALUE
+from duotone.tensor.state_entry import ENTRY, mark_entry
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
 
-INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells")
+INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells", ENTRY)
 """What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
 
 
@@ -94,6 +95,12 @@ def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
     tensor = QuantizedTensor(planes, parameter.quantizer, parameter.shape, probe.dtype, device=probe.device)
     tensor.context = parameter.context
     replace(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+
+def mark_entries(state_dict: dict[str, Any], prefix: str, parameters: Iterable[str]) -> None:
+    """Let code that saves a state_dict read the values of quantized parameters at their address."""
+    for name in parameters:
+        mark_entry(state_dict.get(prefix + name))
 
 
 def drop_empty_extra_state(state_dict: dict[str, Any], prefix: str) -> None:

@@ -17,6 +17,7 @@ from duotone.formats.checks import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.plane_tensor import HIGH_PRECISION_DTYPES, matrix_shape, plain, unshared, values_as
 from duotone.tensor.quantized import OPS, QuantizedTensor
+from duotone.tensor.state_entry import is_entry, mark_entry
 
 aten = torch.ops.aten
 F = TypeVar("F", bound=Callable[..., object])
@@ -64,7 +65,10 @@ def _to_copy(
     copy = partial(aten._to_copy.default, device=device, non_blocking=non_blocking, pin_memory=pin_memory)
     if dtype is not None and dtype != t.dtype:
         return copy(values_as(t, dtype), dtype=dtype, **layout)
-    return t.with_planes(t.planes.map(copy), device=device, is_piece=False)
+    moved = t.with_planes(t.planes.map(copy), device=device, is_piece=False)
+    if is_entry(t):
+        mark_entry(moved)
+    return moved
 
 
 @_op(aten.copy_.default)

@@ -18,13 +18,14 @@ from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, unshared
+from duotone.tensor.state_entry import StateEntry
 from duotone.tensor.writes import Writes, run_in_place
 
 OPS: dict[OpOverload, Callable[..., object]] = {}
 """aten op -> its implementation on quantized tensors."""
 
 
-class QuantizedTensor(ShardHooks, Writes):
+class QuantizedTensor(ShardHooks, Writes, StateEntry):
     """A tensor held as up to two planes. See `PlaneTensor` for its shape and fields."""
 
     def materialize_usage(

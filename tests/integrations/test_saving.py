@@ -1,0 +1,49 @@
+"""`save_pretrained` of models with quantized parameters means high precision, and so do checkpoints of Trainer."""
+
+import pytest
+import torch
+from causal import batch, llama, mixtral
+from packages import require
+
+import duotone
+
+transformers = require("transformers")
+
+
+def low_precision(recipe="mxfp8", build=llama, **changes):
+    model = duotone.convert(build(**changes), recipe)
+    return duotone.convert_parameters(model, recipe)
+
+
+def values(model):
+    return {name: p.dequantize() if hasattr(p, "planes") else p for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8-current"])
+@pytest.mark.parametrize("size", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_the_values_come_back_in_a_plain_model(recipe: str, size: str, tmp_path) -> None:
+    model = low_precision(recipe)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    plain, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert len(list(tmp_path.glob("*.safetensors"))) > (size == "20KB")
+    assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
+
+
+def test_experts_are_saved_in_high_precision(tmp_path) -> None:
+    model = low_precision(build=mixtral)
+    model.save_pretrained(tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
+
+
+def test_a_trainer_saves_checkpoints_of_quantized_parameters(tmp_path) -> None:
+    require("accelerate")
+    model = low_precision()
+    data = [{"input_ids": row, "labels": row} for row in batch(0)]
+    options = transformers.TrainingArguments(
+        tmp_path, max_steps=2, save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    transformers.Trainer(model, options, train_dataset=data).train()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
