@@ -10,9 +10,8 @@ import torch
 from bench.timing.duel import HostClock, Pace, alone
 from bench.timing.records import emit
 from duotone import formats
-from duotone.dispatch.chunked import CHUNKED
-from duotone.dispatch.compiled import COMPILED
 from duotone.dispatch.compiler import compiler_reason
+from duotone.dispatch.stages import CHUNKED, COMPILED
 from duotone.formats.stages import Stages
 
 SIZE = 4096

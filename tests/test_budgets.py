@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24350
+LIBRARY_LINES = 24314
 TOOL_LINES = 3786
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,13 +22,13 @@ BUDGETS = {
     "attention": (1049, 16, 0),
     "cli": (834, 2, 0),
     "comm": (120, 1, 0),
-    "compat": (729, 1, 0),
+    "compat": (731, 1, 0),
     "conversion": (1529, 17, 0),
-    "dispatch": (2433, 0, 0),
+    "dispatch": (2397, 0, 0),
     "formats": (1504, 0, 0),
     "kernels": (3658, 0, 0),
     "lab": (1899, 7, 0),
-    "linear": (1655, 5, 0),
+    "linear": (1653, 5, 0),
     "modules": (506, 15, 0),
     "observe": (858, 11, 0),
     "ops": (1229, 5, 0),

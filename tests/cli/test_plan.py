@@ -76,7 +76,7 @@ def test_the_advice_concerns_modules_below_the_entry_alone(duotone, monkeypatch)
     arguments = ("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", "fp8-current")
     sizes = set()
     for least in (1, 10**4, 10**9):
-        monkeypatch.setattr("duotone.dispatch.worth.LEAST_WORK", {((9, 0), TENSOR): least})
+        monkeypatch.setattr("duotone.dispatch.target.LEAST_WORK", {((9, 0), TENSOR): least})
         last = duotone(*arguments)[1].splitlines()[-1]
         sizes.add(int(last.split(": ")[1].split(";")[0]) if "min_weight_elements" in last else 0)
     assert {0, 8} < sizes and len(sizes) == 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duotone import formats
-from duotone.dispatch import blackwell, gemms
+from duotone.dispatch import gemms
 from duotone.dispatch.target import target
 
 
@@ -16,7 +16,7 @@ def problem(a: str, b: str, device: str) -> gemms.GemmProblem:
 def test_scales_are_swizzled_as_cublas_documents(shape) -> None:
     rows, cols = shape
     scale = torch.randint(1, 256, shape, dtype=torch.uint8)
-    flat = blackwell.swizzled(scale)
+    flat = gemms.swizzled(scale)
     across = -(-cols // 4)
     assert flat.numel() == -(-rows // 128) * 128 * across * 4
     seen = torch.zeros_like(flat)
@@ -39,11 +39,11 @@ def test_only_compute_capability_10_is_given_them(name) -> None:
 
 
 def test_what_they_do_not_take_is_said() -> None:
-    assert "E5M2" in blackwell.MXFP8.reject(problem("mxfp8_e5m2", "mxfp8_e5m2", "sm100"))
-    assert "over 32" in blackwell.MXFP8.reject(problem("mxfp8_e4m3", "nvfp4", "sm100"))
-    assert "FP8 codes" in blackwell.MXFP8.reject(problem("mxfp6_e2m3", "mxfp8_e4m3", "sm100"))
-    assert "transforms" in blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4", "sm100"))
-    assert blackwell.NVFP4.reject(problem("nvfp4_rht", "nvfp4_rht_sr", "sm100")) == ""
+    assert "E5M2" in gemms.MXFP8.reject(problem("mxfp8_e5m2", "mxfp8_e5m2", "sm100"))
+    assert "over 32" in gemms.MXFP8.reject(problem("mxfp8_e4m3", "nvfp4", "sm100"))
+    assert "FP8 codes" in gemms.MXFP8.reject(problem("mxfp6_e2m3", "mxfp8_e4m3", "sm100"))
+    assert "transforms" in gemms.NVFP4.reject(problem("nvfp4_rht", "nvfp4", "sm100"))
+    assert gemms.NVFP4.reject(problem("nvfp4_rht", "nvfp4_rht_sr", "sm100")) == ""
 
 
 @pytest.mark.parametrize(("device", "native"), [("sm89", False), ("sm90", True), ("sm100", False), ("sm120", False)])

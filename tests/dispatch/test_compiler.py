@@ -13,7 +13,7 @@ from torch._inductor import config
 
 from duotone import formats
 from duotone.dispatch import compiler, stages
-from duotone.dispatch.compiled import CompiledStages
+from duotone.dispatch.stages import CompiledStages
 
 CXX = shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(CXX is None, reason="no C++ compiler; `apt-get install g++` provides it")
@@ -68,7 +68,7 @@ def test_a_full_disk_runs_the_plain_cast_and_no_other_compiled_one(monkeypatch) 
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", full)
     monkeypatch.setattr(compiler, "probe", lambda: "")
-    monkeypatch.setattr("duotone.dispatch.compiled._compile", _fresh_compile())
+    monkeypatch.setattr("duotone.dispatch.stages._compile", _fresh_compile())
     fmt, x = formats.get("mxfp8_e4m3"), torch.randn(96, 160)
     torch._dynamo.reset()
     with pytest.warns(RuntimeWarning, match="inductor failed with OSError: .*No space left") as caught:
@@ -80,9 +80,7 @@ def test_a_full_disk_runs_the_plain_cast_and_no_other_compiled_one(monkeypatch) 
 
 
 def _fresh_compile():
-    from duotone.dispatch import compiled
-
-    return compiled._compile.__wrapped__
+    return stages._compile.__wrapped__
 
 
 def test_the_cache_folder_is_the_users_own(tmp_path, monkeypatch) -> None:
@@ -117,7 +115,7 @@ def test_folders_that_others_own_or_write_are_not_used(tmp_path, monkeypatch) ->
 
 AMAX = """
 import torch
-from duotone.dispatch.compiled import COMPILED
+from duotone.dispatch.stages import COMPILED
 x = torch.randn(64, 64)
 print(torch.equal(COMPILED.amax(x.view(1, 64, 1, 64)), x.abs().amax().view(1, 1)))
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 import duotone
 from duotone import formats
 from duotone.dispatch import casts, gemms
-from duotone.dispatch.factors import finish
+from duotone.dispatch.products import finish
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.target import target
 from duotone.formats import registry

@@ -7,9 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from duotone import formats
 from duotone.dispatch import stages as dispatch
-from duotone.dispatch.chunked import CHUNKED
-from duotone.dispatch.compiled import COMPILED
 from duotone.dispatch.compiler import compiler_reason
+from duotone.dispatch.stages import CHUNKED, COMPILED
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
 
@@ -63,7 +62,7 @@ def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages) -> None:
 def test_chunked_stages_have_the_bits_of_plain_torch(
     name: str, dtype: torch.dtype, awkward: Tensor, monkeypatch
 ) -> None:
-    monkeypatch.setattr("duotone.dispatch.chunked.CHUNK", 512)  # many pieces, also a short last one
+    monkeypatch.setattr("duotone.dispatch.stages.CHUNK", 512)  # many pieces, also a short last one
     x = awkward.to(dtype)
     for view in (x, x.t(), x[1:, :150], x[::2, 3:40]):
         assert_same_bits(formats.get(name), view, CHUNKED)

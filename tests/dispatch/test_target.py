@@ -11,7 +11,7 @@ import duotone
 from duotone import formats, recipes
 from duotone.dispatch import casts, gemms, scaled, segment_products, stages
 from duotone.dispatch import target as targets
-from duotone.dispatch.cublas import dtype_of_product
+from duotone.dispatch.segment_products import dtype_of_product
 from duotone.dispatch.target import Target, runs_kernels, scales_rows_to_fp32, target
 from duotone.formats.stages import PLAIN
 from duotone.tensor import Plane

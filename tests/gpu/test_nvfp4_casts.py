@@ -8,7 +8,7 @@ from comparing import awkward_matrix, bits, same
 from torch import Tensor
 
 from duotone import formats
-from duotone.dispatch import casts, factors, gemms
+from duotone.dispatch import casts, gemms, products
 from duotone.dispatch.target import target
 from duotone.formats import Factors
 from duotone.tensor import Quantizer
@@ -149,7 +149,7 @@ def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
         moved = [None if f.epilogue_scale is None else f.epilogue_scale.cuda() for f in (left, right)]
         out = torch.empty_like(y, dtype=dtype, device="cuda")
         made = finish(y.cuda(), *moved, 1.0 / divisor / divisor, None if add is None else add.cuda(), out)
-        assert torch.equal(bits(made), bits(factors.finish(factors.scaled(y, left, right), dtype, add)))
+        assert torch.equal(bits(made), bits(products.finish(products.scaled(y, left, right), dtype, add)))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 from duotone import formats
 from duotone.dispatch import casts
-from duotone.dispatch.factors import finish, scaled
+from duotone.dispatch.products import finish, scaled
 from duotone.formats import Factors, Format
 from duotone.kernels import decode_nvfp4, e2m1, epilogue, launch
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
-from duotone.dispatch import worth
+from duotone.dispatch import target as targets
 from duotone.errors import RecipeError
 from duotone.formats import ROW, TENSOR, Block
 from duotone.linear import PlanRequest, build_plan
@@ -152,7 +152,7 @@ def test_strict_takes_what_min_gemm_work_leaves_and_still_refuses_what_was_not_a
 
 def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> None:
     entries = {((9, 0), TENSOR): 1000, ((9, 0), ROW): 2000, ((9, 0), Block(1, 128)): 3000}
-    monkeypatch.setattr(worth, "LEAST_WORK", entries)
+    monkeypatch.setattr(targets, "LEAST_WORK", entries)
     for name, least in (("fp8-current", 1000), ("fp8-delayed", 1000), ("fp8-rowwise", 2000), ("fp8-block", 3000)):
         recipe = replace(recipes.load(name), min_weight_elements="measured")
         below, at = (build_plan(setting(recipe, (least // 10 - less, 10))) for less in (1, 0))
@@ -168,9 +168,9 @@ def test_measured_takes_the_entry_of_the_device_and_the_scales(monkeypatch) -> N
 
 
 def test_every_scaling_that_hopper_multiplies_has_an_entry() -> None:
-    natively = {scaling for capability, scaling in worth.LEAST_WORK if capability == (9, 0)}
+    natively = {scaling for capability, scaling in targets.LEAST_WORK if capability == (9, 0)}
     assert natively == {TENSOR, ROW, Block(1, 128)}
-    assert all(isinstance(least, int) and least > 0 for least in worth.LEAST_WORK.values())
+    assert all(isinstance(least, int) and least > 0 for least in targets.LEAST_WORK.values())
 
 
 @pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed"])

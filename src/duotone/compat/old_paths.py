@@ -19,6 +19,8 @@ MOVED = {
     "duotone.convert.parameters": "duotone.conversion.parameters",
     "duotone.convert.plan": "duotone.conversion.model_plan",
     "duotone.convert.targets": "duotone.conversion.targets",
+    "duotone.dispatch.blackwell": "duotone.dispatch.gemms",
+    "duotone.dispatch.gemms:Fp32Epilogue": "duotone.dispatch.products:Fp32Epilogue",
     "duotone.errors:UsageError": "duotone.errors:MissingPlaneError",
     "duotone.linear.gemms": "duotone.linear.gemm_plan",
     "duotone.linear.operand": "duotone.linear.plane_source",

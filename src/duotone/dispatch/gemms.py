@@ -1,157 +1,110 @@
 """GEMM rules: the one product a b^T, chosen by table, rejected with reasons.
 
-Both operands are planes, contraction last. `RULES` are asked in order; the first without a reason against it runs. The
-emulated rules decode first; what they compute is exact but for the order of the fp32 sum, except where a rule says so.
+Both operands are planes, contraction last. `RULES` are asked in order; the first without a reason against it runs.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.blackwell import MXFP8, NVFP4
-from duotone.dispatch.casts import DTYPES, has_kernels
-from duotone.dispatch.factors import finish, scaled
-from duotone.dispatch.products import mm_fp32, mm_into
+from duotone.dispatch.products import (
+    FP32_EPILOGUE,
+    BlockPromotion,
+    DecodeToHighPrecision,
+    ExactBf16,
+    HighPrecision,
+    Unrotate,
+    finish,
+    scaled,
+)
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
 from duotone.errors import UserError
-from duotone.formats import Epilogue, Factors
-from duotone.formats.geometry import crop
+from duotone.formats import Factors, ScaleCodec
+from duotone.formats.elements import FP8_DTYPES
+
+NEEDED = (10, 0)
+UNPROVEN = "unproven: no one has run this product on such a device yet"
+TILE_ROWS, TILE_COLS = 128, 4
+"""Block scales travel in tiles of 128 rows x 4 block columns."""
 
 
-class HighPrecision(GemmRule):
-    """Both operands in high precision: torch's own product."""
+def swizzled(scale: Tensor) -> Tensor:
+    """Scales (M, blocks) -> the flat order of tensor cores, padded with zeros to whole tiles.
 
-    name = "torch"
-
-    def reject(self, problem: GemmProblem) -> str:
-        return "" if problem.epilogues == {Epilogue.HIGH_PRECISION} else "an operand is quantized"
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return _linear(a.parts["codes"], b.parts["codes"], out_dtype, bias)
-
-    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not mm_into(a.parts["codes"], b.parts["codes"], out, adds):
-            super().run_into(a, b, out, adds)
+    Tiles follow each other along a row; within one, scale (r, c) is byte 16 (r mod 32) + 4 (r div 32) + c (cuBLAS,
+    "1D block scaling factors layout").
+    """
+    rows, cols = scale.shape
+    scale = F.pad(scale, (0, -cols % TILE_COLS, 0, -rows % TILE_ROWS))
+    down, across = scale.shape[0] // TILE_ROWS, scale.shape[1] // TILE_COLS
+    tiles = scale.reshape(down, 4, 32, across, TILE_COLS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1)
 
 
-class ExactBf16(GemmRule):
-    """Both decoded operands are exact in bf16 and nothing follows the product: a plain bf16 GEMM."""
+@dataclass(frozen=True)
+class NativeBlocks(GemmRule):
+    """A block-scaled product of capability 10 and above: codec of its scales, elements in a block, torch's dtypes.
 
-    name = "decode, bf16 product"
-    native = False
+    Written from the documented layouts of torch and cuBLAS, and run by no one on such a device yet.
+    """
 
-    def reject(self, problem: GemmProblem) -> str:
-        if problem.epilogues != {Epilogue.NONE}:
-            return "a scale has to follow the product"
-        if problem.dtype != torch.bfloat16:
-            return f"the result is {problem.dtype}, not bf16"
-        return _other_transform(problem)
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if bias is not None or out_dtype is not torch.bfloat16:
-            return FP32_EPILOGUE.run(a, b, out_dtype, bias)
-        left, right = _same_length(a.factors().values, b.factors().values)
-        return torch.mm(left, right.t())
-
-    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not mm_into(*_same_length(a.factors().values, b.factors().values), out, adds):
-            super().run_into(a, b, out, adds)
-
-
-class Fp32Epilogue(GemmRule):
-    """Operands exact in bf16, product left in fp32, then the scales per tensor or per row, bias, and one rounding."""
-
-    name = "decode, fp32 product and epilogue"
-    native = False
+    name: str
+    codec: ScaleCodec
+    width: int
+    per_byte: int
+    codes: torch.dtype | None
+    scales: torch.dtype
+    note = UNPROVEN
 
     def reject(self, problem: GemmProblem) -> str:
-        if not problem.epilogues <= {Epilogue.NONE, Epilogue.TENSOR, Epilogue.ROW}:
-            return "a scale varies along the contraction, or an operand is in high precision"
-        return _other_transform(problem)
+        if problem.target.arch < NEEDED:
+            return "it needs compute capability 10.0 or above"
+        for fmt in (problem.a, problem.b):
+            if fmt.scale_codec != self.codec or fmt.block.cols != self.width:
+                return f"it takes {self.codec.value} scales over {self.width} elements"
+            if self.codes is None and fmt.code_dtype not in FP8_DTYPES:
+                return "it takes FP8 codes"
+        if problem.a.transform != problem.b.transform:
+            return "the operands' transforms differ"
+        e5m2 = torch.float8_e5m2
+        return "it takes E5M2 with E4M3 only" if problem.elements == (e5m2, e5m2) else ""
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        left, right = a.factors(), b.factors()
-        y = mm_fp32(*_same_length(left.values, right.values))
-        if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
-            return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
-        return finish(scaled(y, left, right), out_dtype, bias)
+        rows, cols = a.shape[0], b.shape[0]
+        if 0 in (rows, cols, a.shape[1]):
+            y = torch.zeros((rows, cols), dtype=torch.float32, device=a.parts["codes"].device)
+            return finish(y, out_dtype, bias)
+        left, right = self._operand(a), self._operand(b)
+        y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
+            left[0], right[0].t(), scale_a=left[1], scale_b=right[1], out_dtype=torch.float32
+        )[:rows, :cols]
+        return finish(scaled(y, _epilogue(a), _epilogue(b)), out_dtype, bias)
 
-    def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device:
-            left, right = a.factors(), b.factors()
-            self._in_one_kernel(mm_fp32(*_same_length(left.values, right.values)), left, right, None, out, adds)
-        else:
-            super().run_into(a, b, out, adds)
-
-    def _in_one_kernel(
-        self, y: Tensor, left: Factors, right: Factors, bias: Tensor | None, out: Tensor, adds: bool
-    ) -> Tensor:
-        from duotone.kernels.epilogue import finish as in_one_kernel
-
-        return in_one_kernel(
-            y, left.epilogue_scale, right.epilogue_scale, 1.0 / (left.divisor * right.divisor), bias, out, adds
-        )
-
-
-class BlockPromotion(GemmRule):
-    """fp32 scales along the contraction: a raw product per block, promoted into an fp32 sum, as Hopper's kernels do."""
-
-    name = "decode, fp32 product per block"
-    native = False
-
-    def reject(self, problem: GemmProblem) -> str:
-        if Epilogue.BLOCK not in problem.epilogues or Epilogue.HIGH_PRECISION in problem.epilogues:
-            return "no fp32 scale varies along the contraction"
-        widths = {f.block.cols for f in (problem.a, problem.b) if f.epilogue is Epilogue.BLOCK}
-        return "the blocks of the operands differ in width" if len(widths) > 1 else _other_transform(problem)
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        left, right = a.factors(), b.factors()
-        width = (a if a.format.epilogue is Epilogue.BLOCK else b).format.block.cols
-        values_a, values_b = _same_length(left.values, right.values)
-        total = values_a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
-        for j in range(-(-a.shape[1] // width)):
-            cut = slice(j * width, (j + 1) * width)
-            scales = [_block_scales(a, left, j, (-1, 1)), _block_scales(b, right, j, (1, -1))]
-            if a.format.block.rows > b.format.block.rows:
-                scales.reverse()  # the scale that varies faster comes first
-            total = _promote(total, mm_fp32(values_a[:, cut], values_b[:, cut]), scales)
-        rest_a, rest_b = _without_blocks(a, left), _without_blocks(b, right)
-        return finish(scaled(total, rest_a, rest_b), out_dtype, bias)
+    def _operand(self, plane: Operand) -> tuple[Tensor, Tensor]:
+        """Codes and swizzled scales, padded to whole tiles with codes of zero."""
+        codes, scale = plane.parts["codes"], plane.parts["scale"]
+        rows = plane.shape[0]
+        more_cols = -codes.shape[1] % (TILE_COLS * self.width // self.per_byte)
+        codes = F.pad(codes, (0, more_cols, 0, -rows % TILE_ROWS)).contiguous()
+        if scale.shape[0] != rows:
+            scale = scale.repeat_interleave(plane.format.block.rows, 0)[:rows]
+        dtype = self.codes or plane.format.code_dtype
+        assert dtype is not None
+        return codes.view(dtype), swizzled(scale).view(self.scales)
 
 
-class DecodeToHighPrecision(GemmRule):
-    """One operand in high precision: the other is decoded to its dtype, a product of full operands. Rounds the decoded
-    operand to that dtype, which is exact for formats without an fp32 scale."""
-
-    name = "decode, high-precision product"
-    native = False
-    note = "the quantized operand is decoded to the other's dtype"
-
-    def reject(self, problem: GemmProblem) -> str:
-        return "" if Epilogue.HIGH_PRECISION in problem.epilogues else "no operand is in high precision"
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        dtype = (a if a.format.epilogue is Epilogue.HIGH_PRECISION else b).parts["codes"].dtype
-        return _linear(a.dequantize(dtype), b.dequantize(dtype), out_dtype, bias)
+def _epilogue(plane: Operand) -> Factors:
+    """The scales that follow the product. The codes stand in for the values, which nothing reads."""
+    return plane.format.factors(plane.parts, values=plane.parts["codes"])
 
 
-class Unrotate(GemmRule):
-    """Transforms or block widths that differ: both operands are decoded in full, unrotated, and multiplied in fp32."""
-
-    name = "decode and unrotate, fp32 product"
-    native = False
-    note = "the operands' transforms or block widths differ, so both are decoded to fp32 first"
-
-    def reject(self, problem: GemmProblem) -> str:
-        return ""
-
-    def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        return finish(torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()), out_dtype, bias)
+MXFP8 = NativeBlocks("MXFP8 product", ScaleCodec.E8M0, 32, 1, None, torch.float8_e8m0fnu)
+NVFP4 = NativeBlocks("NVFP4 product", ScaleCodec.TWO_LEVEL, 16, 2, torch.float4_e2m1fn_x2, torch.float8_e4m3fn)
 
 
-FP32_EPILOGUE = Fp32Epilogue()
 RULES: list[GemmRule] = [
     HighPrecision(),
     ScaledProduct("cuBLAS FP8 product", fast=False),
@@ -176,45 +129,3 @@ def choose(problem: GemmProblem) -> tuple[GemmRule, str]:
             where = f"no native rule for {problem.a.name} x {problem.b.name} on {problem.target.device}"
             return rule, f"{where}; {rule.note}" if rule.note else where
     raise UserError(f"no GEMM rule multiplies {problem.a.name} with {problem.b.name} on {problem.target.device}")
-
-
-def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """torch's own product; of narrow operands for another dtype, as gradients for `main_grad` are, one that stays in
-    fp32."""
-    if bias is None and out_dtype is not a.dtype and a.dtype.itemsize == 2:
-        return mm_fp32(a, b).to(out_dtype)
-    y = F.linear(a, b, bias)
-    return y if y.dtype is out_dtype else y.to(out_dtype)
-
-
-def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Tensor:
-    """fma(fl(product * s1), s2, total); float64 holds the product of two fp32 exactly."""
-    first, *second = [scale for scale in scales if scale is not None]
-    if not second:
-        return torch.addcmul(total.double(), product.double(), first.double()).float()
-    return torch.addcmul(total.double(), (product * first).double(), second[0].double()).float()
-
-
-def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
-    """The scales of block column j, one for each row of the operand; None where it has no block scales."""
-    if plane.format.epilogue is not Epilogue.BLOCK or factors.epilogue_scale is None:
-        return None
-    scales = factors.epilogue_scale[:, j : j + 1].repeat_interleave(plane.format.block.rows, 0)
-    return crop(scales, plane.shape[0], 1).view(shape)
-
-
-def _without_blocks(plane: Operand, factors: Factors) -> Factors:
-    scale = None if plane.format.epilogue is Epilogue.BLOCK else factors.epilogue_scale
-    return Factors(factors.values, scale, factors.divisor)
-
-
-def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Pad the shorter contraction with zeros: packed and Hadamard formats keep a padded length."""
-    missing = a.shape[1] - b.shape[1]
-    if missing:
-        a, b = F.pad(a, (0, max(0, -missing))), F.pad(b, (0, max(0, missing)))
-    return a, b
-
-
-def _other_transform(problem: GemmProblem) -> str:
-    return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from duotone.dispatch.products import put
 from duotone.dispatch.target import Target
 from duotone.formats import Epilogue, Factors, Format, Parts
 
@@ -191,3 +190,11 @@ class RuleProduct(NamedTuple):
 
     def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
         self.rule.run_into(self.a, self.b, out, adds)
+
+
+def put(y: Tensor, out: Tensor, adds: bool) -> None:
+    """A computed product, written over `out` or, `adds`, added to it."""
+    if adds:
+        out.add_(y)
+    else:
+        out.copy_(y)

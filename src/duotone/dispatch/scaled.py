@@ -10,7 +10,6 @@ from torch import Tensor
 
 from duotone.dispatch import segment_products as products
 from duotone.dispatch.casts import contiguous_rows
-from duotone.dispatch.cublas import STEP, cublas_writes, dtype_of_product
 from duotone.dispatch.rule import (
     GemmProblem,
     GemmRule,
@@ -22,6 +21,7 @@ from duotone.dispatch.rule import (
     SegmentedOperand,
     SegmentedWeights,
 )
+from duotone.dispatch.segment_products import STEP, cublas_writes, dtype_of_product
 from duotone.dispatch.segments import MOST
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec

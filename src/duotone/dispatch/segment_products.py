@@ -1,4 +1,4 @@
-"""FP8 products of all row segments of a matrix: one by cuBLAS for each segment, or one kernel for all of them."""
+"""FP8 products by cuBLAS: what it takes and gives, and those of all row segments of a matrix."""
 
 import functools
 from collections.abc import Sequence
@@ -7,17 +7,48 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import DTYPES, PLAIN_TYPES
-from duotone.dispatch.cublas import cublas_writes, dtype_of_product
-from duotone.dispatch.products import put
-from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, has_kernels
+from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place, put
 from duotone.dispatch.segments import table, width
-from duotone.dispatch.target import scales_rows_to_fp32
+from duotone.dispatch.target import HOPPER, cuda_target, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR
 
 if TYPE_CHECKING:
     from duotone.kernels.grouped import GroupedProduct
     from duotone.kernels.segment_cast import Segments
+
+
+STEP = 16
+"""What cuBLAS wants the contraction and the rows of the second operand to be multiples of."""
+
+
+def dtype_of_product(dtype: torch.dtype, per_row: bool, rows_to_fp32: bool) -> torch.dtype:
+    """The dtype in which torch gives an FP8 product whose result is `dtype`: bf16 or fp32.
+
+    `rows_to_fp32` as of `Target.scales_rows_to_fp32`.
+    """
+    if dtype is torch.bfloat16 or (per_row and not rows_to_fp32):
+        return torch.bfloat16
+    return torch.float32
+
+
+def cublas_writes(codes: Tensor, out: Tensor) -> bool:
+    """Whether cuBLASLt writes a product of such codes over `out` (M, N), or adds it."""
+    if not has_kernels(out) or out.device != codes.device or not _calls_cublas(out.get_device()):
+        return False
+    placed = out.stride() == (out.shape[1], 1) and out.data_ptr() % STEP == 0
+    return placed and out.dtype in (torch.float32, torch.bfloat16) and not out.shape[1] % STEP
+
+
+@functools.cache
+def _calls_cublas(index: int) -> bool:
+    """Checked on Hopper alone."""
+    if cuda_target(index).arch != HOPPER:
+        return False
+    from duotone.kernels.cublas import library
+
+    return library() is not None
+
 
 SMALL = 1 << 24
 """Elements of a weight up to which products of rows that the host knows are grouped too: one launch, instead of one for

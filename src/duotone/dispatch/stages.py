@@ -1,18 +1,27 @@
-"""Which backend runs the stages of encode and decode for a tensor: the only place that binds formats to speed.
+"""The backends of the stages of encode and decode, and which one runs: the only place that binds formats to speed.
 
 Candidates are asked in order; the first without a reason against it runs. All give the same bits.
 """
 
+import functools
+import logging
+from collections.abc import Callable
+from functools import partial
+from types import CodeType, FunctionType
+from typing import TypeVar
+
 import torch
+import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 
 from duotone.dispatch.casts import has_kernels
-from duotone.dispatch.chunked import CHUNKED
-from duotone.dispatch.compiled import COMPILED
-from duotone.dispatch.compiler import compiler_reason
-from duotone.formats import hadamard
+from duotone.dispatch.compiler import backend, compiler_reason
+from duotone.formats import hadamard, philox, stages
+from duotone.formats.elements import Element
 from duotone.formats.geometry import TENSOR
 from duotone.formats.stages import PLAIN, Stages
+
+T = TypeVar("T")
 
 COMPILE_FROM = 1 << 15
 """Elements below which a compiled call costs the host more than the stage itself."""
@@ -46,6 +55,168 @@ def amax_of(x: Tensor) -> Tensor:
 def compiled_casts() -> bool:
     """Whether casts of CPU tensors are compiled here, which needs a working C++ compiler."""
     return not compiler_reason()
+
+
+def own_code(function: Callable[..., object], name: str) -> FunctionType:
+    """A copy of `function` with a code object of its own, named `name`."""
+    assert isinstance(function, FunctionType)
+    code: CodeType = function.__code__.replace(co_name=name, co_qualname=name)
+    return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+@functools.cache
+def _compile(function: Callable[..., T], key: str) -> Callable[..., T]:
+    """`function` compiled under a name that says what it is for; dynamic in the sizes of its tensors."""
+    name = f"duotone_{function.__name__}_{key}"
+    logging.getLogger(__name__).debug("compiling %s", name)
+    compiled = torch.compile(own_code(function, name), dynamic=True, backend=backend)
+
+    def run(*arguments: object) -> T:
+        # Each of these would make variants: gradients required or not, and sizes that happen to be equal.
+        plain = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+        with torch.no_grad(), shapes_config.patch(use_duck_shape=False):  # type: ignore
+            return compiled(*plain)
+
+    return run
+
+
+def _in_memory_order(blocks: Tensor) -> bool:
+    """Whether the blocks' columns, rather than their rows, lie next to each other in memory."""
+    return blocks.stride(3) == 1 or (blocks.shape[3] == 1 and blocks.stride(2) == 1)
+
+
+def _lies_turned(blocks: Tensor) -> bool:
+    """Whether rows, and not columns, lie next to each other; where neither do, as after expand, the stage copies."""
+    return not _in_memory_order(blocks) and _in_memory_order(_turn(blocks))
+
+
+def _turn(blocks: Tensor) -> Tensor:
+    """Exchange rows and columns of a blocked tensor; every stage treats the two alike."""
+    return blocks.permute(2, 3, 0, 1)
+
+
+def _layout(blocks: Tensor) -> str:
+    """Block sizes and dtype: what a compiled loop nest is built for."""
+    rows, cols = blocks.shape[1], blocks.shape[3]
+    whole = "_whole" * (blocks.shape[0] == 1) + "_one" * (blocks.shape[2] == 1)
+    return f"{_extent(rows)}x{_extent(cols)}{whole}_{_short(blocks.dtype)}"
+
+
+def _extent(n: int) -> str:
+    """Sizes that blocks have are built for; the extents of whole matrices, which may be any, share one loop nest."""
+    return str(n) if n <= 128 and n & (n - 1) == 0 else "n"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class CompiledStages(Stages):
+    """`Stages` whose loops are C++. They run over contiguous memory; a transposed operand is turned, not copied.
+
+    Each (stage, element, layout) is a code object of its own, because Dynamo stops compiling a code object after a few
+    variants. Three stages instead of one fused encode: inductor would recompute a block's scale for each element.
+    """
+
+    name = "compiled C++"
+
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
+        if _lies_turned(blocks):
+            return self.amax(_turn(blocks), nan).t()
+        run = _compile(stages.block_amax, _layout(blocks) + "_nan" * (nan != 0.0))
+        return run(blocks.contiguous(), nan)
+
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        if _lies_turned(blocks):
+            return _turn(self.cast(_turn(blocks), _turn(multiplier), element, marks))
+        run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}" + "_marked" * marks)
+        return run(blocks.contiguous(), multiplier.contiguous(), element, marks)
+
+    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
+        if _lies_turned(blocks):
+            return _turn(self.cast_stochastic(_turn(blocks), _turn(multiplier), _turn(bits), element))
+        run = _compile(stages.cast_stochastic, f"{element.name}_{_layout(blocks)}")
+        return run(blocks.contiguous(), multiplier.contiguous(), bits.contiguous(), element)
+
+    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
+        if _lies_turned(codes):
+            return _turn(self.values(_turn(codes), _turn(factor), element, dtype))
+        run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}")
+        return run(codes.contiguous(), factor.contiguous(), element, dtype)
+
+    def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
+        if amax.stride(1) != 1 and amax.stride(0) == 1:
+            code, multiplier = self.exponent_scale(amax.t(), reciprocal)
+            return code.t(), multiplier.t()
+        return _compile(stages.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        x = x.to(torch.bfloat16)  # here, because torch 2.11 drops this rounding where it compiles it
+        down = x.stride(1) != 1 and x.t().is_contiguous()
+        return _compile(hadamard.rotate, "down" if down else "across")(x if down else x.contiguous())
+
+    def random_bytes(self, seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
+        return _compile(philox.random_bytes, "")(seed, rows, cols, plane)
+
+
+COMPILED = CompiledStages()
+
+
+CHUNK = 1 << 16
+"""Elements a piece: with its fp32 temporaries it stays within a 1 MiB second-level cache."""
+
+
+def _pieces(blocks: Tensor) -> tuple[int, int]:
+    """The dimension to cut, 0 or 2 (whole blocks only, the one that lies further apart), and blocks a piece."""
+    dim = 0 if blocks.shape[2] == 1 or (blocks.shape[0] > 1 and blocks.stride(0) >= blocks.stride(2)) else 2
+    per_block = max(1, blocks.numel() // max(1, blocks.shape[dim]))
+    return dim, max(1, CHUNK // per_block)
+
+
+def _chunked(stage: Callable[..., Tensor], blocks: Tensor, *others: Tensor) -> Tensor:
+    """Run an elementwise stage piece by piece; `others` broadcast to the blocks. Keeps the strides of `blocks`."""
+    dim, step = _pieces(blocks)
+    extent = blocks.shape[dim]
+    out: Tensor | None = None
+    for start in range(0, extent, step):
+        length = min(step, extent - start)
+        cut = [t.narrow(dim, start, length) if t.dim() == 4 and t.shape[dim] == extent else t for t in others]
+        piece = stage(blocks.narrow(dim, start, length), *cut)
+        if out is None:
+            out = torch.empty_like(blocks, dtype=piece.dtype)
+        out.narrow(dim, start, length).copy_(piece)
+    return stage(blocks, *others) if out is None else out
+
+
+class ChunkedStages(Stages):
+    """`Stages` for machines without a C++ compiler: element-wise stages run on pieces that fit the caches."""
+
+    name = "torch, in cache-sized pieces"
+
+    def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
+        if blocks.shape[0] * blocks.shape[2] == 1:
+            flat = blocks.reshape(-1) if blocks.is_contiguous() else blocks.squeeze().t().reshape(-1)
+            pieces = [PLAIN.amax(piece.view(1, 1, 1, -1), nan) for piece in torch.split(flat, CHUNK)]
+            return torch.stack(pieces).amax(dim=0)
+        dim, step = _pieces(blocks)
+        pieces = [PLAIN.amax(piece, nan) for piece in torch.split(blocks, step, dim)]
+        return torch.cat(pieces, dim=0 if dim == 0 else 1)
+
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        return _chunked(partial(PLAIN.cast, element=element, marks=marks), blocks, multiplier)
+
+    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
+        return _chunked(partial(PLAIN.cast_stochastic, element=element), blocks, multiplier, bits)
+
+    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
+        return _chunked(partial(PLAIN.values, element=element, dtype=dtype), codes, factor)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        rows = max(1, CHUNK // max(1, x.shape[1]))
+        return torch.cat([PLAIN.rotate(piece) for piece in torch.split(x, rows)])
+
+
+CHUNKED = ChunkedStages()
 
 
 class TracedStages(Stages):

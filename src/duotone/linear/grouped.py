@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch import segments as native
-from duotone.dispatch.products import put
-from duotone.dispatch.rule import JoinedOperand, JoinedWeights
+from duotone.dispatch.rule import JoinedOperand, JoinedWeights, put
 from duotone.dispatch.segment_products import SMALL
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.layout import WHOLE

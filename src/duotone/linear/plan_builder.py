@@ -7,8 +7,7 @@ import torch
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
-from duotone.dispatch.target import target
-from duotone.dispatch.worth import least_work
+from duotone.dispatch.target import least_work, target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.backward_operand import (

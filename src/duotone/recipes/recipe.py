@@ -19,7 +19,7 @@ RecipeLike = Union["Recipe", str, Path]
 
 OVERRIDES = (None, "high_precision", "dequantized")
 MEASURED = "measured"
-"""What `min_weight_elements` is for the entries of `duotone.dispatch.worth`."""
+"""What `min_weight_elements` is for the entries of `duotone.dispatch.target`."""
 
 
 RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_input_128x128"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce, require_same
-from duotone.dispatch import traced
+from duotone.dispatch.casts import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import frames, history
@@ -161,12 +161,12 @@ def _meta_scale(x: Tensor, *_: object) -> Tensor:
 def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     state, index, group, mode, backward, row, col, propagate = arguments
     scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
-    return traced.cast(x, row, col, propagate, scale, live)
+    return cast_planes(x, row, col, propagate, scale, live)
 
 
 def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, row, col, _ = arguments
-    return traced.empty(x, row, col)
+    return empty_planes(x, row, col)
 
 
 _LIBRARY.impl("delayed_planes", _delayed_planes, "CUDA")
