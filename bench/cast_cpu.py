@@ -12,7 +12,7 @@ from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch.compiler import compiler_reason
 from duotone.dispatch.stages import CHUNKED, COMPILED
-from duotone.formats.stages import Stages
+from duotone.formats.elements import Stages
 
 SIZE = 4096
 

@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24314
+LIBRARY_LINES = 24262
 TOOL_LINES = 3786
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,8 +24,8 @@ BUDGETS = {
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
     "conversion": (1529, 17, 0),
-    "dispatch": (2397, 0, 0),
-    "formats": (1504, 0, 0),
+    "dispatch": (2396, 0, 0),
+    "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
     "lab": (1899, 7, 0),
     "linear": (1653, 5, 0),

@@ -9,8 +9,8 @@ from duotone import formats
 from duotone.dispatch import stages as dispatch
 from duotone.dispatch.compiler import compiler_reason
 from duotone.dispatch.stages import CHUNKED, COMPILED
+from duotone.formats.elements import PLAIN, Stages
 from duotone.formats.geometry import TENSOR
-from duotone.formats.stages import PLAIN, Stages
 
 NAMES = [
     "fp8_e4m3_tensor",

@@ -13,7 +13,7 @@ from duotone.dispatch import casts, gemms, scaled, segment_products, stages
 from duotone.dispatch import target as targets
 from duotone.dispatch.segment_products import dtype_of_product
 from duotone.dispatch.target import Target, runs_kernels, scales_rows_to_fp32, target
-from duotone.formats.stages import PLAIN
+from duotone.formats.elements import PLAIN
 from duotone.tensor import Plane
 
 ROW, TENSOR, BLOCK, SQUARE = (f"fp8_e4m3_{kind}" for kind in ("row", "tensor", "1x128_fp32", "128x128_fp32"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from duotone import formats
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError, UserError
-from duotone.formats.checks import check_values
+from duotone.formats.scaled_format import check_values
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.paired import paired

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.compiler import backend, compiler_reason
-from duotone.formats import hadamard, philox, stages
-from duotone.formats.elements import Element
+from duotone.formats import elements, hadamard, philox
+from duotone.formats.elements import PLAIN, Element, Stages
 from duotone.formats.geometry import TENSOR
-from duotone.formats.stages import PLAIN, Stages
 
 T = TypeVar("T")
 
@@ -123,32 +122,32 @@ class CompiledStages(Stages):
     def amax(self, blocks: Tensor, nan: float = 0.0) -> Tensor:
         if _lies_turned(blocks):
             return self.amax(_turn(blocks), nan).t()
-        run = _compile(stages.block_amax, _layout(blocks) + "_nan" * (nan != 0.0))
+        run = _compile(elements.block_amax, _layout(blocks) + "_nan" * (nan != 0.0))
         return run(blocks.contiguous(), nan)
 
     def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
         if _lies_turned(blocks):
             return _turn(self.cast(_turn(blocks), _turn(multiplier), element, marks))
-        run = _compile(stages.cast, f"{element.name}_{_layout(blocks)}" + "_marked" * marks)
+        run = _compile(elements.cast, f"{element.name}_{_layout(blocks)}" + "_marked" * marks)
         return run(blocks.contiguous(), multiplier.contiguous(), element, marks)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
         if _lies_turned(blocks):
             return _turn(self.cast_stochastic(_turn(blocks), _turn(multiplier), _turn(bits), element))
-        run = _compile(stages.cast_stochastic, f"{element.name}_{_layout(blocks)}")
+        run = _compile(elements.cast_stochastic, f"{element.name}_{_layout(blocks)}")
         return run(blocks.contiguous(), multiplier.contiguous(), bits.contiguous(), element)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
         if _lies_turned(codes):
             return _turn(self.values(_turn(codes), _turn(factor), element, dtype))
-        run = _compile(stages.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}")
+        run = _compile(elements.values, f"{element.name}_{_layout(codes)}_{_short(dtype)}")
         return run(codes.contiguous(), factor.contiguous(), element, dtype)
 
     def exponent_scale(self, amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
         if amax.stride(1) != 1 and amax.stride(0) == 1:
             code, multiplier = self.exponent_scale(amax.t(), reciprocal)
             return code.t(), multiplier.t()
-        return _compile(stages.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
+        return _compile(elements.exponent_scale, str(reciprocal))(amax.contiguous(), reciprocal)
 
     def rotate(self, x: Tensor) -> Tensor:
         x = x.to(torch.bfloat16)  # here, because torch 2.11 drops this rounding where it compiles it

@@ -2,9 +2,8 @@
 
 from duotone.formats import catalog, elements
 from duotone.formats.format import Format
-from duotone.formats.geometry import ROW, TENSOR, Block
+from duotone.formats.geometry import ROW, TENSOR, Block, Factors, Parts, PartSpec
 from duotone.formats.identity import IDENTITY
-from duotone.formats.parts import Factors, Parts, PartSpec
 from duotone.formats.registry import get, names, register, with_floor
 from duotone.formats.scale_rule import Epilogue, ErrorNorm, ScaleCodec
 from duotone.formats.scaled_format import ScaledFormat

@@ -1,13 +1,12 @@
 """The formats that ship, each one a row."""
 
 from duotone.formats.elements import E2M1, E2M3, E3M2, E4M3, E5M2, Element
-from duotone.formats.four_over_six import FourOverSixScale
 from duotone.formats.geometry import ROW, TENSOR, Block
 from duotone.formats.identity import IDENTITY
 from duotone.formats.registry import register
 from duotone.formats.scale_rule import ErrorNorm
 from duotone.formats.scaled_format import ScaledFormat
-from duotone.formats.scales import E8M0Scale, Fp32Scale, TwoLevelScale
+from duotone.formats.scales import E8M0Scale, FourOverSixScale, Fp32Scale, TwoLevelScale
 
 
 def _fp8(element: Element) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.formats.geometry import Block, crop
-from duotone.formats.parts import Factors, Parts, PartSpec, Shard
+from duotone.formats import philox
+from duotone.formats.elements import PLAIN, Stages
+from duotone.formats.geometry import Block, Factors, Parts, PartSpec, Shard, crop
 from duotone.formats.scale_rule import Epilogue, ErrorNorm, ScaleCodec
-from duotone.formats.stages import PLAIN, Stages
 
 
 class Format:
@@ -129,3 +129,30 @@ class Format:
     def describe(self) -> dict[str, object]:
         """JSON-ready; the same keys for every format."""
         raise NotImplementedError
+
+
+def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
+    """UserError if a buffer of an encoded plane is missing."""
+    for part in wanted:
+        if part not in parts:
+            raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
+
+
+def require_dense(name: str, x: Tensor) -> None:
+    """UserError if `x` is nested, sparse or in a layout of a library. Traced code cannot see the layout."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise UserError(f"{name} takes dense tensors; got a {kind} one: make it dense first")
+
+
+def check_matrix(name: str, x: Tensor, plane: str) -> None:
+    """UserError unless `x` is a dense matrix and `plane` the name of a plane."""
+    if not isinstance(x, Tensor):
+        raise UserError(f"{name} encodes a 2-D tensor; got {type(x).__name__}: make it one")
+    require_dense(name, x)
+    if x.dim() != 2:
+        raise UserError(f"{name} encodes a 2-D tensor; got {x.dim()}-D: flatten it first")
+    if plane not in philox.PLANES:
+        raise UserError(f"plane {plane!r} is unknown; allowed are 'row' and 'col'")

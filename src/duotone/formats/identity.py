@@ -5,11 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from duotone.formats.checks import check_matrix, require_parts
-from duotone.formats.format import Format
-from duotone.formats.geometry import TENSOR
-from duotone.formats.parts import Factors, Parts, PartSpec
-from duotone.formats.stages import PLAIN, Stages
+from duotone.formats.elements import PLAIN, Stages
+from duotone.formats.format import Format, check_matrix, require_parts
+from duotone.formats.geometry import TENSOR, Factors, Parts, PartSpec
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,10 +7,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from duotone.formats.elements import Element
-from duotone.formats.geometry import Block
-from duotone.formats.parts import Parts, PartSpec, Shard
-from duotone.formats.stages import Stages
+from duotone.formats.elements import Element, Stages
+from duotone.formats.geometry import Block, Parts, PartSpec, Shard
 
 
 class ScaleCodec(Enum):

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from duotone.errors import UserError
 from duotone.formats import hadamard, philox
-from duotone.formats.checks import check_request, check_sizes, check_values, require_parts
-from duotone.formats.elements import Element
-from duotone.formats.format import Format
-from duotone.formats.geometry import Block
-from duotone.formats.parts import Factors, Parts, PartSpec, Shard
+from duotone.formats.elements import PLAIN, Element, Stages
+from duotone.formats.format import Format, check_matrix, require_parts
+from duotone.formats.geometry import ROW, TENSOR, Block, Factors, Parts, PartSpec, Shard
 from duotone.formats.registry import get
 from duotone.formats.scale_rule import Blocked, Epilogue, Scaled, ScaleRule
-from duotone.formats.stages import PLAIN, Stages
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,3 +191,66 @@ class ScaledFormat(Format):
 
     def _packed(self, codes: Tensor) -> Tensor:
         return PLAIN.pack(codes) if self.element.codes_per_byte == 2 else codes
+
+
+def check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:
+    """UserError for a scale that is not positive and finite, and for an amax that is NaN or negative.
+
+    Values on a GPU are trusted, because to look at them would wait for the GPU.
+    """
+    cases: tuple[tuple[str, Tensor | None, str, Callable[[Tensor], Tensor]], ...] = (
+        ("scale", scale, "positive and finite", lambda x: (x > 0) & torch.isfinite(x)),
+        ("amax", amax, "at least 0", lambda x: x >= 0),
+    )
+    for what, values, least, allowed in cases:
+        if values is not None and values.device.type == "cpu" and not torch.compiler.is_dynamo_compiling():
+            wrong = values[~allowed(values)]
+            if wrong.numel():
+                raise UserError(f"{name} takes a {what} that is {least}; got {wrong[0].item():g}: correct it")
+
+
+def check_sizes(fmt: ScaledFormat, parts: Parts) -> None:
+    """UserError unless the scales fit the codes."""
+    codes = parts["codes"]
+    if codes.dim() != 2:
+        raise UserError(f"{fmt.name} decodes codes of a matrix; got {codes.dim()}-D codes: pass all that encode gave")
+    for name, spec in fmt.parts(codes.shape[0], codes.shape[1] * fmt.element.codes_per_byte).items():
+        part, dtype = parts[name], spec.dtype
+        if part.shape != spec.shape or (dtype is not None and part.dtype.itemsize != dtype.itemsize):
+            raise UserError(
+                f"{fmt.name} takes {name!r} of shape {tuple(spec.shape)} in {dtype} for codes of shape "
+                f"{tuple(codes.shape)}; got {tuple(part.shape)} in {part.dtype}: pass all that encode gave"
+            )
+
+
+def check_request(
+    fmt: ScaledFormat, x: Tensor, plane: str, scale: Tensor | None, amax: Tensor | None, seed: Tensor | int | None
+) -> None:
+    """UserError for a matrix that no scaled format encodes, and for arguments that this one does not take."""
+    name = fmt.name
+    is_matrix = (
+        isinstance(x, Tensor) and x.dim() == 2 and (torch.compiler.is_dynamo_compiling() or x.layout is torch.strided)
+    )
+    if not is_matrix or x.is_nested or plane not in philox.PLANES:
+        check_matrix(name, x, plane)
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UserError(f"{name} encodes bf16, fp16 and fp32; got {x.dtype}: cast it first")
+    if fmt.is_stochastic and seed is None:
+        raise UserError(f"{name} rounds stochastically and needs a seed; pass seed=<64-bit integer>")
+    if scale is not None and amax is not None:
+        raise UserError("scale and amax were both given; pass the one that decides")
+    if scale is not None:
+        if not fmt.rule.accepts_scale:
+            raise UserError(f"{name} makes its own {fmt.rule.name} scales; omit scale=")
+        _check_count(name, "scale", scale, fmt.parts(*x.shape)["scale"].shape)
+    if amax is not None:
+        if "amax" not in fmt.part_names and fmt.block not in (TENSOR, ROW):
+            raise UserError(f"{name} takes the amax of each block itself; omit amax=")
+        specs = fmt.parts(*x.shape)
+        _check_count(name, "amax", amax, specs.get("amax", specs["scale"]).shape)
+
+
+def _check_count(name: str, what: str, values: object, shape: tuple[int, ...]) -> None:
+    if not isinstance(values, Tensor) or values.numel() != math.prod(shape):
+        got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise UserError(f"{name} takes {what} as a tensor of shape {shape} for this input; got {got}")

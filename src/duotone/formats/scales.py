@@ -11,11 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from duotone.formats.elements import E4M3, Element
-from duotone.formats.geometry import ROW, TENSOR, Block, crop
-from duotone.formats.parts import Parts, PartSpec
-from duotone.formats.scale_rule import Blocked, Epilogue, ScaleCodec, Scaled, ScaleRule
-from duotone.formats.stages import EXPONENT_MASK, divide, power_of_two
+from duotone.formats.elements import E4M3, EXPONENT_MASK, Element, divide, power_of_two
+from duotone.formats.geometry import ROW, TENSOR, Block, Parts, PartSpec, crop
+from duotone.formats.scale_rule import Blocked, Epilogue, ErrorNorm, ScaleCodec, Scaled, ScaleRule
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -195,3 +193,41 @@ def _spread(factor: Tensor, grid: tuple[int, int]) -> Tensor:
     """A factor per block -> blocked (grid rows, 1, grid cols, 1), which broadcasts to the blocked codes."""
     down, across = grid
     return factor.reshape(down, 1, across, 1) if factor.numel() != 1 else factor.reshape(1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class FourOverSixScale(TwoLevelScale):
+    """A block takes the scale of the smaller error `search`, summed over its elements."""
+
+    block_max: float = 256.0
+    search: ErrorNorm | None = ErrorNorm.MAE
+
+    @property
+    def name(self) -> str:
+        norm = "MSE" if self.search is ErrorNorm.MSE else "MAE"
+        return f"{super().name}, 4-over-6 by {norm}, block max {self.block_max:g}"
+
+    def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
+        g, global_scale = self.global_amax(x, amax)
+        to_six = divide(x.amax, x.element.max) * global_scale
+        four = self.store(to_six * 1.5, global_scale, g, x)
+        six = self.store(to_six, global_scale, g, x)
+        pick_four = self._error(four, x) < self._error(six, x)
+        scale = torch.where(self.repeated(pick_four, x), four.parts["scale"], six.parts["scale"])
+        return Scaled(torch.where(pick_four, four.multiplier, six.multiplier), {"scale": scale, "amax": g})
+
+    def _error(self, candidate: Scaled, x: Blocked) -> Tensor:
+        """fp32 (grid): the candidate's error, summed along each row of a block, then over its rows by halves."""
+        codes = x.stages.cast(x.blocks, candidate.multiplier[:, None, :, None], x.element)
+        scale = E4M3.decode(candidate.parts["scale"])[:: x.block.rows]
+        g = candidate.parts["amax"][:, None]
+        value = x.element.widen(codes) * scale[:, None, :, None]
+        difference = divide(value * g[..., None, None], self.divisor) - x.blocks.to(torch.float32)
+        terms = difference * difference if self.search is ErrorNorm.MSE else difference.abs()
+        total = terms[..., 0]
+        for i in range(1, terms.shape[-1]):
+            total = total + terms[..., i]
+        while total.shape[1] > 1:
+            half = total.shape[1] // 2
+            total = total[:, :half] + total[:, half:]
+        return total[:, 0]

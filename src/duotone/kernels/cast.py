@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ScaleCodec
-from duotone.formats.parts import Shard
+from duotone.formats.geometry import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.elements import ELEMENTS, is_packed, is_small

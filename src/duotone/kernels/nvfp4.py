@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.formats import ErrorNorm
-from duotone.formats.parts import Shard
+from duotone.formats.geometry import Shard
 from duotone.kernels.activations import FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, amax_along, larger, line_amax, tensor_amax
 from duotone.kernels.cast import MaybeParts, Scales, of_shards

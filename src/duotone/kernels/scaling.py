@@ -1,4 +1,4 @@
-"""Scales inside of kernels: from amaxes to what is multiplied and what is stored, as `duotone.formats.stages` says."""
+"""Scales inside of kernels: from amaxes to what is multiplied and what is stored, as `formats.elements` says."""
 
 import triton
 import triton.language as tl

@@ -13,7 +13,7 @@ from duotone.dispatch.rule import JoinedOperand, JoinedWeights
 from duotone.dispatch.segments import equal_segments, table
 from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
-from duotone.formats.stages import block_amax
+from duotone.formats.elements import block_amax
 from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand, Original, SavedPlane
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.state.amax_mode import AmaxMode

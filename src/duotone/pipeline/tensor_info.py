@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.formats.checks import require_dense
+from duotone.formats.format import require_dense
 from duotone.tensor import QuantizedTensor, Quantizer
 
 

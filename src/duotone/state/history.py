@@ -7,8 +7,8 @@ from torch import Tensor
 
 from duotone.comm import all_reduce
 from duotone.dispatch.target import runs_kernels
+from duotone.formats.elements import divide
 from duotone.formats.scales import FLT_MAX
-from duotone.formats.stages import divide
 from duotone.tensor.history import History
 
 LONGEST = 8192

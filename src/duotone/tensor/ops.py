@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from duotone.errors import MissingPlaneError
-from duotone.formats.checks import require_dense
+from duotone.formats.format import require_dense
 from duotone.tensor.plane import Plane, Planes
 from duotone.tensor.plane_tensor import HIGH_PRECISION_DTYPES, matrix_shape, plain, unshared, values_as
 from duotone.tensor.quantized import OPS, QuantizedTensor

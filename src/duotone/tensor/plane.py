@@ -10,8 +10,8 @@ from torch import Tensor
 from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Epilogue, Factors, Format, Parts
+from duotone.formats.elements import Stages
 from duotone.formats.geometry import crop
-from duotone.formats.stages import Stages
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
-from duotone.formats.checks import require_dense
+from duotone.formats.format import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, same_memory
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
-from duotone.formats.stages import Stages
+from duotone.formats.elements import Stages
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
