@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24262
+LIBRARY_LINES = 24326
 TOOL_LINES = 3786
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (834, 2, 0),
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
-    "conversion": (1529, 17, 0),
+    "conversion": (1586, 18, 0),
     "dispatch": (2396, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
@@ -35,7 +35,7 @@ BUDGETS = {
     "optim": (516, 10, 0),
     "package": (241, 1, 0),
     "pipeline": (1004, 42, 1),
-    "planned": (1768, 40, 5),
+    "planned": (1775, 40, 5),
     "recipes": (1989, 27, 0),
     "report": (1053, 0, 0),
     "state": (1575, 13, 0),

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from duotone.conversion import experts, forwards
 from duotone.conversion.output_heads import heads
 from duotone.conversion.reasons import Reason, Why
+from duotone.conversion.transposed import is_transposed
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.plan_request import PlanRequest, ask_recipe
@@ -54,6 +55,8 @@ def reason_left_alone(module: nn.Module) -> Why | None:
         return None
     if isinstance(module, nn.Linear):
         return _reason_of_linear(module)
+    if is_transposed(module):
+        return _replaced(module) if forwards.is_replaced(module) else None
     parameters = module.named_parameters(recurse=False)
     matrices = [f"{name} {tuple(w.shape)}" for name, w in parameters if not is_lazy(w) and w.dim() > 1]
     if not matrices:

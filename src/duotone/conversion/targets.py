@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
+from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plan_request import PlanRequest, ask_recipe
 from duotone.pipeline.tensor_info import quantizer_of
@@ -97,6 +98,9 @@ def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iter
             yield Target(name, sites[name], module.module_type, module.weight, module)
         elif isinstance(module, nn.Linear) and name not in left:
             yield Target(name, sites[name], "linear", module.weight, module)
+        elif is_transposed(module) and name not in left:
+            weight: Any = module.weight
+            yield Target(name, replace(sites[name], shape=tuple(weight.shape[::-1])), "linear", weight, module)
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
             yield from _experts(name, module, sites[name])
 
@@ -116,11 +120,13 @@ def _change_class(module: Any) -> Planned:
     return module
 
 
-def converted_class(kind: type[nn.Linear]) -> type[nn.Linear]:
-    return Linear if kind is nn.Linear else forwards.planned_class(PlannedLinear, kind)
+def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
+    if kind is nn.Linear:
+        return Linear
+    return forwards.planned_class(PlannedLinear if issubclass(kind, nn.Linear) else TransposedLinear, kind)
 
 
-def _parametrized_class(module: Any) -> type[nn.Linear]:
+def _parametrized_class(module: Any) -> type[nn.Module]:
     """The class of a module that torch gave a class of its own, with a property for each parametrized tensor.
 
     Torch removes a property from the class of the module, and leaves it the first base: that is the converted one.
@@ -149,4 +155,4 @@ _rebuild = functools.partial(forwards.rebuild, PlannedLinear)  # for old pickles
 def original_class(kind: type) -> type:
     if PARAMETRIZED in vars(kind):
         return vars(kind)[PARAMETRIZED]  # type: ignore[no-any-return]
-    return next(base for base in kind.__mro__ if issubclass(base, nn.Linear) and not issubclass(base, PlannedLinear))
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Planned))

@@ -37,6 +37,8 @@ class PlannedLinear(Planned):
     bias: nn.Parameter | None
     module_type = "linear"
     return_bias = False
+    stored_weight = "weight"
+    """The parameter that is the weight (out_features, in_features). "" if `linear_weight` computes it."""
 
     def forward(
         self,
@@ -66,12 +68,17 @@ class PlannedLinear(Planned):
     def weights(self) -> tuple[nn.Parameter, ...]:
         return (self.weight,)
 
+    @property
+    def linear_weight(self) -> Tensor:
+        """The weight that calls multiply by: (out_features, in_features)."""
+        return self.weight
+
     def link(
         self, info: TensorInfo, is_first_microbatch: bool | None
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
-        weight = self._parameters.get("weight")  # past nn.Module's slow look-up, unless the weight is pieces
+        weight: Tensor | None = self._parameters.get(self.stored_weight)  # past nn.Module's slow look-up
         if weight is None:
-            weight = self.weight
+            weight = self.linear_weight
         bias = None if self.return_bias else self._bias
         require_fit(self.module_name, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
