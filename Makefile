@@ -11,7 +11,7 @@ NEWEST := $(CURDIR)/build/newest-triton
 .PHONY: demo test test-newest-triton lint wheel clean
 
 demo: $(VENV)/.installed-cli
-	$(BIN)/duotone compare --out runs/demo
+	$(BIN)/duotone compare --force --out runs/demo
 
 # Files in the order of their names: sorted by their number of tests, those with one long test would come last.
 test: $(VENV)/.installed-dev

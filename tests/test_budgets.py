@@ -14,20 +14,20 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
 LIBRARY_LINES = 24326
-TOOL_LINES = 3786
+TOOL_LINES = 4243
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1049, 16, 0),
-    "cli": (834, 2, 0),
+    "cli": (1027, 3, 0),
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
     "conversion": (1586, 18, 0),
     "dispatch": (2396, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
-    "lab": (1899, 7, 0),
+    "lab": (2139, 7, 0),
     "linear": (1653, 5, 0),
     "modules": (506, 15, 0),
     "observe": (858, 11, 0),
@@ -37,7 +37,7 @@ BUDGETS = {
     "pipeline": (1004, 42, 1),
     "planned": (1775, 40, 5),
     "recipes": (1989, 27, 0),
-    "report": (1053, 0, 0),
+    "report": (1077, 0, 0),
     "state": (1575, 13, 0),
     "tensor": (1987, 17, 0),
 }

@@ -2,7 +2,7 @@
 
 import sys
 
-PACKAGES = ("click", "jinja2", "numpy", "rich", "safetensors")
+PACKAGES = ("click", "jinja2", "mpmath", "numpy", "rich", "safetensors")
 
 
 def main() -> None:

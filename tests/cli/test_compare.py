@@ -22,9 +22,10 @@ def test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table(duotone, text_
     assert settings["command"].startswith("duotone compare --preset tiny --steps 6 --data ")
     assert "<svg" in (out / "report.html").read_text()
     lines = text.splitlines()
-    assert lines[0].split()[:4] == ["recipe", "train", "loss", "held-out"]
+    assert lines[0].split() == ["rank", "recipe", "held-out", "gap", "%", "step", "ms", "peak", "MiB", "native"]
     assert f"{result['runs'][2]['final_heldout_loss']:.4f}" in lines[3] and "0 of 24" in lines[3]
-    assert lines[4].startswith("Two bf16 runs") and lines[5] == f"Report: {out / 'report.html'}"
+    assert "cannot be ranked" in " ".join(lines[4:]) and lines[-1] == f"Report: {out / 'report.html'}"
+    assert max(map(len, lines[:-1])) <= 80
     assert "mxfp8: 6 steps of 128 tokens" in progress and "mxfp8: step 6/6, loss" in progress
 
 
@@ -48,9 +49,10 @@ def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tm
 
     monkeypatch.setattr(Trainer, "step", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a")
+    code, text, err = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a")
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
     assert "stopped at step 2" in text and "not started" in text and "Partial report: " in text
+    assert err.splitlines()[-1] == f"Continue with: duotone compare --resume --out {tmp_path / 'a'}"
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 2, 0]
     assert (tmp_path / "a" / "report.html").stat().st_size > 10_000
@@ -69,6 +71,66 @@ def test_runs_that_are_complete_are_on_disk_when_a_later_one_breaks(duotone, tex
         duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 0]
+
+
+def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
+    code, text, progress = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--seeds", "2", "--out", tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    reference, mxfp8 = result["runs"]
+    assert code == 0 and [run["name"] for run in result["runs"]] == ["bf16", "mxfp8"]
+    assert "mxfp8, seed 1: step 6/6" in progress and "run 4 of 4" in progress and "all ETA 0:0" in progress
+    repeats = [(run["repeats"][0]["seed"], run["repeats"][0]["heldout_loss"][-1][1]) for run in (reference, mxfp8)]
+    gaps = [100 * (mxfp8["final_heldout_loss"] / reference["final_heldout_loss"] - 1)]
+    gaps += [100 * (repeats[1][1] / repeats[0][1] - 1)]
+    assert [seed for seed, _ in repeats] == [1, 1] and [gap for _, gap in mxfp8["gaps"]] == pytest.approx(gaps)
+    assert mxfp8["gap_percent"] == pytest.approx(sum(gaps) / 2)
+    assert mxfp8["gap_margin"] == pytest.approx(12.7062 * abs(gaps[0] - gaps[1]) / 2, rel=1e-5)  # t of one degree
+    assert "cannot be ranked" not in text and f"± {mxfp8['gap_margin']:.3f}" in text
+
+
+def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, text_file, tmp_path, monkeypatch):
+    arguments = [*TINY, "--data", text_file, "--recipes", "nvfp4", "--seeds", "2", "--batch", "3", "--context", "16"]
+    duotone(*arguments, "--out", tmp_path / "whole")
+    step, taken = Trainer.step, []
+
+    def interrupted(self, *args, **kwargs):
+        taken.append((self.recipe.name, self.config.seed))
+        if len(taken) == 15:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert duotone(*arguments, "--out", tmp_path / "parts")[0] == 130
+    taken.clear()
+    monkeypatch.setattr(Trainer, "step", lambda self, *a, **k: (taken.append(self.recipe.name), step(self, *a, **k))[1])
+    assert duotone("compare", "--resume", "--out", tmp_path / "parts")[0] == 0
+    assert taken == ["bf16"] * 6 + ["nvfp4"] * 6  # of the second seed alone
+    whole, parts = (json.loads((tmp_path / name / "result.json").read_text()) for name in ("whole", "parts"))
+    timed = {"step_ms", "tokens_per_second"}
+    for left, right in zip(whole["runs"], parts["runs"], strict=True):
+        assert {**left, **dict.fromkeys(timed)} == {**right, **dict.fromkeys(timed)}
+    assert parts["settings"]["context"] == 16 and parts["settings"]["tokens_per_step"] == 48
+    assert whole["settings"]["judged_step"] == parts["settings"]["judged_step"] == 6
+
+
+def test_a_report_is_replaced_only_when_forced(duotone, refused, text_file, tmp_path, monkeypatch):
+    arguments = ["--preset", "tiny", "--steps", "1", "--data", text_file, "--out", tmp_path / "a"]
+    assert duotone("compare", "--recipes", "bf16", *arguments)[0] == 0
+    before = (tmp_path / "a" / "report.html").read_bytes()
+    monkeypatch.setattr(data, "load", lambda *_, **__: pytest.fail("the text was read first"))
+    for command in (["compare", "--recipes", "bf16"], ["train"]):
+        assert "holds a report: choose another --out, or replace it with --force" in refused(*command, *arguments)
+    assert (tmp_path / "a" / "report.html").read_bytes() == before
+    monkeypatch.undo()
+    assert duotone("compare", "--recipes", "bf16", *arguments, "--force")[0] == 0
+    assert (tmp_path / "a" / "report.html").read_bytes() != before
+
+
+def test_json_is_all_that_stdout_gets(duotone, text_file, tmp_path):
+    code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--json", "--out", tmp_path / "a")
+    printed = json.loads(text)
+    assert code == 0 and [run["name"] for run in printed["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
+    assert {"rank", "gap_percent"} <= printed["runs"][2].keys() and "plan" not in printed["runs"][2]
 
 
 def test_a_folder_in_use_is_refused(refused, text_file, tmp_path):
@@ -115,6 +177,10 @@ def bad(tmp_path, text_file):
         (["--data", "{bad}/binary.bin"], "binary.bin is binary"),
         (["--data", "{bad}/absent.txt"], "no data file matches"),
         (["--out", "{bad}/empty.txt/runs"], "empty.txt is not a folder"),
+        (["--resume", "--out", "{bad}/runs"], "leave all but --out and --seeds"),
+        (["--batch", "0"], "0 is not in the range"),
+        (["--lr", "nan"], "learning rate nan is not a positive number"),
+        (["--context", "9000000"], "is 1"),
     ],
 )
 def test_bad_input_is_one_line_and_changes_nothing(refused, bad, monkeypatch, arguments, message):
@@ -140,7 +206,7 @@ def test_a_result_that_cannot_be_written_keeps_the_earlier_one(duotone, text_fil
     duotone(*arguments)
     before = (tmp_path / "a" / "result.json").read_bytes()
     monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    code, text, err = duotone(*arguments)
+    code, text, err = duotone(*arguments, "--force")
     assert code == 2 and "bf16 (noise)" in text
     assert "result.json (No space left on device): make room" in err.splitlines()[-1]
     assert (tmp_path / "a" / "result.json").read_bytes() == before

@@ -71,7 +71,9 @@ def test_without_its_packages_the_command_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == ("duotone: the command line needs click: pip install click jinja2 numpy rich safetensors\n")
+    assert done.stderr == (
+        "duotone: the command line needs click: pip install click jinja2 mpmath numpy rich safetensors\n"
+    )
 
 
 LONG = "a" * 256
@@ -103,3 +105,11 @@ def test_a_history_that_no_memory_holds_is_one_line(refused, tmp_path):
     path.write_text("recipe = 'fp8-delayed'\namax_history_len = 1000000000000")
     for command in ("plan", "train"):
         assert "amax_history_len is 1000000000000; it must be an integer" in refused(command, "--recipe", path)
+
+
+def test_a_warning_is_one_line(tmp_path):
+    path = tmp_path / "nowhere.toml"
+    path.write_text('base = "mxfp8"\n[[rules]]\nmodule = "absent"\nformat = "nvfp4"\n')
+    command = [sys.executable, "-m", "duotone", "plan", "--preset", "tiny", "--recipe", path]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert told.startswith("duotone: warning: ") and told.count("\n") == 1 and ".py" not in told

@@ -10,10 +10,12 @@ from duotone.lab.comparison import compare, plan_runs, planned
 from duotone.lab.progress import Progress
 
 SETTINGS = (
-    "command preset model parameters data data_bytes steps tokens_per_step context seed learning_rate noise"
+    "command preset model parameters data data_bytes digests steps tokens_per_step context seed seeds judged_step "
+    "learning_rate noise config"
 ).split()
 RUN = (
-    "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss gap_percent step_ms "
+    "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss judged_loss "
+    "gap_percent gap_margin gaps rank repeats step_ms "
     "tokens_per_second peak_memory_bytes weight_bytes saved_activation_bytes plan statistics error"
 ).split()
 
@@ -22,7 +24,8 @@ RUN = (
 def result(request):
     text_file, corpus = (request.getfixturevalue(name) for name in ("text_file", "corpus"))
     config = comparison.TrainConfig(presets.get("tiny"), steps=8, seed=1, data=(str(text_file),))
-    return compare(config, [recipes.load(name) for name in ("mxfp8", "bf16", "nvfp4")], corpus, command="duotone")
+    runs = plan_runs(config, [recipes.load(name) for name in ("mxfp8", "bf16", "nvfp4")])
+    return compare(config, runs, corpus, command="duotone")
 
 
 def test_the_document_is_json_and_has_the_fields_of_the_report(result):
@@ -77,12 +80,16 @@ def test_a_stop_gives_a_partial_document_with_every_run(config, corpus):
         def step(self, number, loss):
             heard.append(number)
 
-    chosen = [recipes.load("mxfp8")]
-    result = compare(config, chosen, corpus, progress=Counting(), should_stop=lambda: len(heard) >= 8)
+    runs = plan_runs(config, [recipes.load("mxfp8")])
+    result = compare(config, runs, corpus, progress=Counting(), should_stop=lambda: len(heard) >= 8)
     lengths = {run["name"]: len(run["train_loss"]) for run in result["runs"]}
     assert result["partial"] is True and lengths == {"bf16": 6, "bf16 (noise)": 2, "mxfp8": 0}
-    gaps = [run["gap_percent"] for run in result["runs"]]
-    assert gaps == [0.0, None, None] and result["runs"][1]["final_heldout_loss"] > 0
+    assert result["settings"]["judged_step"] == 2  # both held-out losses are there: bf16 has one at 2, 3, 4 and 6
+    reference, noise, unstarted = result["runs"]
+    assert reference["judged_loss"] == dict(map(tuple, reference["heldout_loss"]))[2]
+    gap = 100 * (noise["final_heldout_loss"] / reference["judged_loss"] - 1)
+    assert [reference["gap_percent"], unstarted["gap_percent"]] == [0.0, None]
+    assert noise["gap_percent"] == pytest.approx(gap, abs=1e-9)
     assert result["runs"][2]["final_heldout_loss"] is None
     json.dumps(result, allow_nan=False)
 
@@ -96,21 +103,16 @@ def test_one_failing_recipe_leaves_the_others(config, corpus, monkeypatch):
         real(trainer, run, **kwargs)
 
     monkeypatch.setattr(comparison, "train", train)
-    result = compare(config, [recipes.load("mxfp8"), recipes.load("fp8-current")], corpus)
+    result = compare(config, plan_runs(config, [recipes.load("mxfp8"), recipes.load("fp8-current")]), corpus)
     assert [run["error"] for run in result["runs"]] == [None, None, "no room", None]
     assert result["runs"][2]["gap_percent"] is None and result["runs"][3]["gap_percent"] is not None
 
 
-def test_a_strict_recipe_that_would_fall_back_ends_it_before_the_first_step(config, corpus):
-    class Silent(Progress):
-        def begin(self, name, **_):
-            raise AssertionError("a run has begun")
-
-    strict = dataclasses.replace(recipes.load("mxfp8"), strict=True)
+def test_a_strict_recipe_that_would_fall_back_is_refused_when_runs_are_planned(config):
     rule = recipes.Rule(tensor_type="input", format="mxfp8_e4m3")
     one_sided = recipes.RuleRecipe(rules=(rule,), title="one-sided", strict=True)
     with pytest.raises(UserError, match="strict"):
-        compare(config, [strict, one_sided], corpus, progress=Silent())
+        plan_runs(config, [dataclasses.replace(recipes.load("mxfp8"), strict=True), one_sided])
 
 
 def test_two_recipes_of_one_name_are_refused(config):

@@ -9,7 +9,7 @@ import click
 from duotone.lab.models import DEFAULT, MODELS
 from duotone.lab.presets import PRESETS
 
-Typed = str | int | tuple[str, ...] | None
+Typed = str | int | float | tuple[str, ...] | None
 """The value of an option; None or () where it was not typed."""
 
 Command = TypeVar("Command", bound=Callable[..., object] | click.Command)
@@ -70,6 +70,7 @@ data = click.option(
     "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
 )
 TRAINING = (
+    click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),
     strict,
     preset,
@@ -78,8 +79,13 @@ TRAINING = (
     device,
     click.option("--steps", type=click.IntRange(min=1), help="Training steps; the preset's unless given."),
     click.option(
-        "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
+        "--lr", type=click.FloatRange(0, min_open=True), help="Peak learning rate; the preset's unless given."
     ),
+    click.option("--batch", type=click.IntRange(min=1), help="Sequences a step; the preset's unless given."),
+    click.option(
+        "--context", "context_bytes", type=click.IntRange(min=1), help="Bytes a sequence; the preset's unless given."
+    ),
+    data,
 )
 
 

@@ -1,5 +1,6 @@
-"""`duotone compare`: the same model once per recipe, and a report."""
+"""`duotone compare`: the same model under each recipe and seed, and a report."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -18,28 +19,44 @@ from duotone.lab.schema import Document
     metavar="NAME|FILE...",
     help=f"Recipes or recipe files; {' '.join(DEFAULT_RECIPES)} unless given.",
 )
+@click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Runs of each recipe, from --seed on; 1, which ranks nothing.",
+)
+@click.option("--resume", is_flag=True, help="Continue the comparison in --out with its settings, or add seeds.")
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead of the table.")
 @options.training
 @click.pass_context
 def compare(
-    context: click.Context, recipes: tuple[str, ...], out: str | None, strict: bool, **typed: options.Typed
+    context: click.Context,
+    recipes: tuple[str, ...],
+    seeds: int,
+    resume: bool,
+    as_json: bool,
+    out: str | None,
+    strict: bool,
+    force: bool,
+    **typed: options.Typed,
 ) -> None:
-    """Train the same small language model once per recipe and report what happened.
+    """Train the same small language model under each recipe and report what happened.
 
-    A bf16 run and a second one from weights perturbed by 1e-6 come first: gaps are read against them. Ctrl-C,
-    SIGTERM and SIGHUP write a partial report, and `result.json` holds the runs that are complete at any time. The exit
-    code is 1 where a run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
+    The same seed is the same weights, batches and rounding for each recipe: gaps to bf16 are paired by seed. Recipes
+    are ranked where two seeds or more tell them apart. With one seed, a second bf16 run from weights perturbed by 1e-6
+    shows the least that a gap must exceed.
+
+    Ctrl-C, SIGTERM and SIGHUP write a partial report, and --resume continues it. The exit code is 1 where a run failed,
+    2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
     """
-    from duotone import recipes as library
-    from duotone.cli import run_display, summary
-    from duotone.cli.inputs import config_from, make_strict
-    from duotone.lab import comparison, data, files
+    from duotone.cli import comparison_run, run_display, summary
+    from duotone.lab import comparison, files
 
-    config = config_from(typed)
-    chosen = [make_strict(library.load(name), strict) for name in recipes or DEFAULT_RECIPES]
-    comparison.plan_runs(config, chosen)
     folder = Path(out or "runs/compare")
-    files.require_writable(folder)
-    corpus = data.load(config.data, context=config.preset.model.context)
+    if resume:
+        chosen = comparison_run.continued(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
+    else:
+        chosen = comparison_run.fresh(folder, recipes, typed, seeds=seeds, strict=strict, force=force)
     files.make_folder(folder)
 
     def publish(partial: Document) -> None:
@@ -51,11 +68,12 @@ def compare(
     with files.locked(folder), Interrupt() as interrupt:
         with run_display.choose() as display:
             result = comparison.compare(
-                config, chosen, corpus, command=context.obj, progress=display, should_stop=interrupt, publish=publish
+                *chosen, command=context.obj, progress=display, should_stop=interrupt, publish=publish
             )
-        summary.print_summary(result)
-        summary.write_result(result, folder)
+        summary.print_summary(result, as_json=as_json)
+        summary.write_result(result, folder, quiet=as_json)
     if result["partial"]:
+        click.echo(f"Continue with: duotone compare --resume --out {shlex.quote(str(folder))}", err=True)
         context.exit(interrupt.exit_code)
     if any(run["error"] for run in result["runs"]):
         context.exit(1)

@@ -2,6 +2,7 @@
 
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 
 import click
@@ -33,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command line `arguments`, without the name of the program; gives the exit code."""
     try:
         line = shlex.join(["duotone", *arguments])
+        warnings.formatwarning = _as_line
         return cli.main(list(arguments), prog_name="duotone", standalone_mode=False, obj=line) or 0
     except UserError as error:
         return _refuse(str(error))
@@ -45,6 +47,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def main() -> None:
     sys.exit(run(sys.argv[1:]))
+
+
+def _as_line(message: Warning | str, *_: object) -> str:
+    """A warning as a user of the command reads it: one line without the place in the code."""
+    return f"duotone: warning: {' '.join(str(message).split())}\n"
 
 
 def _refuse(message: str) -> int:

@@ -44,12 +44,36 @@ class Meter:
     def remaining(self) -> str:
         return f"ETA {clock(pace * (self.steps - self.done))}" if (pace := self._pace) else ""
 
-    def line(self) -> str:
-        """The run in one line: what it does before the first step ends, how far and fast it is after."""
+    def line(self, whole: str = "") -> str:
+        """The run in one line, and `whole`: what it does before the first step ends, how far and fast it is after."""
         if self.loss is None:
             return f"{self.name}: {self.status} ({clock(time.monotonic() - self.started)})"
-        parts = (f"{self.name}: step {self.done}/{self.steps}", f"loss {self.loss:.4f}", self.speed, self.remaining)
+        parts = (
+            f"{self.name}: step {self.done}/{self.steps}",
+            f"loss {self.loss:.4f}",
+            self.speed,
+            self.remaining,
+            whole,
+        )
         return ", ".join(filter(None, parts))
+
+
+class Overall:
+    """How far all runs are: which of them this is, and the time that is left at the mean pace so far."""
+
+    def __init__(self, runs: int = 1, steps: int = 0) -> None:
+        self.runs, self.steps, self.run, self.done = runs, runs * steps, 0, 0
+        self.started = time.monotonic()
+
+    @property
+    def part(self) -> str:
+        return f"run {self.run} of {self.runs}" if self.runs > 1 else ""
+
+    def __str__(self) -> str:
+        if not self.part or not self.done:
+            return self.part
+        left = (time.monotonic() - self.started) / self.done * (self.steps - self.done)
+        return f"{self.part}, all ETA {clock(left)}"
 
 
 class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
@@ -57,6 +81,7 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self.interval = interval
+        self._overall = Overall()
         self._meter: Meter | None = None
         self._closing = threading.Event()
         self._beat = threading.Thread(target=self._repeat, daemon=True)
@@ -69,10 +94,15 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
         self._closing.set()
         self._beat.join()
 
+    def expect(self, runs: int, steps: int) -> None:
+        self._overall = Overall(runs, steps)
+
     def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         self._meter = Meter(name, steps, done, tokens_per_step)
+        self._overall.run += 1
         start = f", from step {done}" if done else ""
-        self._print(f"{name}: {steps} steps of {tokens_per_step:,} tokens, {model}{start}")
+        part = f"{self._overall.part}: " if self._overall.part else ""
+        self._print(f"{part}{name}: {steps} steps of {tokens_per_step:,} tokens, {model}{start}")
 
     def note(self, text: str) -> None:
         if self._meter is not None:
@@ -82,16 +112,17 @@ class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
     def step(self, number: int, loss: float) -> None:
         if self._meter is not None:
             self._meter.step(number, loss)
+            self._overall.done += 1
 
     def end(self) -> None:
         meter, self._meter = self._meter, None
         if meter is not None:
-            self._print(meter.line())
+            self._print(meter.line(str(self._overall)))
 
     def _repeat(self) -> None:
         while not self._closing.wait(self.interval):
             if (meter := self._meter) is not None:
-                self._print(meter.line())
+                self._print(meter.line(str(self._overall)))
 
     def _print(self, line: str) -> None:
         click.echo(line, err=True)
@@ -110,7 +141,9 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
             console=console or Console(stderr=True),
         )
         self._meter = Meter("", 0, 0, 0)
+        self._overall = Overall()
         self._task = rich.progress.TaskID(0)
+        self._whole: rich.progress.TaskID | None = None
 
     def __enter__(self) -> "LiveProgress":
         self._display.start()
@@ -119,8 +152,14 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
     def __exit__(self, *error: object) -> None:
         self._display.stop()
 
+    def expect(self, runs: int, steps: int) -> None:
+        self._overall = Overall(runs, steps)
+        if runs > 1:
+            self._whole = self._display.add_task("all runs", total=runs * steps, facts="")
+
     def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         self._meter = Meter(name, steps, done, tokens_per_step)
+        self._overall.run += 1
         self._task = self._display.add_task(f"{name}, {model}", total=steps, completed=done, facts="starting")
 
     def note(self, text: str) -> None:
@@ -131,6 +170,9 @@ class LiveProgress(Progress, AbstractContextManager["LiveProgress"]):
 
     def step(self, number: int, loss: float) -> None:
         self._meter.step(number, loss)
+        self._overall.done += 1
+        if self._whole is not None:
+            self._display.update(self._whole, completed=self._overall.done, facts=str(self._overall))
         facts = (f"loss {loss:.4f}", self._meter.speed, self._meter.remaining)
         self._display.update(self._task, completed=number, facts="  ".join(filter(None, facts)))
 

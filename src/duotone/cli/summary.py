@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,45 +10,73 @@ import click
 
 from duotone.cli.table import print_table
 from duotone.errors import UserError
-from duotone.lab.schema import Document, RunEntry
+from duotone.lab.schema import Document, GemmEntry, RunEntry
+from duotone.report.numbers import SPACE, shorten
 
+LONG = frozenset({"recipe", "train_loss", "heldout_loss", "repeats", "plan", "statistics"})
+REPORT, RESULT = "report.html", "result.json"
+WIDTH = 80
 COLUMNS: dict[str, Callable[[RunEntry], str]] = {
+    "rank": lambda run: str(run.get("rank") or ""),
     "recipe": lambda run: run["name"],
-    "train loss": lambda run: _number(run["final_train_loss"], ".4f"),
-    "held-out loss": lambda run: _number(run["final_heldout_loss"], ".4f"),
-    "gap %": lambda run: _number(run["gap_percent"], "+.3f"),
-    "step ms": lambda run: _number(run["step_ms"], ".1f"),
-    "tokens/s": lambda run: _number(run["tokens_per_second"], ",.0f"),
+    "held-out": lambda run: _number(run.get("judged_loss", run["final_heldout_loss"]), ".4f"),
+    "gap %": lambda run: _gap(run),
+    "step ms": lambda run: "" if _is_emulated(run) else _number(run["step_ms"], ".1f"),
     "peak MiB": lambda run: _mebibytes(run["peak_memory_bytes"]),
-    "weights MiB": lambda run: _mebibytes(run["weight_bytes"]),
-    "saved MiB": lambda run: _mebibytes(run["saved_activation_bytes"]),
-    "native GEMMs": lambda run: _native(run),
+    "native": lambda run: _native(run),
 }
 
 
-def print_summary(result: Document) -> None:
-    """The table of all runs of a document, and what the noise run says of the gaps."""
-    rows = [[*(cell(run) for cell in COLUMNS.values()), _remark(run, result)] for run in result["runs"]]
-    print_table((*COLUMNS, ""), rows)
-    noise = (result["settings"].get("noise") or {}).get("gap_percent")
-    if noise is not None:
-        click.echo(f"Two bf16 runs that differ by 1e-6 in their initial weights end {abs(noise):.3f} % apart.")
+def print_summary(result: Document, *, as_json: bool = False) -> None:
+    """The table of all runs of a document in 80 columns, and what it says about the gaps; or the numbers as JSON."""
+    if as_json:
+        click.echo(json.dumps(_with_finite_numbers(numbers(result)), allow_nan=False))
+        return
+    from duotone.report.verdict import verdict
+
+    rows = [[cell(run) for cell in COLUMNS.values()] for run in result["runs"]]
+    others = sum(
+        max(map(len, column)) + 2 for index, column in enumerate(zip(COLUMNS, *rows, strict=True)) if index != 1
+    )
+    for row in rows:
+        row[1] = shorten(row[1], WIDTH - others)
+    print_table(tuple(COLUMNS), rows)
+    for run in result["runs"]:
+        if remark := _remark(run, result):
+            click.echo(f"{run['name']}: {remark}")
+    if len(result["runs"]) > 1:
+        click.echo("\n".join(textwrap.wrap(verdict(result).replace(SPACE, " "), WIDTH)))
 
 
-def write_result(result: Document, folder: Path) -> None:
-    """Write `result.json` and `report.html` into `folder` and say so; UserError where the disk refuses it."""
+def numbers(result: Document) -> dict[str, object]:
+    """The document without curves, plans and statistics."""
+    runs = [{key: value for key, value in run.items() if key not in LONG} for run in result["runs"]]
+    return {**result, "runs": runs}
+
+
+def require_none(folder: Path, force: bool) -> None:
+    """UserError where `folder` holds a report or the numbers of one, unless `force`."""
+    if not force and any((folder / name).exists() for name in (REPORT, RESULT)):
+        raise UserError(f"{folder} holds a report: choose another --out, or replace it with --force")
+
+
+def write_result(result: Document, folder: Path, *, quiet: bool = False) -> None:
+    """Write `result.json` and `report.html` into `folder` and say so, on stderr if `quiet`.
+
+    UserError where the disk refuses it.
+    """
     from duotone.report import write_report
 
     write_numbers(result, folder)
-    write_report(result, folder / "report.html")
-    click.echo(f"{'Partial report' if result['partial'] else 'Report'}: {folder / 'report.html'}")
+    write_report(result, folder / REPORT)
+    click.echo(f"{'Partial report' if result['partial'] else 'Report'}: {folder / REPORT}", err=quiet)
 
 
 def write_numbers(result: Document, folder: Path) -> None:
     """Write `result.json` into `folder`; UserError where the disk refuses it."""
     from duotone.lab import files
 
-    path = folder / "result.json"
+    path = folder / RESULT
     try:
         files.publish_file(path, json.dumps(_with_finite_numbers(result), indent=1, allow_nan=False).encode())
     except OSError as error:
@@ -67,14 +96,31 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def _gap(run: RunEntry) -> str:
+    """The mean gap, and half of its 95 % interval if there are several seeds."""
+    width = run.get("gap_margin")
+    if run["is_reference"] or run["gap_percent"] is None:
+        return ""
+    return f"{run['gap_percent']:+.3f}" + ("" if width is None else f" ± {width:.3f}")
+
+
+def _is_emulated(run: RunEntry) -> bool:
+    """Whether a GEMM on codes is emulated: then the step time says nothing about hardware that multiplies them."""
+    return any(not row["native"] for row in _quantized(run))
+
+
+def _quantized(run: RunEntry) -> list[GemmEntry]:
+    return [row for row in run["plan"] if "identity" not in (row["a"], row["b"])]
+
+
 def _mebibytes(count: int | None) -> str:
     return "" if count is None else f"{count / 2**20:,.1f}"
 
 
 def _native(run: RunEntry) -> str:
     """How many quantized GEMMs run on the codes themselves."""
-    quantized = [row["native"] for row in run["plan"] if "identity" not in (row["a"], row["b"])]
-    return f"{sum(map(bool, quantized))} of {len(quantized)}" if quantized else ""
+    quantized = [bool(row["native"]) for row in _quantized(run)]
+    return f"{sum(quantized)} of {len(quantized)}" if quantized else ""
 
 
 def _remark(run: RunEntry, result: Document) -> str:

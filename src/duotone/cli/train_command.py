@@ -1,5 +1,6 @@
 """`duotone train`: one recipe, with checkpoints that a later call continues bit for bit."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -22,6 +23,7 @@ def train(
     out: str | None,
     recipe: str | None,
     strict: bool,
+    force: bool,
     **typed: options.Typed,
 ) -> None:
     """Train a small language model under one recipe, or a schedule of them, with checkpoints.
@@ -35,7 +37,7 @@ def train(
     from duotone.lab import document, loop
 
     folder = Path(out or "runs/train")
-    with training_run.opened(folder, recipe, strict, typed, resume=resume) as (trainer, run):
+    with training_run.opened(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
         if trainer.done == trainer.config.steps:
             click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")
             return
@@ -56,6 +58,7 @@ def train(
                 raise
             report()
     if run.stopped:
+        click.echo(f"Continue with: duotone train --resume --out {shlex.quote(str(folder))}", err=True)
         context.exit(interrupt.exit_code)
     if run.error:
         context.exit(1)

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from duotone import recipes
+from duotone.cli import summary
 from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.errors import UserError
@@ -20,7 +21,7 @@ CHECKPOINTS = "checkpoints"
 
 @contextmanager
 def opened(
-    folder: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed], *, resume: bool
+    folder: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed], *, resume: bool, force: bool
 ) -> Iterator[tuple[Trainer, Run]]:
     """A trainer and its run so far, with `folder` locked.
 
@@ -28,14 +29,15 @@ def opened(
     """
     checkpoints = folder / CHECKPOINTS
     if not resume:
-        chosen, config = make_strict(recipes.load_any(recipe or "mxfp8"), strict), config_from(typed)
         files.require_writable(folder)
         _require_no_run(folder)
+        summary.require_none(folder, force)
+        chosen, config = make_strict(recipes.load_any(recipe or "mxfp8"), strict), config_from(typed)
         trainer = _trainer(config, chosen)
         with files.locked(files.make_folder(folder)):
             files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
             _require_no_run(folder)  # another process may have had the lock meanwhile
-            yield trainer, Run(chosen.name, chosen)
+            yield trainer, Run(chosen.name, chosen, config.seed)
         return
     files.require_writable(folder)
     checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
@@ -50,7 +52,7 @@ def opened(
         trainer.restore(saved, path)
         if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.done):
             click.echo(note, err=True)
-        yield trainer, Run(chosen.name, chosen, **saved.meta["history"])
+        yield trainer, Run(chosen.name, chosen, trainer.config.seed, **saved.meta["history"])
 
 
 def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:

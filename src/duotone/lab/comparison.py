@@ -1,6 +1,7 @@
 """The same model, weights and batches once per recipe."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -31,7 +32,7 @@ def planned(config: TrainConfig, recipe: Recipe, device: str | None = None) -> P
 
 def compare(
     config: TrainConfig,
-    recipes: Sequence[Recipe],
+    runs: Sequence[Run],
     corpus: Corpus,
     *,
     command: str = "",
@@ -39,20 +40,21 @@ def compare(
     should_stop: Callable[[], bool] = lambda: False,
     publish: Callable[[Document], None] = lambda _: None,
 ) -> Document:
-    """Train bf16, bf16 from perturbed weights, and each other recipe; gives the document of all runs.
+    """Train what is left of `runs`, which `plan_runs` made; gives the document of all of them.
 
     `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe
-    that fails while it runs, or runs out of memory, has that as its error; the others go on. Raises like `plan_runs`
-    before the first step.
+    that fails while it runs, or runs out of memory, has that as its error; the others go on.
     """
-    runs = plan_runs(config, recipes)
+    progress = progress or Progress()
+    left = [run for run in runs if not run.is_over(config.steps)]
+    progress.expect(len(left), config.steps)
     stopped = False
-    for run in runs:
+    for run in left:
         if stopped := stopped or should_stop():
-            continue
+            break
         perturbation = PERTURBATION if run.is_noise else 0.0
         try:
-            trainer = Trainer(config, run.recipe, corpus, perturbation=perturbation)
+            trainer = Trainer(replace(config, seed=run.seed), run.recipe, corpus, perturbation=perturbation)
             train(trainer, run, progress=progress, should_stop=should_stop)
         except (UserError, torch.OutOfMemoryError) as error:
             run.error = str(error).splitlines()[0]
@@ -61,10 +63,11 @@ def compare(
     return document(config, corpus, runs, command=command, partial=stopped)
 
 
-def plan_runs(config: TrainConfig, recipes: Sequence[Recipe]) -> list[Run]:
-    """The runs of a comparison: the bf16 reference and its noise run first, whether asked for or not.
+def plan_runs(config: TrainConfig, recipes: Sequence[Recipe], seeds: int = 1) -> list[Run]:
+    """The runs of a comparison, the bf16 reference first, whether asked for or not, and one seed after the other.
 
-    UserError where a recipe cannot be used for this model and device, or two have the same name.
+    With a single seed a noise run follows the reference: bf16 from perturbed weights. UserError where a recipe cannot
+    be used for this model and device, or two have the same name.
     """
     names = [recipe.name for recipe in recipes]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -74,8 +77,22 @@ def plan_runs(config: TrainConfig, recipes: Sequence[Recipe]) -> list[Run]:
     for recipe in recipes:
         planned(config, recipe)
     reference = duotone.recipes.load(REFERENCE)
+    others = [recipe for recipe in recipes if recipe.name != REFERENCE]
+    if seeds == 1:
+        return [
+            Run(REFERENCE, reference, config.seed, is_reference=True),
+            Run(NOISE, reference, config.seed, is_noise=True),
+            *(Run(recipe.name, recipe, config.seed) for recipe in others),
+        ]
     return [
-        Run(REFERENCE, reference, is_reference=True),
-        Run(NOISE, reference, is_noise=True),
-        *(Run(recipe.name, recipe) for recipe in recipes if recipe.name != REFERENCE),
+        Run(
+            recipe.name,
+            recipe,
+            seed,
+            is_reference=recipe is reference,
+            is_observed=seed == config.seed,
+            label=f"{recipe.name}, seed {seed}",
+        )
+        for seed in range(config.seed, config.seed + seeds)
+        for recipe in (reference, *others)
     ]

@@ -1,6 +1,7 @@
 """The document of a comparison or a training run, of the types in `schema`."""
 
 import platform
+import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +13,8 @@ from duotone.dispatch import compiled_casts
 from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
-from duotone.lab.schema import Document, Json, RunEntry
+from duotone.lab.ranking import Judgement, margin
+from duotone.lab.schema import Document, Json, RepeatEntry, RunEntry
 from duotone.lab.trainer import TrainConfig
 
 PERTURBATION = 1e-6
@@ -20,9 +22,12 @@ PERTURBATION = 1e-6
 
 
 def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool) -> Document:
-    """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None."""
-    reference = next((run for run in runs if run.is_reference), None)
-    entries = [_entry(run, reference, config) for run in runs]
+    """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None.
+
+    Runs of one name are a recipe under several seeds: one entry, which tells curves, memory and plan of the first.
+    """
+    judgement = Judgement(runs)
+    entries = [_entry(recipe, judgement, config) for recipe in judgement.recipes.values()]
     noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
     return {
         "duotone": duotone.__version__,
@@ -36,15 +41,24 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
             "parameters": models.parameter_count(config.model, config.preset),
             "data": ", ".join(corpus.sources),
             "data_bytes": corpus.size,
+            "digests": digests(config, corpus),
             "steps": config.steps,
             "tokens_per_step": config.preset.tokens_per_step,
             "context": config.preset.model.context,
             "seed": config.seed,
+            "seeds": max(map(len, judgement.recipes.values())),
+            "judged_step": judgement.step,
             "learning_rate": config.preset.learning_rate,
             "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
+            "config": config.to_dict(),
         },
         "runs": entries,
     }
+
+
+def digests(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
+    """Of the data and of the model, which may change between a comparison and its continuation."""
+    return {"data": corpus.digest, "model": models.get(config.model).digest(config.preset)}
 
 
 def machine(device: str) -> Json:
@@ -58,8 +72,11 @@ def machine(device: str) -> Json:
     }
 
 
-def _entry(run: Run, reference: Run | None, config: TrainConfig) -> RunEntry:
+def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> RunEntry:
+    """A recipe, whose runs differ in their seeds."""
+    run = runs[0]
     memory, step_ms = run.memory, run.step_ms
+    gaps = judgement.gaps[run.name]
     return {
         "name": run.name,
         "recipe": run.recipe.to_dict(),
@@ -69,7 +86,12 @@ def _entry(run: Run, reference: Run | None, config: TrainConfig) -> RunEntry:
         "heldout_loss": run.heldout_loss,
         "final_train_loss": run.final_train_loss,
         "final_heldout_loss": run.final_heldout_loss,
-        "gap_percent": _gap_percent(run, reference, config.steps),
+        "judged_loss": judgement.loss(run.name) if judgement.step else run.final_heldout_loss,
+        "gap_percent": statistics.fmean(gaps.values()) if gaps else None,
+        "gap_margin": margin(list(gaps.values())),
+        "gaps": [[seed, gap] for seed, gap in gaps.items()],
+        "rank": judgement.ranks.get(run.name),
+        "repeats": [_repeat(other) for other in runs[1:]],
         "step_ms": step_ms,
         "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,
         "peak_memory_bytes": memory and memory.peak_bytes,
@@ -77,17 +99,12 @@ def _entry(run: Run, reference: Run | None, config: TrainConfig) -> RunEntry:
         "saved_activation_bytes": memory and memory.saved_activation_bytes,
         "plan": run.plan,
         "statistics": run.statistics,
-        "error": run.error,
+        "error": next((run.error for run in runs if run.error), None),
     }
 
 
-def _gap_percent(run: Run, reference: Run | None, steps: int) -> float | None:
-    """Held-out loss above the reference's, where both reached the last step."""
-    runs = (run, reference) if reference is not None else ()
-    if not runs or not all(run.heldout_loss and run.heldout_loss[-1][0] == steps for run in runs):
-        return None
-    loss, base = (run.final_heldout_loss for run in runs)
-    return None if loss is None or base is None else 100.0 * (loss - base) / base
+def _repeat(run: Run) -> RepeatEntry:
+    return {"seed": run.seed, "train_loss": run.train_loss, "heldout_loss": run.heldout_loss, "error": run.error}
 
 
 def _processor() -> str:

@@ -29,10 +29,14 @@ SAMPLES = 3
 
 @dataclass
 class Run:
-    """One run: a recipe or a schedule by name, its part in a comparison, and what came of it."""
+    """One run: a recipe or a schedule by name, its part in a comparison, and what came of it.
+
+    `label` is its name in messages, unless empty. Only where `is_observed` are there statistics and memory.
+    """
 
     name: str
     recipe: Recipe | Schedule
+    seed: int = 0
     is_reference: bool = False
     is_noise: bool = False
     train_loss: list[Loss] = field(default_factory=list)
@@ -44,6 +48,8 @@ class Run:
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
+    label: str = ""
+    is_observed: bool = True
 
     @property
     def final_train_loss(self) -> float | None:
@@ -60,6 +66,10 @@ class Run:
     def step_ms(self) -> float | None:
         """The median over steps that were neither among the first nor observed."""
         return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else None
+
+    def is_over(self, steps: int) -> bool:
+        """Whether it failed, or took its last step."""
+        return self.error is not None or bool(self.train_loss and self.train_loss[-1][0] == steps)
 
     @property
     def history(self) -> dict[str, list[Loss]]:
@@ -91,7 +101,7 @@ def train(
     progress = progress or Progress()
     run.plan = [cast(GemmEntry, row.to_dict()) for row in duotone.plan(trainer.model, trainer.recipe)]
     progress.begin(
-        run.name,
+        run.label or run.name,
         steps=trainer.config.steps,
         done=trainer.done,
         tokens_per_step=trainer.config.preset.tokens_per_step,
@@ -113,8 +123,8 @@ def _steps(
     should_stop: Callable[[], bool],
 ) -> None:
     steps, first = trainer.config.steps, trainer.done
-    heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES)
-    measured = min(first + 2, steps)
+    heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
+    measured = min(first + 2, steps) if run.is_observed else None
     store = observe.Tap()
     if first < steps:
         progress.note(_first_step(run))

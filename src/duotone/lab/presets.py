@@ -1,6 +1,7 @@
 """Named sizes of the laboratory: a model, its batch and its schedule."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from duotone.errors import UserError
 
@@ -35,6 +36,17 @@ class Preset:
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.model.context
+
+    def resized(
+        self, *, learning_rate: float | None = None, batch: int | None = None, context: int | None = None
+    ) -> "Preset":
+        """The preset with those sizes where they are not None; UserError unless they are positive."""
+        sizes = {"learning_rate": learning_rate, "batch": batch, "context": context}
+        changes = {name: size for name, size in sizes.items() if size is not None}
+        if wrong := next((name for name, size in changes.items() if not 0 < size < math.inf), None):
+            raise UserError(f"{wrong.replace('_', ' ')} {changes[wrong]} is not a positive number: give one")
+        model = replace(self.model, context=changes.pop("context", self.model.context))
+        return replace(self, model=model, **changes)
 
 
 _DEMO = ModelConfig(layers=2, dim=128, heads=2, hidden=256, context=128, tied=False)

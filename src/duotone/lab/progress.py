@@ -4,6 +4,9 @@
 class Progress:
     """Listens to runs; this one says nothing. Steps count from one."""
 
+    def expect(self, runs: int, steps: int) -> None:
+        """So many runs follow, each of `steps` steps."""
+
     def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         """A run called `name` starts to train `model`; `done` of its `steps` lie behind it."""
 

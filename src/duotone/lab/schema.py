@@ -38,8 +38,21 @@ class PlaneEntry(TypedDict):
     spikes_clamped: NotRequired[int]
 
 
+class RepeatEntry(TypedDict):
+    """The same recipe under another seed."""
+
+    seed: int
+    train_loss: Losses
+    heldout_loss: Losses
+    error: str | None
+
+
 class RunEntry(TypedDict):
-    """One run. Numbers that do not exist are None."""
+    """One recipe: its run under the first seed, and what all seeds say. Numbers that do not exist are None.
+
+    Gaps are in percent of the loss of the reference under the same seed: their mean, half of its 95 % interval, and
+    each with its seed. Recipes that cannot be told apart share a rank. Results of earlier versions have no seeds.
+    """
 
     name: str
     recipe: Json
@@ -49,7 +62,12 @@ class RunEntry(TypedDict):
     heldout_loss: Losses
     final_train_loss: float | None
     final_heldout_loss: float | None
+    judged_loss: NotRequired[float | None]
     gap_percent: float | None
+    gap_margin: NotRequired[float | None]
+    gaps: NotRequired[Sequence[Sequence[float]]]
+    rank: NotRequired[int | None]
+    repeats: NotRequired[Sequence[RepeatEntry]]
     step_ms: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int | None
@@ -76,12 +94,16 @@ class Settings(TypedDict, total=False):
     parameters: int
     data: str
     data_bytes: int
+    digests: Json
     steps: int
     tokens_per_step: int
     context: int
     seed: int
+    seeds: int
+    judged_step: int | None
     learning_rate: float
     noise: Noise | None
+    config: Json
 
 
 class Document(TypedDict):

@@ -34,6 +34,13 @@ def read(paths: Sequence[str]) -> list[bytes]:
     return texts
 
 
+def require(paths: Sequence[str]) -> None:
+    """UserError where one of `paths` is neither a file nor a folder and matches no file; reads nothing."""
+    for name in paths:
+        if not os.path.isdir(name):
+            _matches(name)
+
+
 def files(folder: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Regular files below `folder` in a fixed order, without hidden ones and the folders `left_out`."""
     for parent, folders, names in os.walk(folder):

@@ -85,6 +85,7 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "result": result,
         "detail": detail,
         "noise": verdict.noise_gap(result),
+        "seeds": result["settings"].get("seeds") or 1,
         "reference": verdict.reference_of(result),
         "verdict": verdict.verdict(result),
         "window": charts.smoothing(runs),

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 
 from duotone.lab.schema import Document, RunEntry
-from duotone.report.numbers import broken, finite, listing, percent
+from duotone.report.numbers import SPACE, broken, finite, listing, percent
 from duotone.report.series import first_broken
+
+CANNOT_BE_RANKED = "With one seed these recipes cannot be ranked."
 
 
 def reference_of(result: Document) -> RunEntry | None:
@@ -37,30 +39,51 @@ def trouble(result: Document, run: RunEntry) -> str | None:
 
 
 def verdict(result: Document) -> str:
-    """The gaps of all recipes that ended, ranked, with the noise as the yardstick."""
-    reference, noise = reference_of(result), noise_gap(result)
+    """The gaps of all recipes that ended, beside what a gap must exceed: its interval over seeds, or the noise."""
+    reference = reference_of(result)
     if reference is None:
         return "There is no reference run, so there is no gap to tell."
     name = reference["name"]
     if not finite(reference["final_heldout_loss"]):
         return f"The reference {name} has no final held-out loss, so there is no gap to tell."
-    others = [run for run in result["runs"] if not run["is_reference"] and not run["is_noise"]]
-    ended = [(gap, run["name"]) for run in others if finite(gap := run["gap_percent"]) and trouble(result, run) is None]
+    ended = sorted(compared(result), key=lambda run: run["gap_percent"] or 0.0)
     if not ended:
         return f"No recipe has ended with a held-out loss that could be compared with {name}."
-    ended.sort(key=lambda pair: pair[0])
-    within = [recipe for gap, recipe in ended if noise is not None and abs(gap) <= noise]
-    beyond = [(gap, recipe) for gap, recipe in ended if recipe not in within]
-    sentences = [f"{listing(within)} cannot be told from {name} here: within the noise."] if within else []
-    sentences += _ranking([pair for pair in beyond if pair[0] < 0], "below", name)
-    sentences += _ranking([pair for pair in beyond if pair[0] >= 0], "above", name)
-    return " ".join(sentences)
+    is_ranked = any(run.get("rank") for run in ended)
+    within = [run["name"] for run in ended if is_within(run, result)]
+    beyond = [run for run in ended if not is_within(run, result)]
+    how = "zero lies within their intervals" if is_ranked else "within the noise"
+    sentences = [f"{listing(within)} cannot be told from {name} here: {how}."] if within else []
+    sentences += _ranking([run for run in beyond if (run["gap_percent"] or 0.0) < 0], "below", name)
+    sentences += _ranking([run for run in beyond if (run["gap_percent"] or 0.0) >= 0], "above", name)
+    return " ".join([*sentences, *([] if is_ranked else [CANNOT_BE_RANKED])])
 
 
-def _ranking(runs: Sequence[tuple[float, str]], side: str, reference: str) -> list[str]:
+def compared(result: Document) -> list[RunEntry]:
+    """The recipes with a gap to the reference."""
+    others = [run for run in result["runs"] if not run["is_reference"] and not run["is_noise"]]
+    return [run for run in others if finite(run["gap_percent"]) and trouble(result, run) is None]
+
+
+def is_within(run: RunEntry, result: Document) -> bool:
+    """Whether the gap of a run may be none: zero lies in its interval, or it is below the noise."""
+    least = run.get("gap_margin")
+    least = noise_gap(result) if least is None else least
+    return least is not None and finite(run["gap_percent"]) and abs(run["gap_percent"]) <= least
+
+
+def gap_text(run: RunEntry) -> str:
+    """`0.41 %`, or `0.41 ± 0.10 %` where several seeds give an interval."""
+    gap, width = run["gap_percent"], run.get("gap_margin")
+    size = percent(None if gap is None else abs(gap))
+    return size if width is None else f"{size.removesuffix(SPACE + '%')} ± {percent(width)}"
+
+
+def _ranking(runs: Sequence[RunEntry], side: str, reference: str) -> list[str]:
     """A sentence about the runs on one side of the reference; none for no runs."""
     if not runs:
         return []
-    (gap, name), *rest = runs
-    first = f"{name} ends {percent(abs(gap))} {side} the held-out loss of {reference}"
-    return [f"{listing([first, *(f'{name} {percent(abs(gap))}' for gap, name in rest)])}."]
+    first, *rest = runs
+    start = f"{first['name']} ends {gap_text(first)} {side} the held-out loss of {reference}"
+    others = [f"{run['name']} {gap_text(run)}" for run in rest]
+    return [f"{listing([start, *others])}."]
