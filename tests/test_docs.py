@@ -51,6 +51,7 @@ PREAMBLES = {
     ("docs/hopper.md", 0): "import torch\nloss = torch.ones((), requires_grad=True) * 2",
     ("docs/parallel.md", 0): MODEL + "model = build_model()\ndel fully_shard",
     ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')\ndel group",
+    ("docs/parallel.md", 2): MODEL + "del model, group",
 }
 
 EACH_FOR_ITSELF = {("README.md", 2)}

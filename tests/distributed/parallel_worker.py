@@ -13,7 +13,6 @@ from checks import check, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import duotone
 from duotone import CustomRecipe, Quantizer, formats, recipes
@@ -266,30 +265,6 @@ def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> 
         y.backward(piece(dy, 1))
         expected.backward(piece(dy, 1))
         same(m.weight.grad, whole.weight.grad, "weight gradient")
-
-
-@check
-def parallelize_module_is_refused_under_every_recipe(folder: Path) -> None:
-    """DTensor weights give wrong numbers or torch's own text otherwise; weights are whole or by parallel_mode=."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name in recipes.names():
-        for style in (ColwiseParallel(), RowwiseParallel()):
-            for before in (True, False):
-                m = nn.Sequential(nn.Linear(WIDE, NARROW, dtype=torch.bfloat16))
-                try:
-                    if before:
-                        duotone.convert(m, recipes.load(name), rules=())
-                        whole = m[0].weight
-                        parallelize_module(m, mesh, {"0": style})
-                    else:
-                        parallelize_module(m, mesh, {"0": style})
-                        duotone.convert(m, recipes.load(name), rules=())
-                        m(torch.randn(4, WIDE).bfloat16())
-                except UserError as error:
-                    assert "DTensor" in str(error) and "\n" not in str(error), error
-                    assert not before or m[0].weight is whole
-                else:
-                    raise AssertionError(f"{name}: a DTensor weight was taken")
 
 
 @check

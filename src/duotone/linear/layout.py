@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from duotone.comm import ShardContext, all_reduce, group_size, reduce_scatter
+from duotone.comm import ShardContext, all_reduce, group_rank, group_size, reduce_scatter
 from duotone.tensor import wire
 from duotone.tensor.plane import Plane
 
@@ -24,6 +24,10 @@ class Layout:
 
     @property
     def input_shard(self) -> ShardContext | None:
+        return None
+
+    @property
+    def weight_shard(self) -> ShardContext | None:
         return None
 
     @property
@@ -95,6 +99,37 @@ class RowParallel(Layout):
 
     def reduce_grad_bias(self, db: Tensor) -> Tensor:
         return all_reduce(db, "sum", self.group) if self.sequence_parallel else db
+
+
+@dataclass(frozen=True)
+class Sharded(Layout):
+    """Operands are the local tensors of DTensors, which gather and sum themselves. Only scales are agreed on.
+
+    Each number is the dimension of the matrix that is cut into shards: 0 rows, 1 columns, None if it is whole.
+    """
+
+    input_dim: int | None = None
+    weight_dim: int | None = None
+    grad_dim: int | None = None
+
+    @property
+    def input_shard(self) -> ShardContext | None:
+        return self._shard(self.input_dim)
+
+    @property
+    def weight_shard(self) -> ShardContext | None:
+        return self._shard(self.weight_dim)
+
+    @property
+    def grad_shard(self) -> ShardContext | None:
+        return self._shard(self.grad_dim)
+
+    def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
+        """On the first rank alone if outputs are summed over the ranks."""
+        return bias if self.weight_dim != 1 or group_rank(self.group) == 0 else None
+
+    def _shard(self, dim: int | None) -> ShardContext | None:
+        return None if dim is None else ShardContext(self.group, dim)
 
 
 WHOLE = Layout()

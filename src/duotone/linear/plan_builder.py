@@ -62,7 +62,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     gradient = quantizers["grad_output"]
     return LinearPlan(
         input=forward_operand("input", input_backward, weight_grad, layout.input_shard, streams[0]),
-        weight=forward_operand("weight", weight_backward, input_grad, None, streams[1]),
+        weight=forward_operand("weight", weight_backward, input_grad, layout.weight_shard, streams[1]),
         gradient=OperandPlan(
             gradient,
             source_of_plain(gradient),

@@ -20,6 +20,7 @@ class LayerNormLinear(Linear):
     """
 
     _norm: NormOp | None = None
+    distributes = ()  # type: ignore[assignment]  # styles would cut the norm with the linear
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class ActivationOp(Op, nn.Module):
         self._build()
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
-        device, dtype, width, rows, tracked, _, index = info
+        device, dtype, width, rows, tracked, _, index, _ = info
         if self.gated and width is not None:
             if width % 2:
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")

@@ -2,8 +2,8 @@
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,16 @@ from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.second_order import is_transformed, second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, info_of
+from duotone.pipeline.tensor_info import TensorInfo, info_of, is_distributed, refuse_distributed
 from duotone.state import frames
 from duotone.state.amax_mode import AmaxMode, in_backward
 from duotone.state.autocast_context import HIGH_PRECISION, AutocastRegion, active_region
 from duotone.state.region import STACK
 from duotone.state.rolling import roll_after
 from duotone.state.stack import innermost
+
+if TYPE_CHECKING:
+    from duotone.pipeline.spread import Spread
 
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
 
@@ -44,6 +47,10 @@ class Op(Channels, KnownRoles):
         Further values are handed to `operands`: parameters that are fetched once for a call.
         """
         raise NotImplementedError
+
+    def spread(self, x: "Spread") -> "Spread":
+        """How the output lies on a mesh if the input lies there like `x`. UserError if the op takes local tensors."""
+        refuse_distributed(getattr(self, "module_name", ""))
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""
@@ -82,20 +89,25 @@ class Op(Channels, KnownRoles):
 
 
 def run(
-    ops: Sequence[Op], x: Tensor, extra: Sequence[object], first: bool | None, owner: object, may_trace: bool = True
+    ops: Sequence[Op],
+    x: Tensor,
+    extra: Sequence[object],
+    first: bool | None,
+    owner: object,
+    may_trace: bool = True,
+    spread: "Spread | None" = None,
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
     What keeps weights or gradients from one call to the next runs outside of compiled graphs, without `may_trace`.
+    So do DTensors. `spread` says how the DTensor lies on its mesh whose local tensor is `x`.
     """
-    keeps = first is not None
+    is_special = first is not None or (type(x) is not Tensor and is_distributed(x))
     for op in ops:
-        keeps = keeps or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
-    if keeps and may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
-        from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
-
-        return run_uncompiled(ops, x, extra, first, owner, False)  # type: ignore[call-arg]
-    info = info_of(x, owner.__dict__.get("module_name", ""))
+        is_special = is_special or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
+    if is_special and (special := _special_run(x, may_trace)) is not None:
+        return special(ops, x, extra, first, owner)
+    info = info_of(x, owner.__dict__.get("module_name", ""), spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     taken, linked, stages = 0, [], ()
     for op in ops:
@@ -127,6 +139,19 @@ def run(
     if rolls and (output := y[0] if isinstance(y, tuple) else y).requires_grad:
         output.register_hook(roll_after)  # no gradient is delayed, so nothing else rolls the scales of forward
     return y
+
+
+def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any] | None:
+    """What runs a call whose tensors stay between calls, or whose input may be a DTensor. None for `run` itself."""
+    if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
+        from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
+
+        return run_uncompiled
+    if not is_distributed(x):
+        return None
+    from duotone.pipeline.spread import run_spread  # loads DTensor
+
+    return run_spread
 
 
 def _accepted(

@@ -1,6 +1,6 @@
 """TensorInfo: what is known of a tensor between two ops, and what of it does not fit a linear."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -8,6 +8,11 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.formats.format import require_dense
 from duotone.tensor import QuantizedTensor, Quantizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+    from duotone.pipeline.spread import Spread
 
 
 class TensorInfo(NamedTuple):
@@ -26,6 +31,9 @@ class TensorInfo(NamedTuple):
     index: int = -1
     """Of a CUDA device, -1 elsewhere."""
 
+    spread: "Spread | None" = None
+    """Set if the tensor is the local tensor of a DTensor."""
+
     @property
     def place(self) -> str:
         """The device with its number, as plans name it."""
@@ -37,20 +45,27 @@ def is_autocast(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def is_distributed(x: object) -> bool:
+def is_distributed(x: object) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor, without importing that."""
     return hasattr(x, "device_mesh")
 
 
-def info_of(x: object, name: str = "") -> TensorInfo:
-    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension."""
+def refuse_distributed(name: str) -> NoReturn:
+    raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
+
+
+def info_of(x: object, name: str = "", spread: "Spread | None" = None) -> TensorInfo:
+    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension.
+
+    `spread` is that of the DTensor whose local tensor is `x`.
+    """
     if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
         require_dense(name or "a module", x)
     if not isinstance(x, Tensor) or x.dim() == 0:
         got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
     if type(x) is not Tensor and is_distributed(x):
-        raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
+        refuse_distributed(name)
     device, dtype = x.device.type, x.dtype
     if dtype in CAST and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -60,7 +75,7 @@ def info_of(x: object, name: str = "") -> TensorInfo:
     if isinstance(x, QuantizedTensor) and dtype is x.dtype:  # casting a quantized tensor dequantizes it
         quantizer = quantizer_of(x)
     index = x.get_device() if device == "cuda" else -1
-    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index)
+    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index, spread)
 
 
 CAST = (torch.float32, torch.float16, torch.bfloat16)

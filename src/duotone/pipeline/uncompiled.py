@@ -3,8 +3,12 @@
 This module is imported only if something is compiled: making the function imports all of Dynamo.
 """
 
+from functools import partial
+
 import torch
 
 from duotone.pipeline.op import KEEPS, run
 
-run_uncompiled = torch.compiler.disable(run, reason=f"{KEEPS}: leave them out, or compile without fullgraph")
+run_uncompiled = torch.compiler.disable(
+    partial(run, may_trace=False), reason=f"{KEEPS}: leave them out, or compile without fullgraph"
+)

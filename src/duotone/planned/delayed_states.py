@@ -30,11 +30,16 @@ def agreed_history(plan: LinearPlan) -> History:
 
 def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
     """RecipeError where shards of one tensor would be encoded with delayed scales that their ranks do not agree on."""
-    sharded = ((plan.layout.input_shard, plan.input), (plan.layout.grad_shard, plan.gradient))
+    layout = plan.layout
+    sharded = (
+        (layout.input_shard, plan.input),
+        (layout.weight_shard, plan.weight),
+        (layout.grad_shard, plan.gradient),
+    )
     alone = not group or not agreed_history(plan).reduce_amax
     if alone and any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
         raise RecipeError(
-            f"{name}: delayed scaling under sequence parallelism needs one scale on all ranks; keep reduce_amax and "
+            f"{name}: delayed scaling of shards of one tensor needs one scale on all ranks; keep reduce_amax and "
             "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
         )
 
@@ -64,6 +69,15 @@ def _state(module: "Planned", name: str, history: History) -> DelayedState:
     state.name = name if unnamed else f"{module.module_name}.{name}"
     state.adopt(history)
     return state
+
+
+def save(module: "Planned") -> None:
+    """Let both states wait like those of a checkpoint until a recipe asks for them again."""
+    for name in STATES:
+        state = module._modules.get(name)
+        if state is not None:
+            module.saved_states[name] = {part: tensor.clone() for part, tensor in state.state_dict().items()}
+    drop(module)
 
 
 def drop(module: "Planned") -> None:

@@ -11,8 +11,8 @@ from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, quantizer_of, require_fit
-from duotone.planned import boundary
+from duotone.pipeline.tensor_info import TensorInfo, is_distributed, quantizer_of, require_fit
+from duotone.planned import boundary, delayed_states, distributed_linear
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.quantized_parameters import quantize_weights
@@ -25,6 +25,11 @@ from duotone.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from duotone.pipeline.spread import Spread
+
+LOCAL = (nn.Parameter, QuantizedTensor)
+"""Types of weights that are no DTensors."""
 
 
 class PlannedLinear(Planned):
@@ -80,9 +85,12 @@ class PlannedLinear(Planned):
         if weight is None:
             weight = self.linear_weight
         bias = None if self.return_bias else self._bias
+        layout = None
+        if type(weight) not in LOCAL and is_distributed(weight):
+            layout, weight, bias = distributed_linear.local_operands(self, info.spread, weight, bias)
         require_fit(self.module_name, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
-        stage = self.plans.stage(info, weight.requires_grad, quantizer)
+        stage = self.plans.stage(info, weight.requires_grad, quantizer, layout)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             stage = self.plans.variant(stage, is_first_microbatch)
         tracked = info.requires_grad
@@ -91,6 +99,20 @@ class PlannedLinear(Planned):
         rows = None if self.layout.sequence_parallel else info.rows
         output = TensorInfo(info.device, info.dtype, weight.shape[0], rows, tracked, None, info.index)
         return stage, output, weight, bias
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        if is_distributed(param):  # the styles of torch take every submodule of a linear for another linear
+            delayed_states.save(self)
+            self.forget_plans()
+
+    def spread(self, x: "Spread") -> "Spread":
+        return distributed_linear.placed(self, x).output
+
+    @property
+    def distributes(self) -> tuple[str, ...]:
+        whole = self.layout.mode is None and self.stored_weight and not is_split(self) and not holds_codes(self.weight)
+        return ("weight", "bias") if whole else ()
 
     def operands(
         self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None

@@ -11,6 +11,7 @@ import torch
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage
+from duotone.linear.layout import Layout
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plan_request import PlanRequest, ask_recipe
@@ -85,7 +86,7 @@ class Planner:
             call.dtype,
             *call.grads,
             site=module.site,
-            layout=module.layout,
+            layout=call.layout if isinstance(call.layout, Layout) else module.layout,
             weight_held=module.weight_held,
             input_held=call.input_held,
             output_role=module.output_quantizer_role,
@@ -103,10 +104,13 @@ class Planner:
             self.answers[recipe.key] = ask_recipe(request)
         return build_plan(request, self.answers[recipe.key])
 
-    def stage(self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None) -> PlannedStage:
-        """The stage of a call, built once for each recipe, dtype, device and pattern of gradients.
+    def stage(
+        self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None, layout: Layout | None = None
+    ) -> PlannedStage:
+        """The stage of a call, built once for each recipe, dtype, device, layout and pattern of gradients.
 
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
+        `layout`: that of the call, if it is not the module's.
         """
         compiling, tracked = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
         module = self._module()
@@ -114,6 +118,8 @@ class Planner:
         mode = AmaxMode.USE if compiling else mode_now()
         region = active_region() if compiling else self.region.now(mode)
         recipe, group = (module.recipe, "") if region is None else (region.recipe, region.group)
+        if layout is not None:
+            group = group or layout.group
         if recipe.evaluation is not None and not module.training:
             recipe = recipe.evaluation
         grads = (tracked and info.requires_grad, tracked and weight_grad)
@@ -125,13 +131,13 @@ class Planner:
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
-        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded)
+        key = (recipe.key, grads, mode, *info[:2], info.index, group, info.quantizer, weight_held, recorded, layout)
         last = self.last
         if last is not None and last[0] == key:
             return last[1]
         stage = self.stages.get(key)
         if stage is None:
-            call = Call(info.place, info.dtype, grads, info.quantizer)
+            call = Call(info.place, info.dtype, grads, info.quantizer, layout)
             stage = self.resolve(recipe, call, group, mode, recorded)
             self._drop_dead_plans()
             self.stages[key] = stage
@@ -171,7 +177,8 @@ class Planner:
         `recorded` is the recipe whose delayed scales the call calibrates.
         """
         module = self.module
-        module.require_whole(module.weights)
+        if call.layout is None:
+            module.require_whole(module.weights)
         plans = self.bind(recipe, call, group, mode)
         seeds.warn_of_load(module, plans[0].seeds)
         if plans[0].is_delayed:

@@ -1,4 +1,4 @@
-"""ShardedParameters: what a module does where its parameters become DTensors. FSDP2 may do that, others may not yet."""
+"""ShardedParameters: what a module does where its parameters become DTensors, by FSDP2 or `parallelize_module`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,17 +14,19 @@ class ShardedParameters:
     """Mixed in before an nn.Module."""
 
     _parameters: dict[str, nn.Parameter | None]
+    distributes: tuple[str, ...] = ()
+    """The parameters that may become DTensors otherwise than by FSDP2."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """As nn.Module. FSDP2 sets a shard like this where a module has a `__setattr__` that is not nn.Module's."""
         if isinstance(value, nn.Parameter) and is_distributed(value) and name in self.__dict__.get("_parameters", ()):
-            self._parameters[name] = value
+            self._parameters[name] = value  # type: ignore[assignment]
         else:
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module. UserError where a plain parameter would become a DTensor, as `parallelize_module` does."""
-        if is_distributed(param) and not is_distributed(self._parameters.get(name)):
+        """As nn.Module. UserError where a parameter would become a DTensor that has to stay plain."""
+        if is_distributed(param) and not is_distributed(self._parameters.get(name)) and name not in self.distributes:
             self._refuse(name)
         super().register_parameter(name, param)  # type: ignore[misc]
 

@@ -1,6 +1,7 @@
 """Stages of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
 
 import weakref
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,12 +13,16 @@ from duotone.tensor.quantizer import Quantizer
 
 
 class Call(NamedTuple):
-    """What decides the plan of a call besides the recipe. `grads`: whether input and weight need gradients."""
+    """What decides the plan of a call besides the recipe.
+
+    `grads`: whether input and weight need gradients. `layout`: that of the linear, if it is not the module's.
+    """
 
     device: str
     dtype: torch.dtype
     grads: tuple[bool, bool] = (True, True)
     input_held: Quantizer | None = None
+    layout: Hashable = None
 
 
 class Planner(Protocol):

@@ -1,0 +1,122 @@
+"""DTensors in a pipeline: ops run on this rank's local tensors, and the output is a DTensor again.
+
+torch's own redistribution sums and gathers activations. Here only the placements of a call are decided.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from duotone.errors import UserError
+from duotone.pipeline import op as pipeline
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Spread(NamedTuple):
+    """How an activation of this global shape lies on the ranks of a mesh of one dimension."""
+
+    mesh: "DeviceMesh"
+    placement: Placement
+    shape: tuple[int, ...]
+
+    @property
+    def dim(self) -> int | None:
+        """The dimension that is cut into shards. None if there is none."""
+        return self.placement.dim if isinstance(self.placement, Shard) else None
+
+    @property
+    def last(self) -> int:
+        return len(self.shape) - 1
+
+    @property
+    def group(self) -> str:
+        return self.mesh.get_group().group_name
+
+
+def placement_of(x: DTensor, name: str) -> Placement:
+    """The one placement of a DTensor. UserError unless it is Replicate or Shard on a mesh of one dimension."""
+    placements = x.placements
+    if len(placements) != 1 or type(placements[0]) not in (Replicate, Shard):
+        raise UserError(
+            f"{name} is {placements} on a mesh of {len(placements)} dimensions; allowed is one dimension, with "
+            "Replicate() or Shard(dim)"
+        )
+    return placements[0]
+
+
+def run_spread(ops: Sequence[Any], x: DTensor, extra: Sequence[object], first: bool | None, owner: object) -> Any:
+    """As `run`, for a DTensor: one op after the other, each on local tensors."""
+    name = getattr(owner, "module_name", "") or type(owner).__name__
+    if extra:
+        raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")
+    for one in ops:
+        spread = Spread(x.device_mesh, placement_of(x, f"the input of {name}"), tuple(x.shape))
+        output = one.spread(spread)
+        # A sum over columns that are cut into shards is owed by whoever replicated the input.
+        cut = spread.dim is None and output.dim is not None
+        local = to_local(x, Partial() if cut else spread.placement)
+        y = pipeline.run((one,), local, (), first, owner, spread=spread)
+        x = FromLocal.apply(y, output)  # type: ignore[no-untyped-call]
+    return x
+
+
+def to_local(x: DTensor, gradient: Placement, stored: Placement | None = None) -> Tensor:
+    """This rank's tensor. Its gradient is a DTensor placed like `gradient`, or redistributed to `stored`."""
+    return ToLocal.apply(x, gradient, stored or gradient)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def without_wait(x: Tensor) -> Tensor:
+    """The tensor itself, after a collective that still fills it: kernels read its address."""
+    wait = getattr(x, "trigger_wait", None)
+    return x if wait is None else wait()  # type: ignore[no-any-return]
+
+
+class ToLocal(torch.autograd.Function):
+    """The local tensor of a DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, gradient: Placement, stored: Placement) -> Tensor:
+        ctx.mesh, ctx.shape, ctx.stride = x.device_mesh, x.shape, x.stride()
+        ctx.gradient, ctx.stored = gradient, stored
+        ctx.set_materialize_grads(False)
+        local = without_wait(x.to_local())
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, None, None]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None, None
+        dx = DTensor.from_local(
+            gradient, ctx.mesh, (ctx.gradient,), run_check=False, shape=ctx.shape, stride=ctx.stride
+        )
+        return dx if ctx.gradient == ctx.stored else dx.redistribute(placements=(ctx.stored,)), None, None
+
+
+class FromLocal(torch.autograd.Function):
+    """The DTensor whose local tensor on this rank is `y`."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, spread: Spread) -> DTensor:
+        ctx.spread = spread
+        ctx.set_materialize_grads(False)
+        shape = torch.Size(spread.shape)
+        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        return DTensor.from_local(y, spread.mesh, (spread.placement,), run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Tensor | None, None]:
+        (gradient,) = gradients
+        if gradient is None:
+            return None, None
+        placement = ctx.spread.placement
+        wanted = (Replicate() if isinstance(placement, Partial) else placement,)
+        if gradient.placements != wanted:
+            gradient = gradient.redistribute(placements=wanted)
+        return without_wait(gradient.to_local()), None

@@ -1,0 +1,93 @@
+"""A linear whose weight is a DTensor: what each rank multiplies, and how the output lies on the mesh.
+
+| input | weight | output | gradient of the input |
+|---|---|---|---|
+| Replicate() | Shard(0) | Shard(-1) | Partial() |
+| Shard(-1) | Shard(1) | Partial() | Shard(-1) |
+| Replicate() | Replicate() | Replicate() | Replicate() |
+| Shard(dim) | Replicate() | Shard(dim) | Shard(dim) |
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.linear.layout import Sharded
+from duotone.pipeline.tensor_info import is_distributed, refuse_distributed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+    from duotone.pipeline.spread import Spread
+    from duotone.planned.linear import PlannedLinear
+
+
+class Placed(NamedTuple):
+    """The layout of a call, how its output lies, and where the gradients of weight and bias are summed."""
+
+    layout: Sharded
+    output: "Spread"
+    bias: "Placement"
+    """What the bias has to be."""
+    gradient: "Placement | None" = None
+    """That of the gradients of weight and bias before a sum over the ranks. None if none is owed."""
+
+
+def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
+    """What a call is, for an input that lies like `x`. UserError where input and weight do not go together."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    from duotone.pipeline.spread import placement_of
+
+    name, weight = module.module_name, module.linear_weight
+    if not is_distributed(weight):
+        refuse_distributed(name)
+    if x is None:
+        raise UserError(
+            f"{name}: its weight is a DTensor and its input is not; give it a DTensor, as the styles of "
+            "parallelize_module do, and call a model of FSDP2 through its forward"
+        )
+    if module.fuse_wgrad_accumulation or module.delay_wgrad_compute:
+        raise UserError(f"{name}: DTensors give their gradients to autograd; leave fuse_ and delay_wgrad out")
+    if weight.device_mesh != x.mesh:
+        raise UserError(f"{name}: its weight is on {weight.device_mesh} and its input on {x.mesh}; use one mesh")
+    group, of_weight = x.group, placement_of(weight, f"the weight of {name}")
+    y = x._replace(shape=(*x.shape[:-1], weight.shape[0]))
+    if x.dim is None and of_weight == Shard(0):
+        return Placed(Sharded(group, weight_dim=0, grad_dim=1), y._replace(placement=Shard(x.last)), Shard(0))
+    if x.dim == x.last and of_weight == Shard(1):
+        return Placed(Sharded(group, input_dim=1, weight_dim=1), y._replace(placement=Partial()), Replicate())
+    if x.dim is None and of_weight == Replicate():
+        return Placed(Sharded(group), y, Replicate())
+    if x.dim != x.last and of_weight == Replicate():
+        return Placed(Sharded(group, input_dim=0, grad_dim=0), y, Replicate(), Partial())
+    raise UserError(
+        f"{name}: its input is {x.placement!r} and its weight {of_weight!r}; allowed are Replicate() with Shard(0), "
+        "Shard(-1) with Shard(1), and Replicate() or Shard(dim) before the last with Replicate()"
+    )
+
+
+def local_operands(
+    module: "PlannedLinear", x: "Spread | None", weight: "DTensor", bias: Tensor | None
+) -> tuple[Sharded, Tensor, Tensor | None]:
+    """The layout of a call and this rank's weight and bias, whose gradients become DTensors like the parameters."""
+    from duotone.pipeline.spread import placement_of, to_local
+
+    call, name = placed(module, x), module.module_name
+    keep_local_buffers(module)
+    stored = placement_of(weight, f"the weight of {name}")
+    local = to_local(weight, call.gradient or stored, stored)
+    if bias is None:
+        return call.layout, local, None
+    if not is_distributed(bias) or placement_of(bias, f"the bias of {name}") != call.bias:
+        raise UserError(f"{name}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")
+    return call.layout, local, to_local(bias, call.gradient or call.bias, call.bias)
+
+
+def keep_local_buffers(module: nn.Module) -> None:
+    """Make seeds and delayed states local again: `distribute_module` makes DTensors of all buffers."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if is_distributed(buffer):
+                part._buffers[name] = buffer.to_local()  # type: ignore[union-attr]

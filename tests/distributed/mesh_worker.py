@@ -1,0 +1,260 @@
+"""parallelize_module on converted models: DTensor weights against one process."""
+
+import copy
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check, same
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import duotone
+from duotone import recipes
+from duotone.errors import RecipeError, UserError
+from duotone.recipes import Recipe, Rule, RuleRecipe
+
+TOKENS = 32
+HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
+RECIPES: dict[str, Recipe] = {**{name: recipes.load(name) for name in recipes.names()}, "hybrid": HYBRID}
+SIZES = {"fp8-block": 256}
+"""Features, so that shards are whole blocks; 64 for other recipes."""
+GRADIENT = duotone.QuantizerRole("linear", "grad_output")
+STOCHASTIC = {name for name, recipe in RECIPES.items() if recipe.quantizer(GRADIENT).is_stochastic}
+"""Recipes that round gradients stochastically: random numbers go by the place in a shard."""
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def piece(t: Tensor, dim: int = 0) -> Tensor:
+    return t.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def linear(name: str, out: int | None = None) -> nn.Sequential:
+    width = SIZES.get(name, 64)
+    out = out or width
+    torch.manual_seed(3)
+    m = nn.Sequential(nn.Linear(width, out)).bfloat16()
+    with torch.no_grad():
+        m[0].weight[: out // 2] *= 4  # the shards' own amaxes differ, in both directions
+        m[0].weight[:, : width // 2] *= 4
+    return duotone.convert(m, RECIPES[name], rules=())
+
+
+def distribute(m: nn.Module, weight: Placement, bias: Placement) -> None:
+    """What styles do, without their hooks."""
+    for name, placement in (("weight", weight), ("bias", bias)):
+        m.register_parameter(name, nn.Parameter(distribute_tensor(getattr(m, name), mesh(), [placement])))
+
+
+def run(m: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output and the gradients of x, weight and bias."""
+    leaf = x.detach().requires_grad_()
+    y = m(leaf)
+    y.backward(dy)
+    return y.detach(), leaf.grad, m[0].weight.grad, m[0].bias.grad
+
+
+def data(name: str, out: int | None = None) -> tuple[Tensor, Tensor]:
+    width = SIZES.get(name, 64)
+    out = out or width
+    torch.manual_seed(5)
+    x, dy = torch.randn(TOKENS, width).bfloat16(), torch.randn(TOKENS, out).bfloat16()
+    x[:, width // 2 :] *= 8
+    dy[:, out // 2 :] *= 16
+    return x, dy
+
+
+def near_sum(got: DTensor, want: Tensor, what: str) -> None:
+    """A sum over the ranks: one bf16 rounding (2^-8) of each part, and one for each addition."""
+    assert got.placements == (Partial(),), f"{what}: {got.placements}"
+    parts = [torch.empty_like(want) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, got.to_local().contiguous())
+    bound = 2.0**-7 * sum(part.double().abs() for part in parts)
+    worst = ((sum(part.double() for part in parts) - want.double()).abs() - bound).max()
+    assert worst <= 0, f"{what}: {worst} above the bound"
+
+
+def close(got: Tensor, want: Tensor, bound: float, what: str) -> None:
+    error = float((got.double() - want.double()).norm() / want.double().norm())
+    assert error <= bound, f"{what}: relative error {error} above {bound}"
+
+
+@check
+def columns_equal_one_process(folder: Path) -> None:
+    """Output, gradients of weight and bias to the bit; the gradient of the input is a sum over the ranks."""
+    for name in RECIPES:
+        x, dy = data(name)
+        whole = linear(name)
+        cut = copy.deepcopy(whole)
+        distribute(cut[0], Shard(0), Shard(0))
+        want = run(whole, x, dy)
+        got = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(-1)]))
+        assert got[0].placements == (Shard(1),) and got[2].placements == (Shard(0),)
+        same(got[0].full_tensor(), want[0], f"{name}: output")
+        same(got[3].full_tensor(), want[3], f"{name}: gradient of the bias")
+        if name in STOCHASTIC:
+            close(got[1].full_tensor(), want[1], 0.3, f"{name}: gradient of the input")
+            close(got[2].full_tensor(), want[2], 0.3, f"{name}: gradient of the weight")
+        else:
+            near_sum(got[1], want[1], f"{name}: gradient of the input")
+            same(got[2].full_tensor(), want[2], f"{name}: gradient of the weight")
+
+
+@check
+def rows_equal_one_process(folder: Path) -> None:
+    """All gradients to the bit; the output is a sum over the ranks, with the bias once."""
+    for name in RECIPES:
+        x, dy = data(name)
+        whole = linear(name)
+        cut = copy.deepcopy(whole)
+        distribute(cut[0], Shard(1), Replicate())
+        want = run(whole, x, dy)
+        got = run(cut, distribute_tensor(x, mesh(), [Shard(1)]), distribute_tensor(dy, mesh(), [Replicate()]))
+        near_sum(got[0], want[0], f"{name}: output")
+        for at, what in ((1, "input"), (2, "weight"), (3, "bias")):
+            same(got[at].full_tensor(), want[at], f"{name}: gradient of the {what}")
+        assert [g.placements[0] for g in got[1:]] == [Shard(1), Shard(1), Replicate()]
+
+
+@check
+def whole_weights_take_shards_of_tokens(folder: Path) -> None:
+    """Scales of a whole tensor are agreed on, and gradients of parameters are summed over the ranks."""
+    for name in ("fp8-current", "mxfp8", "nvfp4-row-scaled-fwd-high-precision-bwd"):
+        x, dy = data(name)
+        whole = linear(name)
+        cut = copy.deepcopy(whole)
+        distribute(cut[0], Replicate(), Replicate())
+        want = run(whole, x, dy)
+        got = run(cut, *(distribute_tensor(t, mesh(), [Shard(0)]) for t in (x, dy)))
+        same(got[0].full_tensor(), want[0], f"{name}: output")
+        same(got[1].full_tensor(), want[1], f"{name}: gradient of the input")
+        for at in (2, 3):
+            assert got[at].placements == (Replicate(),)
+            close(got[at].to_local(), want[at], 2.0**-7, f"{name}: gradient {at}")
+
+
+def network(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(64, SIZES.get(name, 128)), nn.ReLU(), nn.Linear(SIZES.get(name, 128), 64)).bfloat16()
+    return duotone.convert(m, RECIPES[name], rules=())
+
+
+def train(m: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """The losses of three steps, and the first gradients."""
+    torch.manual_seed(1)
+    x, y = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 64).bfloat16()
+    optimizer, losses, first = torch.optim.SGD(m.parameters(), lr=0.5), [], []
+    for _ in range(3):
+        loss = ((m(x) - y).float() ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in m.parameters()]
+        first = first or [grad.clone() for grad in grads]
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), first
+
+
+@check
+def styles_train_like_one_process(folder: Path) -> None:
+    """ColwiseParallel and RowwiseParallel, before or after convert: sums in bf16 are rounded once more."""
+    for at, (name, recipe) in enumerate(RECIPES.items()):
+        whole = network(name)
+        cut = copy.deepcopy(whole)
+        if at % 2:
+            duotone.revert(cut)
+        parallelize_module(cut, mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if at % 2:
+            duotone.convert(cut, recipe, rules=())
+        (got, got_grads), (want, want_grads) = train(cut), train(whole)
+        close(got, want, 5e-3, f"{name}: losses")
+        for i, (g, w) in enumerate(zip(got_grads, want_grads, strict=True)):
+            close(g, w, 0.4 if name in STOCHASTIC else 0.1, f"{name}: gradient {i}")
+        for parameter in cut.parameters():
+            assert parameter.grad.placements == parameter.placements
+        assert cut[0].weight.placements == (Shard(0),) and cut[2].weight.placements == (Shard(1),)
+
+
+@check
+def delayed_scales_are_those_of_the_whole(folder: Path) -> None:
+    """Without an amax_reduction_group the group of the mesh reduces."""
+    x, dy = data("fp8-delayed")
+    for weight, bias, of_x, of_dy in (
+        (Shard(0), Shard(0), Replicate(), Shard(1)), (Shard(1), Replicate(), Shard(1), Replicate())
+    ):  # fmt: skip
+        whole = linear("fp8-delayed")
+        cut = copy.deepcopy(whole)
+        distribute(cut[0], weight, bias)
+        for _ in range(2):
+            run(whole, x, dy)
+            run(cut, distribute_tensor(x, mesh(), [of_x]), distribute_tensor(dy, mesh(), [of_dy]))
+            for state in ("duotone_forward", "duotone_backward"):
+                same(getattr(cut[0], state).scale, getattr(whole[0], state).scale, f"{weight}: {state}")
+    alone = duotone.convert(linear("bf16"), recipes.DelayedScaling(reduce_amax=False), rules=())
+    distribute(alone[0], Shard(0), Shard(0))
+    refused(lambda: alone(distribute_tensor(x, mesh(), [Replicate()])), "keep reduce_amax", RecipeError)
+
+
+@check
+def shards_may_be_uneven_or_empty(folder: Path) -> None:
+    """One output feature over two ranks: the second holds nothing and takes part in every reduction."""
+    for name in ("fp8-current", "mxfp8", "nvfp4-row-scaled-fwd-high-precision-bwd"):
+        for out in (1, 2 * 32 + 1):
+            x, dy = data(name, out)
+            whole = linear(name, out)
+            cut = copy.deepcopy(whole)
+            distribute(cut[0], Shard(0), Shard(0))
+            want = run(whole, x, dy)
+            got = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(1)]))
+            same(got[0].full_tensor(), want[0], f"{name}: output")
+            same(got[2].full_tensor(), want[2], f"{name}: gradient of the weight")
+
+
+def refused(call, words: str, kind: type[Exception] = UserError) -> None:  # type: ignore[no-untyped-def]
+    try:
+        call()
+    except kind as error:
+        assert words in str(error) and "\n" not in str(error), error
+    else:
+        raise AssertionError(f"nothing was refused: {words}")
+
+
+@check
+def placements_that_do_not_go_together_are_refused(folder: Path) -> None:
+    x, _ = data("mxfp8")
+    cut = linear("mxfp8")
+    distribute(cut[0], Shard(0), Shard(0))
+    refused(lambda: cut(x), "its input is not")
+    refused(lambda: cut(distribute_tensor(x, mesh(), [Shard(0)])), "allowed are Replicate() with Shard(0)")
+    partial = DTensor.from_local(x, mesh(), [Partial()])
+    refused(lambda: cut(partial), "Replicate() or Shard(dim)")
+    odd = linear("mxfp8")
+    distribute(odd[0], Shard(1), Shard(0))
+    refused(lambda: odd(distribute_tensor(x, mesh(), [Shard(1)])), "its bias has to be a DTensor of Replicate()")
+    refused(lambda: linear("mxfp8")(distribute_tensor(x, mesh(), [Replicate()])), "pass its to_local()")
+
+
+@check
+def what_cannot_become_dtensors_stays_whole(folder: Path) -> None:
+    group = dist.group.WORLD
+    quantized = linear("fp8-current")
+    duotone.convert_parameters(quantized, RECIPES["fp8-current"])
+    for m in (
+        duotone.Linear(64, 64, parallel_mode="column", tp_group=group),
+        duotone.LayerNormLinear(64, 64),
+        duotone.Linear(64, 64, parameters_split=("a", "b")),
+    ):
+        before = dict(m.named_parameters())
+        refused(lambda m=m: parallelize_module(nn.Sequential(m), mesh(), {"0": ColwiseParallel()}), "DTensor")
+        assert dict(m.named_parameters()) == before
+    refused(lambda: quantized[0].register_parameter("weight", distribute_tensor(torch.ones(2), mesh())), "DTensor")
+
+
+if __name__ == "__main__":
+    checks.main()
