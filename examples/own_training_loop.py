@@ -9,10 +9,10 @@ from torch import nn
 import duotone
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).bfloat16()
+model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).bfloat16()
 duotone.convert(model, duotone.recipes.load("mxfp8-fwd-nvfp4-bwd"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-data = torch.randn(512, 64, dtype=torch.bfloat16)
+data = torch.randn(256, 64, dtype=torch.bfloat16)
 
 for _ in range(50):
     loss = nn.functional.mse_loss(model(data).float(), data.float())

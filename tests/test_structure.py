@@ -1,12 +1,11 @@
 """The shape of the source: what may import what, who may know a format, and what importing costs."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-
-import pytest
 
 import duotone
 
@@ -29,9 +28,18 @@ def room(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def attributes(path: Path) -> set[str]:
+    return {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
+
+
 def imports(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -43,50 +51,42 @@ def imports(path: Path) -> set[str]:
     return rooms
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_only_upward(path: Path) -> None:
-    own = ORDER.index(room(path))
-    for imported in imports(path) & set(ORDER):
-        assert ORDER.index(imported) <= own, f"{path.relative_to(ROOT)} imports duotone.{imported} from above"
+def test_imports_go_only_upward() -> None:
+    for path in FILES:
+        below = [one for one in imports(path) & set(ORDER) if ORDER.index(one) > ORDER.index(room(path))]
+        assert not below, f"{path.relative_to(ROOT)} imports {below}, which are above it"
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=lambda p: str(p.relative_to(ROOT)))
-def test_the_library_needs_neither_the_tools_nor_their_packages(path: Path) -> None:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    packages = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    packages |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    assert not imports(path) & TOOLS
-    assert not {name.split(".")[0] for name in packages} & EXTRAS
+def test_the_library_needs_neither_the_tools_nor_their_packages() -> None:
+    for path in LIBRARY:
+        packages = {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
+        packages |= {node.module for node in nodes(path) if isinstance(node, ast.ImportFrom) and node.module}
+        assert not imports(path) & TOOLS, path
+        assert not {name.split(".")[0] for name in packages} & EXTRAS, path
 
 
 def test_every_room_has_its_place_in_the_order() -> None:
     assert {room(path) for path in FILES} <= set(ORDER)
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if room(p) != "formats"], ids=lambda p: str(p.relative_to(ROOT)))
-def test_nobody_outside_formats_asks_a_format_who_it_is(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} | {
-        n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)
-    }
-    assert not named & CONCRETE_FORMATS
+def test_nobody_outside_formats_asks_a_format_who_it_is() -> None:
+    for path in (path for path in FILES if room(path) != "formats"):
+        named = {node.id for node in nodes(path) if isinstance(node, ast.Name)} | attributes(path)
+        assert not named & CONCRETE_FORMATS, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_environment_variable_is_read(path: Path) -> None:
+def test_no_environment_variable_is_read() -> None:
     """Only where compiled casts are cached, which changes no number, follows the compiler's own variable."""
-    read = {"environ", "getenv"} & {
-        n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)
-    }
-    assert not read or path.relative_to(ROOT) == Path("dispatch/compiler.py")
+    readers = [path.relative_to(ROOT) for path in FILES if attributes(path) & {"environ", "getenv"}]
+    assert readers == [Path("dispatch/compiler.py")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_functions_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < 60, f"{path.name}:{node.name}"
+def test_files_and_functions_stay_small() -> None:
+    for path in FILES:
+        assert len(path.read_text().splitlines()) <= 400, path
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 60, f"{path}:{node.name}"
 
 
 def test_importing_needs_no_compiler_no_triton_and_nothing_but_torch() -> None:
@@ -110,7 +110,6 @@ def test_a_file_name_says_its_room() -> None:
     assert not {name for name, count in counts.items() if count > 2}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_code_asks_whether_dynamo_traces_it(path: Path) -> None:
+def test_code_asks_whether_dynamo_traces_it() -> None:
     """`torch.compiler.is_compiling` is true in every thread while one thread compiles."""
-    assert "is_compiling" not in {n.attr for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute)}
+    assert not [path for path in FILES if "is_compiling" in attributes(path)]

@@ -9,7 +9,7 @@ import duotone
 from duotone import recipes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
     """Bit for bit where nothing is fused: both draw one seed for each rounding, in the order of eager.
 

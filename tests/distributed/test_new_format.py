@@ -59,7 +59,7 @@ RECIPE = CustomRecipe(qfactory=factory)
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 128)).bfloat16()
+    made = nn.Sequential(nn.Linear(128, 128, bias=False), nn.ReLU(), nn.Linear(128, 128)).bfloat16()
     return duotone.convert(made, RECIPE)
 
 
@@ -99,7 +99,7 @@ def multiplies(folder: Path) -> None:
     assert {row.kernel for row in duotone.plan(m)} == {"decode, bf16 product"}
     dy = batch()[1]
     layer = m[2]
-    h = torch.relu(torch.randn(64, 256)).bfloat16()
+    h = torch.relu(torch.randn(64, 128)).bfloat16()
     leaf = h.clone().requires_grad_()
     y = layer(leaf)
     y.backward(dy)
@@ -173,6 +173,8 @@ def shards(folder: Path) -> None:
 
 @check
 def compiles_whole(folder: Path) -> None:
+    if dist.get_rank():
+        return  # the first rank compiles for both
     eager = model()
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")

@@ -1,7 +1,8 @@
 """A script: the NVFP4 casts, their decoding and the epilogue of products in Triton's interpreter, against their twins.
 
-Prints each difference, then how many comparisons were made. Besides conversions (see `interpreted`), these of a GPU are
-replaced: minima and maxima that drop NaN, NaN without a sign, a fused product and sum rounded down, bf16 by twos.
+Prints each difference, then how many comparisons were made. With the argument "all", each matrix meets each choice;
+else each two choices meet. Besides conversions (see `interpreted`), these of a GPU are replaced: minima and maxima that
+drop NaN, NaN without a sign, a fused product and sum rounded down, bf16 by twos.
 """
 
 import itertools
@@ -28,6 +29,7 @@ SEED = 0x1234567890ABCDEF
 NAMES = [name for name in formats.names() if name.startswith("nvfp4")]
 SAME_BUT_448 = [name for name in NAMES if "_448" in name]
 DTYPES = torch.bfloat16, torch.float32, torch.float16
+ALL = "all" in sys.argv
 
 
 def call(self: launch.Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
@@ -80,7 +82,8 @@ def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, T
 def planes() -> Check:
     """A matrix of words with infinities and NaN, one of odd sizes, one near the largest numbers, one column.
 
-    Formats that differ from another one in a constant alone take the first matrix.
+    Formats that differ from another one in a constant alone take the first matrix. Of odd sizes only the columnwise
+    plane is cast, if a kernel casts it alone.
     """
     x = awkward()
     huge = torch.randn(17, 40) * 1e30
@@ -91,7 +94,8 @@ def planes() -> Check:
             continue
         if what != "whole" and name in SAME_BUT_448:
             continue
-        for row, col in ((fmt, fmt), (None, fmt)) if what == "whole" else ((fmt, fmt),):
+        sides = ((fmt, fmt), (None, fmt)) if ALL else ((None if what == "odd" and not fmt.is_derivable else fmt, fmt),)
+        for row, col in sides:
             cast = casts._two_level_cast(row, col, row is not None and fmt.is_derivable, False)
             if cast is None:
                 assert row is None and fmt.is_derivable
@@ -128,9 +132,10 @@ def decoded(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
 
 
 def values() -> Check:
-    for name, dtype in itertools.product(("nvfp4", "nvfp4_row", "nvfp4_16x16_4over6"), DTYPES):
+    shapes = (70, 150), (35, 141), (1, 7)
+    for (i, name), dtype in itertools.product(enumerate(("nvfp4", "nvfp4_row", "nvfp4_16x16_4over6")), DTYPES):
         fmt = formats.get(name)
-        for rows, cols in ((70, 150), (35, 141), (1, 7)) if dtype is torch.bfloat16 else ((35, 141),):
+        for rows, cols in shapes if ALL else [shapes[(i + DTYPES.index(dtype)) % 3]]:
             parts = fmt.encode(awkward()[:rows, :cols])
             given = parts["codes"], parts["scale"].t().contiguous().t()
             top = fmt.scale_limits(dtype)[0]
@@ -145,21 +150,23 @@ def epilogues() -> Check:
     y = awkward()
     m, n = y.shape
     extents = None, 1, "lines"
-    for a, b, constant, bias, dtype in itertools.product(extents, extents, (1.0, 2688.0), (False, True), DTYPES):
-        sides = [
-            Factors(y, None if of is None else torch.rand(size if of == "lines" else 1), divisor)
-            for of, size, divisor in ((a, m, constant), (b, n, 1.5))
-        ]
-        add = torch.randn(n).to(dtype) if bias else None
-        one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
-        given, what = (
-            (y, sides[0].epilogue_scale, sides[1].epilogue_scale, one_over, add),
-            f"epilogue {a} {b} {constant} {bias} {dtype}",
-        )
-        want = finish(scaled(y, *sides), torch.float32, add)
-        yield what, epilogue.finish(*given, torch.empty_like(y, dtype=dtype)), want.to(dtype)
-        before = torch.randn(m, n).to(dtype)
-        yield f"{what} adding", epilogue.finish(*given, before.clone(), True), (want + before.float()).to(dtype)
+    ways = list(itertools.product((1.0, 2688.0), (False, True)))
+    for i, (a, b, dtype) in enumerate(itertools.product(extents, extents, DTYPES)):
+        for constant, bias in ways if ALL else [ways[(i + i // 3) % 4]]:
+            sides = [
+                Factors(y, None if of is None else torch.rand(size if of == "lines" else 1), divisor)
+                for of, size, divisor in ((a, m, constant), (b, n, 1.5))
+            ]
+            add = torch.randn(n).to(dtype) if bias else None
+            one_over = 1.0 / (sides[0].divisor * sides[1].divisor)
+            given, what = (
+                (y, sides[0].epilogue_scale, sides[1].epilogue_scale, one_over, add),
+                f"epilogue {a} {b} {constant} {bias} {dtype}",
+            )
+            want = finish(scaled(y, *sides), torch.float32, add)
+            yield what, epilogue.finish(*given, torch.empty_like(y, dtype=dtype)), want.to(dtype)
+            before = torch.randn(m, n).to(dtype)
+            yield f"{what} adding", epilogue.finish(*given, before.clone(), True), (want + before.float()).to(dtype)
 
 
 def main() -> int:
