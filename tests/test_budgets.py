@@ -13,13 +13,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 24671
+LIBRARY_LINES = 24716
 TOOL_LINES = 4243
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1049, 16, 0),
+    "attention": (1054, 16, 0),
     "cli": (1027, 3, 0),
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
@@ -29,12 +29,12 @@ BUDGETS = {
     "kernels": (3658, 0, 0),
     "lab": (2139, 7, 0),
     "linear": (1688, 5, 0),
-    "modules": (507, 15, 0),
+    "modules": (514, 15, 0),
     "observe": (858, 11, 0),
-    "ops": (1229, 5, 0),
+    "ops": (1248, 5, 0),
     "optim": (516, 10, 0),
     "package": (241, 1, 0),
-    "pipeline": (1170, 49, 1),
+    "pipeline": (1184, 49, 1),
     "planned": (1913, 40, 5),
     "recipes": (1989, 27, 0),
     "report": (1077, 0, 0),

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
-PROCESSES = {"amax_worker.py": 3}
+PROCESSES = {"amax_worker.py": 3, "fsdp_mesh_worker.py": 4}
 """Of workers that need more than two."""
 
 

@@ -10,7 +10,12 @@ from checks import check, same
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import duotone
 from duotone import recipes
@@ -214,6 +219,64 @@ def shards_may_be_uneven_or_empty(folder: Path) -> None:
             got = run(cut, distribute_tensor(x, mesh(), [Replicate()]), distribute_tensor(dy, mesh(), [Shard(1)]))
             same(got[0].full_tensor(), want[0], f"{name}: output")
             same(got[2].full_tensor(), want[2], f"{name}: gradient of the weight")
+
+
+class Block(nn.Module):
+    """A norm and an MLP beside a residual stream (batch, tokens, width)."""
+
+    def __init__(self, name: str, norm: nn.Module, activation: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.norm, self.act = norm, activation
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+        with torch.no_grad():
+            self.norm.weight.copy_(torch.randn(64))
+        duotone.convert(self.bfloat16(), RECIPES[name], rules=())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+@check
+def sequence_parallel_blocks_equal_one_process(folder: Path) -> None:
+    """Norms of torch and of Duotone on shards of tokens; activations of Duotone on shards of features."""
+    torch.manual_seed(4)
+    x, dy = torch.randn(2, TOKENS, 64).bfloat16(), torch.randn(2, TOKENS, 64).bfloat16()
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    for name in ("fp8-current", "mxfp8"):
+        for norm, act in ((nn.LayerNorm, nn.GELU), (duotone.RMSNorm, duotone.ops.GELU)):
+            whole = Block(name, norm(64), act())
+            cut = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+            leaf, shard = x.clone().requires_grad_(), distribute_tensor(x, mesh(), [Shard(1)]).requires_grad_()
+            want, got = whole(leaf), cut(shard)
+            want.backward(dy)
+            got.backward(distribute_tensor(dy, mesh(), [Shard(1)]))
+            assert got.placements == shard.grad.placements == (Shard(1),)
+            close(got.full_tensor(), want, 1e-2, f"{name}: output")
+            close(shard.grad.full_tensor(), leaf.grad, 3e-2, f"{name}: gradient of the input")
+            for (key, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
+                close(p.grad.full_tensor(), q.grad, 3e-2, f"{name}: gradient of {key}")
+                assert norm is nn.LayerNorm or p.grad.placements == p.placements
+
+
+@check
+def modules_whose_rows_have_an_order_are_refused(folder: Path) -> None:
+    """A gated fc1 and a fused projection of queries, keys and values: shards would hold other rows."""
+    gated = duotone.LayerNormMLP(64, 64, activation="swiglu")
+    plain = duotone.LayerNormMLP(64, 64, recipe=RECIPES["mxfp8"])
+    x = torch.randn(TOKENS, 64)
+    want = plain(x)
+    for m in (gated, plain):
+        parallelize_module(m, mesh(), {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+    refused(lambda: gated(x), "set_parallel_mode")
+    close(plain(x), want, 1e-4, "LayerNormMLP")
+    attention = duotone.MultiheadAttention(64, 4, fuse_qkv_params=True)
+    parallelize_module(attention, mesh(), {"qkv": ColwiseParallel()})
+    refused(lambda: attention(torch.randn(8, 2, 64)), "tp_group")
 
 
 def refused(call, words: str, kind: type[Exception] = UserError) -> None:  # type: ignore[no-untyped-def]

@@ -36,8 +36,13 @@ class Heads:
         return {kind: (self.count if kind == "query" else self.groups) * self.width for kind in kinds}
 
     def split(self, x: Tensor, kinds: tuple[str, ...]) -> tuple[Tensor, ...]:
-        """(*lead, features of the kinds) -> one (*lead, heads, width) per kind."""
+        """(*lead, features of the kinds) -> one (*lead, heads, width) per kind. UserError for other features."""
         counts = [size // self.width for size in self.sizes(kinds).values()]
+        if x.shape[-1] != sum(counts) * self.width:
+            raise UserError(
+                f"a projection gave {x.shape[-1]} features, and its heads have {sum(counts) * self.width}; build "
+                "attention with set_parallel_mode and tp_group to spread heads over ranks"
+            )
         if not self.interleaved:
             return x.unflatten(-1, (-1, self.width)).split(counts, dim=-2)
         groups = x.unflatten(-1, (self.groups, -1, self.width))

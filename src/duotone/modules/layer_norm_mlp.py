@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from duotone.errors import UserError
 from duotone.modules.fused_module import FusedModule
 from duotone.ops.activation import ActivationOp
 from duotone.ops.extra_tensors import MakeExtraOutput
@@ -14,6 +15,7 @@ from duotone.ops.norm import NormOp
 from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
+from duotone.pipeline.tensor_info import is_distributed
 from duotone.planned.initialisation import materialise
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
@@ -123,6 +125,11 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
             outputs = run(ops, x, (), is_first_microbatch, self)
             y, *normalised = outputs if isinstance(outputs, tuple) else (outputs,)
             bias = [self.fc2.bias] if self.return_bias else []
+        elif self.activation.gated and is_distributed(self.fc1.weight) and self.fc1.weight.placements[0].is_shard():
+            raise UserError(
+                f"{self.fc1.module_name}: rows of a gated fc1 are two halves, and a style would give each rank rows of "
+                "one; build the module with set_parallel_mode and tp_group"
+            )
         else:  # hooks want to see calls, and what was put in the place of a linear may be no op
             y, normalised = run_modules(ops, x, (), is_first_microbatch, self)
             bias = [normalised.pop()] if self.return_bias else []

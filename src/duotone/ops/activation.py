@@ -16,6 +16,7 @@ from duotone.pipeline.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
+    from duotone.pipeline.spread import Spread
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,11 @@ class ActivationOp(Op, nn.Module):
                 raise UserError(f"{self.kind} takes an even last dimension, two halves; got {width}")
             width //= 2
         return self._by_keeps[tracked], TensorInfo(device, dtype, width, rows, tracked, index=index)
+
+    def spread(self, x: "Spread") -> "Spread":
+        if self.gated and x.cuts_last:
+            raise UserError(f"{self.kind} takes whole rows, two halves each; got a DTensor of {x.placement!r}")
+        return x._replace(shape=(*x.shape[:-1], x.shape[-1] // 2)) if self.gated else x
 
     def extra_repr(self) -> str:
         return self.kind

@@ -17,6 +17,7 @@ from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
+    from duotone.pipeline.spread import Spread
 
 
 Parameters = tuple[Tensor | None, Tensor | None]
@@ -119,8 +120,17 @@ class NormOp(Op):
             keeps = (gamma is not None and gamma.requires_grad) or (beta is not None and beta.requires_grad)
         return self.stages[keeps], TensorInfo(*info[:4], keeps, index=info.index)
 
+    def spread(self, x: "Spread") -> "Spread":
+        if x.cuts_last:
+            raise UserError(f"{self.kind} takes whole rows; got a DTensor of {x.placement!r}")
+        return x
+
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         gamma, beta = self.parameters()
+        if info.spread is not None:
+            from duotone.pipeline.spread import replicated  # loads DTensor
+
+            gamma, beta = (replicated(t, info.spread, f"a parameter of {self.kind}") for t in (gamma, beta))
         dtype = info.dtype
         if gamma is None or gamma.dtype is dtype or self.zero_centered:
             return gamma, beta
@@ -157,6 +167,9 @@ class Norm(Op, nn.Module):
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
         return self._norm.link(info, is_first_microbatch)
+
+    def spread(self, x: "Spread") -> "Spread":
+        return self._norm.spread(x)
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         return self._norm.operands(stage, info, extra)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from duotone.errors import UserError
 from duotone.pipeline import op as pipeline
+from duotone.pipeline.tensor_info import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,12 +32,25 @@ class Spread(NamedTuple):
         return self.placement.dim if isinstance(self.placement, Shard) else None
 
     @property
+    def cuts_last(self) -> bool:
+        return self.dim == self.last
+
+    @property
     def last(self) -> int:
         return len(self.shape) - 1
 
     @property
     def group(self) -> str:
         return self.mesh.get_group().group_name
+
+
+def replicated(x: Tensor | None, spread: Spread, name: str) -> Tensor | None:
+    """This rank's copy of a parameter that an op applies to each shard. UserError unless it is replicated there."""
+    if x is None:
+        return None
+    if not is_distributed(x) or x.device_mesh != spread.mesh or placement_of(x, name) != Replicate():
+        raise UserError(f"{name} has to be Replicate() on the mesh of the input, as SequenceParallel makes it")
+    return to_local(x, Replicate() if spread.dim is None else Partial(), Replicate())
 
 
 def placement_of(x: DTensor, name: str) -> Placement:

@@ -1,0 +1,81 @@
+"""fully_shard over linears whose weights are DTensors: FSDP2 and tensor parallelism on a 2 x 2 mesh."""
+
+import copy
+from pathlib import Path
+
+import checks
+import torch
+from checks import check, same
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import duotone
+from duotone import recipes
+
+NAMES = ("fp8-current", "mxfp8", "fp8-delayed", "nvfp4")
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+
+
+def network(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    m = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).bfloat16()
+    return duotone.convert(m, recipes.load(name), rules=())
+
+
+def cut(m: nn.Sequential, over: DeviceMesh) -> nn.Sequential:
+    return parallelize_module(m, over["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def shard(m: nn.Sequential, over: DeviceMesh) -> nn.Sequential:
+    for layer in (m[0], m[2]):
+        fully_shard(layer, mesh=over["data"])
+    return fully_shard(m, mesh=over["data"])
+
+
+def train(m: nn.Module) -> list[Tensor]:
+    """Three losses and the last weights. All ranks take the same batch, so that the average over data is exact."""
+    torch.manual_seed(1)
+    x, y = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    optimizer, losses = torch.optim.SGD(m.parameters(), lr=0.5), []
+    for _ in range(3):
+        loss = ((m(x) - y).float() ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(p.grad.placements == p.placements for p in m.parameters())
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach().full_tensor() for p in m.parameters())]
+
+
+@check
+def sharded_data_changes_no_bit(folder: Path) -> None:
+    over = mesh()
+    for name in NAMES:
+        split, both = cut(network(name), over), shard(cut(network(name), over), over)
+        assert all(isinstance(p, DTensor) and p.device_mesh.ndim == 2 for p in both.parameters())
+        for got, want in zip(train(both), train(split), strict=True):
+            same(got, want, name)
+
+
+@check
+def a_state_dict_of_the_whole_model_goes_in_and_out(folder: Path) -> None:
+    over, options = mesh(), StateDictOptions(full_state_dict=True)
+    whole = network("mxfp8")
+    both = shard(cut(copy.deepcopy(whole), over), over)
+    with torch.no_grad():
+        for p in both.parameters():
+            p.zero_()
+    set_model_state_dict(both, whole.state_dict(), options=options)
+    for key, value in get_model_state_dict(both, options=options).items():
+        same(value, whole.state_dict()[key], key)
+
+
+if __name__ == "__main__":
+    checks.main()
