@@ -68,6 +68,8 @@ ALLOWED = {
     "state.rolling.OTHERS": WAITING,
     "state.rolling.THREADS": WAITING,
     "state.traced_stages.PLANS": GRAPHS,
+    "state.traced_stages._ALIKE": GRAPHS,
+    "state.traced_stages._CONTENTS": GRAPHS,
     "state.traced_stages._PLANNERS": GRAPHS,
     "state.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import duotone
-from duotone import CustomRecipe, recipes
+from duotone import CustomRecipe, Quantizer, recipes
 from duotone.compat import IdentityQuantizer
 from duotone.state import traced_stages as traced
 
@@ -15,8 +15,15 @@ def linear(recipe: recipes.Recipe) -> duotone.Linear:
     return duotone.Linear(16, 16, recipe=recipe, name="l")
 
 
-def names_of(number: str) -> list[str]:
-    return [name for name in vars(traced.PLANS) if name.startswith(f"{number}_")]
+def names_of(config: str) -> list[str]:
+    return [name for name in vars(traced.PLANS) if name.startswith(f"{config}_")]
+
+
+def trace(m: duotone.Linear, recipe: recipes.Recipe) -> None:
+    """What a trace of a call does outside of itself."""
+    traced.ask(m.plans.config, recipe.key)
+    where = ("cpu", "torch.float32", "", False, "")
+    traced.plan_name((m.plans.config, getattr(m.plans.answered, recipe.key), recipe.key, True, True, True, *where))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of processes of other tests, which end as this one collects
@@ -32,33 +39,52 @@ def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
 
 def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
     m = linear(recipes.load("bf16"))
+    before = len(traced._CONTENTS)
     for step in range(13):
         if step == 12:
             gc.collect()
         recipe = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
-        traced.plan_name(m.plans.number, recipe.key, True, True, True, "cpu", "torch.float32", "")
+        trace(m, recipe)
         del recipe
-    assert len(names_of(m.plans.number)) <= 2
+    assert len(names_of(m.plans.config)) <= 2 and len(traced._CONTENTS) <= before + 1
 
 
 def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:
     torch._dynamo.reset()
-    m = linear(recipes.load("mxfp8"))
+    m = duotone.Linear(48, 16, recipe=recipes.load("mxfp8"))  # no other module of the suite has this content
     run = torch.compile(m, fullgraph=True, backend="aot_eager")
-    run(torch.randn(32, 16)).sum().backward()
-    number = m.plans.number
-    assert names_of(number)
+    run(torch.randn(32, 48)).sum().backward()
+    config = m.plans.config
+    assert names_of(config)
     del m, run
     torch._dynamo.reset()
     gc.collect()
-    assert not names_of(number) and number not in traced._NAMES
+    linear(recipes.load("bf16"))  # what is gone is forgotten when a module comes
+    assert not names_of(config) and config not in traced._NAMES and config not in traced._ALIKE
 
 
-def test_a_module_with_a_new_number_drops_what_was_traced_under_the_old_one() -> None:
+def test_the_last_module_of_a_content_takes_its_plans_along() -> None:
     recipe = recipes.load("mxfp8")
-    m = linear(recipe)
-    number = m.plans.number
-    traced.plan_name(number, recipe.key, True, True, True, "cpu", "torch.float32", "")
-    assert names_of(number)
-    m.forget_plans()
-    assert not names_of(number)
+    one, other = linear(recipe), linear(recipe)
+    config = one.plans.config
+    assert other.plans.config == config
+    trace(one, recipe)
+    one.save_original_input = True
+    one.forget_plans()
+    assert one.plans.config != config and names_of(config)
+    other.save_original_input = True
+    other.forget_plans()
+    assert not names_of(config)
+
+
+def test_equal_quantizers_of_a_class_of_the_user_are_not_taken_for_equal() -> None:
+    """Dataclass equality compares the fields of Quantizer, and such a class may hold more."""
+
+    class Mine(Quantizer):
+        pass
+
+    recipe = CustomRecipe(qfactory=lambda role: Mine())
+    one, other = linear(recipe), linear(recipe)
+    for m in (one, other):
+        m.plans.answer(recipe)
+    assert vars(one.plans.answered) != vars(other.plans.answered)

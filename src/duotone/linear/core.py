@@ -48,6 +48,10 @@ class LinearStage(Stage):
     def reads(self) -> tuple[bool, ...]:  # type: ignore[override]
         return self.plan.weight_grad, self.plan.input_grad, False, False
 
+    def of_module(self, handle: Tensor) -> "LinearStage":
+        """In a trace: the stage with the delayed slots of the module that `handle` names."""
+        return LinearStage(self.plan.of_module(handle), self.sink)
+
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         weight, bias, _ = operands
         return (F.linear(x, weight, bias),)

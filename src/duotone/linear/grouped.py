@@ -60,6 +60,11 @@ class GroupedStage(Stage):
         grouped = on_device and plan.weight.source is ENCODE_NOW and shape[0] * shape[1] <= SMALL
         return GroupedStage(linears, True, on_device, grouped)
 
+    def of_module(self, handle: Tensor) -> "GroupedStage":
+        """In a trace: the stage with the delayed slots of the module that `handle` names."""
+        linears = tuple([linear.of_module(handle) for linear in self.linears])
+        return GroupedStage(linears, self.is_joint, self.takes_device_splits, self.grouped)
+
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)

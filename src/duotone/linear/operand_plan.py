@@ -18,6 +18,7 @@ from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand, 
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.traced_slot import TracedSlot
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.quantizer import Quantizer
@@ -140,6 +141,22 @@ class OperandPlan:
             DelayedSlot(state, index + 1, group, mode, backward) if col else None,
         )
         return replace(self, context=replace(self.context, slots=slots), slot_distance=distance)
+
+    def with_traced_slots(self, plan: str, member: int, operand: str) -> "OperandPlan":
+        """The plan for a graph that equal modules share; `plan` is its name there and `operand` that of this one."""
+        slots = [
+            TracedSlot(plan, member, operand, side) if asks else None
+            for side, asks in enumerate(self.quantizer.delayed)
+        ]
+        return replace(self, context=replace(self.context, slots=(slots[0], slots[1])))
+
+    def of_module(self, handle: Tensor) -> "OperandPlan":
+        """In a trace: the plan with the slots of the module that `handle` names."""
+        row, col = self.context.slots
+        if row is None and col is None:
+            return self
+        slots = row and row.of_module(handle), col and col.of_module(handle)
+        return replace(self, context=replace(self.context, slots=slots))
 
     def from_cache(self, source: PlaneSource, columnwise: bool) -> "OperandPlan":
         """The plan of a weight whose planes a cache keeps; with `columnwise` backward reads one of them."""

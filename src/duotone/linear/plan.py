@@ -6,6 +6,8 @@ Execution reads no mode; it follows the plan. A plan is a frozen, hashable value
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from duotone.formats import IDENTITY
 from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.layout import WHOLE, Layout
@@ -74,6 +76,23 @@ class LinearPlan:
             weight=self.weight.with_slots(forward, member, 2, FORWARD_SLOTS, group, mode),
             gradient=self.gradient.with_slots(backward, member, 0, BACKWARD_SLOTS, group, AmaxMode.RECORD, True),
             rolls_forward_alone=not any(self.gradient.quantizer.delayed),
+        )
+
+    def with_traced_slots(self, name: str, member: int) -> "LinearPlan":
+        """The plan of the `member`-th linear for a graph that equal modules share, under its name there."""
+        operands = {
+            field: getattr(self, field).with_traced_slots(name, member, field)
+            for field in ("input", "weight", "gradient")
+        }
+        return replace(self, **operands, rolls_forward_alone=not any(self.gradient.quantizer.delayed))
+
+    def of_module(self, handle: Tensor) -> "LinearPlan":
+        """In a trace: the plan with the delayed slots of the module that `handle` names."""
+        return replace(
+            self,
+            input=self.input.of_module(handle),
+            weight=self.weight.of_module(handle),
+            gradient=self.gradient.of_module(handle),
         )
 
 

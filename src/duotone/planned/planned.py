@@ -209,6 +209,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copied.layout = self.layout
+        copied.plans.forget()  # they go by the layout
         return copied
 
 

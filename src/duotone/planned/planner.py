@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,9 +26,9 @@ from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
 from duotone.state.amax_mode import AmaxMode, in_backward, mode_now
 from duotone.state.autocast_context import active_region
-from duotone.state.traced_stages import Call
+from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.context import QuantizeContext
+from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
@@ -48,12 +48,22 @@ class Planner:
         self.options = WeightOptions(self._module)
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
-        self.number = ""
+        self.number = traced_stages.number(self)
+        with torch.inference_mode(False):
+            self.handle = torch.tensor([int(self.number)], dtype=torch.int64, device="cpu")
+        """`number`, int64 (1,) on the CPU: what belongs to this module alone comes into graphs through it."""
+        self.config = ""
         self.forget()
 
     def forget(self) -> None:
-        """Build plans anew at the next call. Compiled code follows: its constants go by the planner's number."""
-        self.number = traced_stages.register(self, self.number)
+        """Build plans anew at the next call, in compiled code too, if the module has other content now."""
+        before, self.config = self.config, self._content()
+        traced_stages.move(self, before, self.config)
+        self.answered = Answered()
+        self.bound: dict[str, Sequence[LinearPlan]] = {}
+        """The plans of this module's linears where a graph has a template, by its name."""
+        self.followed = ""
+        """The name among `bound` whose parameters the delayed states have."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
         self.variants: dict[tuple[PlannedStage, bool | None, bool], PlannedStage] = {}
@@ -99,10 +109,7 @@ class Planner:
 
     def plan(self, recipe: Recipe, call: Call | None = None) -> LinearPlan:
         """The plan under a recipe. A recipe that is a function is asked once per slot and never again."""
-        request = self.request(recipe, call)
-        if recipe.key not in self.answers:
-            self.answers[recipe.key] = ask_recipe(request)
-        return build_plan(request, self.answers[recipe.key])
+        return build_plan(self.request(recipe, call), self.answer(recipe))
 
     def stage(
         self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None, layout: Layout | None = None
@@ -124,10 +131,7 @@ class Planner:
             recipe = recipe.evaluation
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
-            where = (info.place, str(info.dtype), group)
-            return getattr(  # type: ignore[no-any-return]
-                traced_stages.PLANS, traced_stages.plan_name(self.number, recipe.key, *grads, tracked, *where)
-            )
+            return self._traced(module, recipe, info, grads, tracked, group, weight_held)
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
@@ -145,10 +149,87 @@ class Planner:
         self.last = (key, stage)
         return stage
 
+    def _content(self) -> str:
+        """A name for what decides the module's plans besides recipes, shared by equal modules. "" before `adopt`."""
+        module = self.module
+        if "rules" not in module.__dict__:
+            return ""
+        shapes = tuple(None if p is None else tuple(p.shape) for p in module._parameters.values())
+        options = module.module_type, module.num_gemms, module.save_original_input, module.layout
+        return traced_stages.content((type(module), shapes, *options))
+
+    def _traced(
+        self,
+        module: "Planned",
+        recipe: Recipe,
+        info: TensorInfo,
+        grads: tuple[bool, bool],
+        tracked: bool,
+        group: str,
+        held: Quantizer | None,
+    ) -> PlannedStage:
+        """`stage` in a trace: one for all modules of this content."""
+        config = self.config
+        traced_stages.ask(config, recipe.key)
+        is_cast = module.weights[0].dtype is not info.dtype
+        where = (info.place, str(info.dtype), group, is_cast, self._held(held))
+        name = traced_stages.plan_name(
+            (config, getattr(self.answered, recipe.key), recipe.key, *grads, tracked, *where)
+        )
+        stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
+        return stage.of_module(self.handle) if stage.plan.is_delayed else stage
+
+    def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
+        is_cast = self.module.weights[0].dtype is not dtype
+        return key.weight_is_cast == is_cast and key.weight_held == self._held(self.module.weight_held)
+
+    def _held(self, held: Quantizer | None) -> str:
+        """The formats of a quantized weight. A quantizer of a user's class has no equals."""
+        if held is None:
+            return ""
+        row, col = held.rowwise, held.columnwise
+        words = f"{row.name if row else ''}/{col.name if col else ''}/{held.columnwise_source}"
+        return words if type(held) is Quantizer else f"{words}/{self.number}"
+
+    def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
+        """What a recipe gives each slot. A recipe that is a function is asked once per slot and never again."""
+        key = recipe.key
+        if key not in self.answers:
+            self.answers[key] = ask_recipe(self.request(recipe))
+        if not hasattr(self.answered, key):
+            setattr(self.answered, key, _name_of(self.answers[key]) or f"{self.number}_{key}")
+        return self.answers[key]
+
+    def template(self, name: str, recipe: Recipe, call: Call, alike: Iterable[traced_stages.Planner]) -> PlannedStage:
+        """The stage for every module like this one, under its name in graphs."""
+        module, plan = self.module, self.plan(recipe, call)
+        module.require_whole(module.weights)
+        for planner in alike:
+            assert isinstance(planner, Planner)
+            seeds.warn_of_load(planner.module, plan.seeds)
+        members = range(len(module.weights))
+        plans = [plan.with_traced_slots(name, member) if plan.is_delayed else plan for member in members]
+        return module.make_stage([LinearStage(each) for each in plans])
+
+    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+        """The delayed slot of this module that stands where a template names one."""
+        if plan not in self.bound:
+            template = getattr(traced_stages.PLANS, plan)
+            delayed_states.require_reduction(self.module.module_name, template.stage.plan, template.group)
+            self.bound[plan] = self._with_states(template.stage.plan, template.group, template.mode)
+        plans = self.bound[plan]
+        if self.followed != plan:  # another recipe may have given the states other parameters since
+            delayed_states.states_for(self.module, plans[0])
+            self.followed = plan
+        slot = getattr(plans[member], operand).context.slots[side]
+        assert slot is not None
+        return slot  # type: ignore[no-any-return]
+
     def _drop_dead_plans(self) -> None:
         """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
         drop_dead(self.stages)
         drop_dead(self.answers)
+        drop_dead(vars(self.answered))
         live = {id(stage) for stage in self.stages.values()}
         self.variants = {key: stage for key, stage in self.variants.items() if id(key[0]) in live}
 
@@ -157,6 +238,7 @@ class Planner:
         module = self.module
         if plan.is_delayed and mode is not AmaxMode.USE:
             delayed_states.states_for(module, plan)  # another recipe may have given the states other parameters since
+            self.followed = ""
         for weight in module.weights:
             if not isinstance(weight, QuantizedTensor):
                 return
@@ -194,16 +276,21 @@ class Planner:
     def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
         """The plan of each linear of the module, with its places in the delayed states."""
         module, plan = self.module, self.plan(recipe, call)
-        weights = module.weights
         if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
             plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
         if not plan.is_delayed:
-            return [plan] * len(weights)
+            return [plan] * len(module.weights)
+        return self._with_states(plan, group, mode)
+
+    def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
+        """The plan of each linear with its places in the delayed states, which are made if they are not there yet."""
+        module = self.module
+        weights = module.weights
         numbers = delayed_states.states_for(module, plan)
         for member, weight in enumerate(weights):
             if isinstance(weight, QuantizedTensor):
-                slots = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight.context.slots
-                weight.context = QuantizeContext(weight.context.shard, slots, propagate=recipe.propagate_nonfinite)
+                context = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight.context
+                weight.context = QuantizeContext(weight.context.shard, context.slots, propagate=context.propagate)
         return [plan.with_slots(*numbers, group, mode, member) for member in range(len(weights))]
 
     def prepare(self, recipe: Recipe) -> None:
@@ -227,3 +314,10 @@ class Planner:
         if variant is None:
             variant = self.variants[key] = module.make_variant(*key)
         return variant
+
+
+def _name_of(answers: dict[str, Quantizer]) -> str:
+    """A name that equal answers share; "" where equality may say too little, for a class of the user."""
+    if any(type(quantizer) is not Quantizer for quantizer in answers.values()):
+        return ""
+    return traced_stages.content(tuple(answers.items()))

@@ -147,11 +147,16 @@ _LIBRARY.define(
 )
 
 
-def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
-    scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
+def measured_scale(slot: Slot, x: Tensor) -> Tensor:
+    """The scale of a slot, fp32 (1,), which records the amax of `x`."""
+    scale, live = slot.place(x)
     if live is not None:
         live.copy_(torch.maximum(live, amax_of(x).view(torch.int32)))  # no amax is negative, so bits order as values
     return scale.clone()
+
+
+def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
+    return measured_scale(DelayedSlot(state, index, group, AMAX_MODES[mode], backward), x)
 
 
 def _meta_scale(x: Tensor, *_: object) -> Tensor:

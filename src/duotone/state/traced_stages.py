@@ -1,14 +1,20 @@
-"""Stages of traced calls: built outside of the trace by a function whose result the compiler takes as a constant."""
+"""Stages of traced calls, by what decides them: modules of equal content share one stage, and so one graph.
+
+A trace reads a stage as an attribute of `PLANS`. The name of that attribute is a constant of the graph: it holds what
+decides the plan, and nothing that only one module has. What belongs to one module comes into the graph as a tensor:
+its parameters, its seed, and the `handle` that delayed scaling finds its states by.
+"""
 
 import weakref
-from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.amax_mode import AmaxMode
+from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
 
 
@@ -25,30 +31,68 @@ class Call(NamedTuple):
     layout: Hashable = None
 
 
+class Key(NamedTuple):
+    """What decides the plan of a traced call, as constants of the trace. Strings, since integers may become symbols.
+
+    `config` and `answers` are names of contents: of the module, and of what its recipe gave its slots.
+    """
+
+    config: str
+    answers: str
+    recipe: str
+    input_grad: bool
+    weight_grad: bool
+    tracked: bool
+    device: str
+    dtype: str
+    group: str
+    weight_is_cast: bool
+    """Whether the weight has another dtype than the input."""
+    weight_held: str
+    """The formats that the weight is held in, or ""."""
+
+
 class Planner(Protocol):
     """Builds the stages of one module."""
 
-    def resolve(self, recipe: Recipe, call: Call, group: str, mode: AmaxMode) -> object: ...
+    answered: "Answered"
+
+    def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
+        """Whether a call in `dtype` sees such a weight."""
+        ...
+
+    def answer(self, recipe: Recipe) -> object:
+        """Ask a recipe, once. Fills `answered`."""
+
+    def template(self, name: str, recipe: Recipe, call: Call, alike: "Iterable[Planner]") -> object:
+        """The stage for every module like this one; `alike` are the planners of those."""
+
+    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
+        """The delayed slot of this module that stands where a template names one."""
+        ...
+
+
+class Answered:
+    """What recipes gave the slots of a module, as names that equal answers share: attributes by the key of the recipe.
+
+    Attributes, because a trace sees those that are added while it runs.
+    """
+
+
+class Template(NamedTuple):
+    """A stage for all modules of one content, and how it reduces and records amaxes."""
+
+    stage: Any
+    group: str
+    mode: AmaxMode
 
 
 _PLANNERS: Numbered[Planner] = Numbered()
+_ALIKE: dict[str, weakref.WeakSet[Planner]] = {}
+"""Planners by the content of their modules."""
 
-
-def register(planner: Planner, old: str = "") -> str:
-    """A new number for a planner. Graphs that were traced under its old one are traced again.
-
-    The stages of a number are forgotten with it, and with the planner.
-    """
-    _forget(old)
-    number = _PLANNERS.add(planner)
-    weakref.finalize(planner, _forget, number).atexit = False
-    return number
-
-
-def _forget(number: str) -> None:
-    _PLANNERS.pop(number, None)
-    for name in _NAMES.pop(number, {}).values():
-        delattr(PLANS, name)
+_CONTENTS: dict[Hashable, str] = {}
+"""Names of contents."""
 
 
 class TracedPlans:
@@ -57,21 +101,69 @@ class TracedPlans:
 
 PLANS = TracedPlans()
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
-"""For each number of a planner: the names of its stages, by the key of their recipe and by name."""
+"""For each content of modules: the names of its stages, by the key of their recipe and by name."""
 
 
-def plan_name(
-    planner: str, recipe: str, input_grad: bool, weight_grad: bool, tracked: bool, device: str, dtype: str, group: str
-) -> str:
-    """Build the stage of a traced call outside of the trace. Returns its name in `PLANS`, a constant of the graph."""
-    call = Call(device, getattr(torch, dtype.removeprefix("torch.")), (input_grad, weight_grad))
-    parts = (planner, recipe, input_grad, weight_grad, tracked, device, dtype, group)
-    name = "_".join(map(str, parts)).replace(".", "_").replace(":", "_")  # no attribute name has either
+def content(value: Hashable) -> str:
+    """A name that equal values share in this process."""
+    return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
+
+
+def number(planner: Planner) -> str:
+    """A number for a planner, by which ops of a graph find it as long as its module lives."""
+    return _PLANNERS.add(planner)
+
+
+def planner_of(handle: torch.Tensor) -> Planner | None:
+    """The planner whose number an int64 (1,) on the CPU holds; None if its module is gone."""
+    return _PLANNERS.get(str(handle.item()))
+
+
+def move(planner: Planner, old: str, new: str) -> None:
+    """The content of the module of a planner is `new` now; "" is none. Traces ask the planners of their content."""
+    if old in _ALIKE:
+        _ALIKE[old].discard(planner)
+    if new:
+        _ALIKE.setdefault(new, weakref.WeakSet()).add(planner)
+    _forget_gone()
+
+
+def _forget_gone() -> None:
+    """Forget contents that no module has any more, and their stages."""
+    for config in [config for config, planners in list(_ALIKE.items()) if next(iter(planners), None) is None]:
+        _ALIKE.pop(config, None)
+        for name in _NAMES.pop(config, {}).values():
+            delattr(PLANS, name)
+
+
+def ask(config: str, recipe: str) -> bool:
+    """Ask a recipe for all modules of a content before a trace reads what it answered for one of them.
+
+    Guards of the graph then hold for modules that have not been called yet. A factory that fails does so again when
+    its module is called.
+    """
+    for planner in list(_ALIKE[config]):
+        planner.answer(recipe_of(recipe))
+    return True
+
+
+def plan_name(fields: tuple[Any, ...]) -> str:
+    """Build the stage of a traced call outside of the trace. Returns its name in `PLANS`, a constant of the graph.
+
+    `fields` are those of a `Key`.
+    """
+    key = Key(*fields)
+    name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # no attribute name has either
     if not hasattr(PLANS, name):
-        stage = _PLANNERS[planner].resolve(recipe_of(recipe), call, group, AmaxMode.RECORD if tracked else AmaxMode.USE)
-        _drop_dead(_NAMES.setdefault(planner, {}))
-        _NAMES[planner][recipe, name] = name
-        setattr(PLANS, name, stage)
+        call = Call(key.device, getattr(torch, key.dtype.removeprefix("torch.")), (key.input_grad, key.weight_grad))
+        alike = [planner for planner in _ALIKE[key.config] if vars(planner.answered).get(key.recipe) == key.answers]
+        # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
+        planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
+        stage = planner.template(name, recipe_of(key.recipe), call, alike)
+        _forget_gone()
+        _drop_dead(_NAMES.setdefault(key.config, {}))
+        _NAMES[key.config][key.recipe, name] = name
+        setattr(PLANS, name, Template(stage, key.group, AmaxMode.RECORD if key.tracked else AmaxMode.USE))
     return name
 
 
@@ -83,4 +175,5 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-plan_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (ask, plan_name):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -19,6 +19,10 @@ class Slot:
         """The slot with the scale that it has now, to encode the same tensor again. Records nothing."""
         return self
 
+    def of_module(self, handle: Tensor) -> "Slot":
+        """In a graph that modules share: the slot of the module that `handle` names."""
+        return self
+
     is_new = False
     """Whether it takes its scale from the first tensor, which must then exist before the cast."""
 

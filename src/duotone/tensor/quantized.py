@@ -25,7 +25,7 @@ OPS: dict[OpOverload, Callable[..., object]] = {}
 """aten op -> its implementation on quantized tensors."""
 
 
-class QuantizedTensor(ShardHooks, Writes, StateEntry):
+class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A tensor held as up to two planes. See `PlaneTensor` for its shape and fields."""
 
     def materialize_usage(
@@ -57,15 +57,6 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):
         other.grad = copy.deepcopy(self.grad, memo)
         return other
 
-    def __getattr__(self, name: str) -> Tensor:
-        """Buffers by the names that `__tensor_flatten__` lists, such as "rowwise_codes"."""
-        side, _, part = name.partition("_")
-        if side in SIDES:
-            plane = self.planes[SIDES.index(side)]
-            if plane is not None and part in plane.parts:
-                return plane.parts[part]
-        raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
-
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         planes = self.planes
         kinds = tuple(None if p is None else (p.format, tuple(p.parts), p.shape) for p in planes)
@@ -75,6 +66,8 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):
             if kind is not None and not (side == "columnwise" and planes.aliased)
             for part in kind[1]
         ]
+        for name in flat:
+            _show(name)
         return flat, (kinds, planes.aliased, self.quantizer, self.dtype, self.context, self.is_piece)
 
     @staticmethod
@@ -126,3 +119,25 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, object]) 
         return run_in_place(func, args, kwargs)
     plain_args, plain_kwargs = tree_map(unshared if func.is_view else plain, (args, kwargs))
     return func(*plain_args, **plain_kwargs)
+
+
+def _show(name: str) -> None:
+    """Make a buffer an attribute by the name that `__tensor_flatten__` lists, such as "rowwise_codes".
+
+    A property and no `__getattr__`: Dynamo reads no attribute of a tensor whose class has one.
+    """
+
+    def buffer(self: QuantizedTensor) -> Tensor:
+        plane = self.planes[SIDES.index(side)]
+        if plane is None or part not in plane.parts:
+            raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
+        return plane.parts[part]
+
+    side, _, part = name.partition("_")
+    if not hasattr(QuantizedTensor, name):
+        setattr(QuantizedTensor, name, property(buffer))
+
+
+for _side in SIDES:
+    for _part in ("codes", "scale", "amax"):  # those of the formats here; others are shown when they are listed
+        _show(f"{_side}_{_part}")

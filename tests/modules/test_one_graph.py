@@ -1,0 +1,222 @@
+"""Equal layers share one graph: what a trace depends on is the content of a plan and nothing that one module has."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import duotone
+from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
+from duotone.recipes.builtin import BUILTIN
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+LAYERS = 40
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def blocks(recipe: recipes.Recipe | duotone.Schedule, count: int = LAYERS) -> nn.Module:
+    return duotone.convert(nn.Sequential(*[Block() for _ in range(count)]).bfloat16(), recipe)
+
+
+def compile_each(m: nn.Module) -> CompileCounterWithBackend:
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in m.children():
+        block.compile(backend=counter, fullgraph=True)
+    return counter
+
+
+def step(m: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+    m.zero_grad()
+    leaf = x.clone().requires_grad_()
+    y = m(leaf)
+    y.backward(dy)
+    gradients = [p.grad.clone() for p in m.parameters() if p.grad is not None]
+    return [y.detach(), leaf.grad, *gradients, *(b.clone() for b in m.buffers())]
+
+
+def same_steps(compiled: nn.Module, eager: nn.Module, steps: int = 2, rows: int = 32) -> None:
+    """Outputs, gradients, seeds and delayed states of some steps have equal bits."""
+    for _ in range(steps):
+        x, dy = torch.randn(2, rows, WIDTH).bfloat16()
+        for got, want in zip(step(compiled, x, dy), step(eager, x, dy), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_blocks_compiled_one_by_one_compile_once(name: str) -> None:
+    m = blocks(recipes.load(name))
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    same_steps(m, eager)
+    assert counter.frame_count == 1
+
+
+def hybrid() -> recipes.Recipe:
+    """MXFP8 forward and, in backward, columns of another element."""
+    forward, backward = recipes.load("mxfp8"), recipes.MXFP8BlockScaling(fp8_format="E5M2")
+
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        columns = backward(role).columnwise
+        return Quantizer(forward(role).rowwise, columns)
+
+    return CustomRecipe(qfactory=factory)
+
+
+def first_and_last_high() -> recipes.Recipe:
+    """A function that goes by the names of modules."""
+    edges = ("0.", f"{LAYERS - 1}.")
+
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        if role is not None and role.name.startswith(edges):
+            return Quantizer()
+        return recipes.load("mxfp8")(role)
+
+    return CustomRecipe(qfactory=factory)
+
+
+@pytest.mark.parametrize(("make", "kinds"), [(hybrid, 1), (first_and_last_high, 2)], ids=["hybrid", "by name"])
+def test_functions_of_the_user_compile_once_for_each_kind_of_layer(
+    make: Callable[[], recipes.Recipe], kinds: int
+) -> None:
+    m = blocks(make())
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    same_steps(m, eager, steps=1)
+    assert counter.frame_count == kinds
+
+
+def test_a_region_around_compiled_blocks_compiles_once_and_equal_recipes_again_not() -> None:
+    """The layers were never called under the recipe of the region when the first of them is traced."""
+    m = blocks(recipes.load("bf16"))
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    for _ in range(3):
+        with duotone.autocast(recipe=recipes.MXFP8BlockScaling()):
+            same_steps(m, eager, steps=1)
+    assert counter.frame_count == 1
+    with duotone.autocast(recipe=hybrid()):
+        same_steps(m, eager, steps=1)
+    assert counter.frame_count == 2
+    same_steps(m, eager, steps=1)
+    assert counter.frame_count == 3
+
+
+def test_a_delayed_region_makes_the_states_of_each_layer() -> None:
+    """States exist only where a recipe needs them; layers that share a graph get theirs when it runs for them."""
+    m = blocks(recipes.load("bf16"), count=6)
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    recipe = recipes.DelayedScaling(amax_history_len=4)
+    for _ in range(3):
+        x, dy = torch.randn(2, 32, WIDTH).bfloat16()
+        outcomes = []
+        for model in (m, eager):
+            with duotone.autocast(recipe=recipe):
+                y = model(x.clone().requires_grad_())
+            y.backward(dy)
+            outcomes.append({name: buffer.clone() for name, buffer in model.named_buffers()} | {"y": y.detach()})
+        assert outcomes[0].keys() == outcomes[1].keys()
+        assert all(torch.equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
+    assert counter.frame_count == 1
+
+
+def test_a_schedule_compiles_once_for_each_phase() -> None:
+    schedule = duotone.Schedule((recipes.Phase(recipes.load("bf16"), 0), recipes.Phase(recipes.load("mxfp8"), 2)))
+    m = blocks(recipes.load("bf16"), count=12)
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    for number in range(4):
+        with duotone.autocast(recipe=schedule.at(number)):
+            same_steps(m, eager, steps=1)
+    assert counter.frame_count == 2
+
+
+class Loop(nn.Module):
+    """Blocks in an nn.ModuleList, of which each is compiled."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+def test_a_loop_over_compiled_blocks_compiles_once(name: str) -> None:
+    m = duotone.convert(Loop(12).bfloat16(), recipes.load(name))
+    eager = copy.deepcopy(m)
+    counter = CompileCounterWithBackend("aot_eager")
+    for i, block in enumerate(m.blocks):
+        m.blocks[i] = torch.compile(block, backend=counter, fullgraph=True)
+    same_steps(m, eager, steps=1)
+    assert counter.frame_count == 1
+
+
+def test_a_whole_model_is_one_frame() -> None:
+    m = duotone.convert(Loop(3).bfloat16(), recipes.load("mxfp8"))
+    eager = copy.deepcopy(m)
+    counter = CompileCounterWithBackend("aot_eager")
+    m.compile(backend=counter, fullgraph=True)
+    same_steps(m, eager)
+    assert counter.frame_count == 1
+
+
+MODULES = {
+    "LayerNormLinear": lambda recipe: duotone.LayerNormLinear(WIDTH, WIDTH, params_dtype=torch.bfloat16, recipe=recipe),
+    "LayerNormMLP": lambda recipe: duotone.LayerNormMLP(WIDTH, 64, params_dtype=torch.bfloat16, recipe=recipe),
+    "Linear": lambda recipe: duotone.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, recipe=recipe),
+}
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_own_modules_compile_once(kind: str, name: str) -> None:
+    m = nn.Sequential(*[MODULES[kind](recipes.load(name)) for _ in range(10)])
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    same_steps(m, eager, steps=1)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp8", "nvfp4"])
+def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
+    recipe = recipes.load(name)
+    m = blocks(recipe, count=10)
+    duotone.convert_parameters(m, recipe)
+    eager = copy.deepcopy(m)
+    counter = compile_each(m)
+    same_steps(m, eager, steps=1)
+    assert counter.frame_count == 1
+
+
+def test_layers_of_other_sizes_or_options_get_graphs_of_their_own() -> None:
+    """Not too much is shared either."""
+    recipe = recipes.load("mxfp8")
+    options = [{}, {"save_original_input": True}, {"bias": False}]
+    m = nn.Sequential(*[duotone.Linear(WIDTH, WIDTH, recipe=recipe, **more) for more in options])
+    configs = {linear.plans.config for linear in m}
+    assert len(configs) == len(options)
+    assert duotone.Linear(WIDTH, WIDTH, recipe=recipe).plans.config in configs
