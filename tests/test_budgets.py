@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 25051
+LIBRARY_LINES = 26106
 TOOL_LINES = 4243
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -33,11 +33,12 @@ BUDGETS = {
     "observe": (858, 11, 0),
     "ops": (1248, 5, 0),
     "optim": (516, 10, 0),
-    "package": (241, 1, 0),
+    "package": (244, 1, 0),
     "pipeline": (1184, 49, 1),
     "planned": (2008, 40, 8),
     "recipes": (1989, 27, 0),
     "report": (1077, 0, 0),
+    "serving": (1052, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (2006, 17, 0),
 }

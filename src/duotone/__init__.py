@@ -33,6 +33,7 @@ from duotone.recipes import (
     Schedule,
 )
 from duotone.renamed import keep_old_names
+from duotone.serving import export, load
 from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
@@ -82,7 +83,9 @@ __all__ = [
     "autocast",
     "convert",
     "convert_parameters",
+    "export",
     "formats",
+    "load",
     "load_recipe_state",
     "load_rng_state",
     "observe",

@@ -1,0 +1,7 @@
+"""What was trained, as files that servers read, and back."""
+
+from duotone.serving.export_report import ExportReport, ExportRow
+from duotone.serving.exporting import export
+from duotone.serving.importing import load
+
+__all__ = ["ExportReport", "ExportRow", "export", "load"]

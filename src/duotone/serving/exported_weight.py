@@ -1,0 +1,113 @@
+"""One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.stages import stages_for
+from duotone.errors import UserError
+from duotone.formats import Format
+from duotone.serving.export_report import ExportRow
+from duotone.serving.fused_linears import fused_with
+from duotone.serving.schemes import Scheme
+from duotone.serving.tensor_file import TensorSpec
+from duotone.tensor import Plane, QuantizedTensor
+from duotone.tensor.plane_tensor import plain
+
+
+@dataclass
+class ExportedWeight:
+    """The weight (N, K) of the linear `name`. `format` encodes it, if no plane is taken as it is.
+
+    `amax` is the one that fused linears share, `input_amax` that of the activations.
+    """
+
+    name: str
+    weight: Tensor
+    scheme: Scheme
+    format: Format
+    master: Tensor | None = None
+    amax: Tensor | None = None
+    input_amax: Tensor | None = None
+    note: Callable[[ExportRow, Mapping[str, Tensor]], None] = field(default=lambda row, parts: None)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {f"{self.name}.{end}": spec for end, spec in self.scheme.specs(self.shape).items()}
+
+    @property
+    def plane(self) -> Plane | None:
+        """The plane along K that the weight holds, if the scheme stores its codes."""
+        if not isinstance(self.weight, QuantizedTensor):
+            return None
+        row, col = self.weight.planes
+        plane = row or (col and col.transposed())
+        return plane if plane is not None and self.scheme.agrees(plane.format) else None
+
+    @property
+    def source(self) -> str:
+        if self.plane is not None and self.amax is None:
+            return "planes"
+        return "re-encoded" if isinstance(self.weight, QuantizedTensor) and self.master is None else "encoded"
+
+    @property
+    def values(self) -> Tensor:
+        """The most precise values of the weight, (N, K)."""
+        return plain(self.weight if self.master is None else self.master).detach()
+
+    def global_amax(self) -> Tensor:
+        """fp32 (1,): the amax of the plane or, where it will be encoded from a master, of that."""
+        plane = self.plane
+        return self.values.abs().amax().float().reshape(1) if plane is None else plane.parts["amax"]
+
+    def refuse(self, allow_requantize: bool) -> None:
+        """UserError where the weight cannot be exported so."""
+        unfit = self.scheme.reason_unfit(self.shape)
+        if unfit:
+            raise UserError(f"{self.name} cannot be served as {self.scheme.name}: {unfit}; ignore={[self.name]!r}")
+        if self.master is not None and self.master.shape != self.weight.shape:
+            raise UserError(f"the master of {self.name} is {tuple(self.master.shape)}, its weight {self.shape}")
+        if self.source == "re-encoded" and not allow_requantize:
+            why = "shares its global scale with others" if self.plane is not None else f"holds {self.weight!r}"
+            remedy = "give masters= (of the optimizer), or allow_requantize=True, which rounds a second time"
+            raise UserError(f"{self.name} {why}, so {self.scheme.name} needs it encoded again; {remedy}")
+
+    def tensors(self) -> dict[str, Tensor]:
+        plane, source = self.plane, self.source
+        if source == "planes":
+            assert plane is not None
+            fmt, parts, error = plane.format, plane.parts, 0.0
+        else:
+            values = self.values
+            fmt, parts = self.format, self.format.encode(values, amax=self.amax, stages=stages_for(values))
+            error = _error(Plane(fmt, parts, self.shape).dequantize(torch.float32), values)
+        self.note(ExportRow(self.name, fmt.name, source, error), parts)
+        tensors = self.scheme.tensors(fmt, parts, self.shape)
+        if self.input_amax is not None:
+            tensors[self.scheme.input_scale] = self.scheme.activation_scale(self.input_amax)
+        return {f"{self.name}.{end}": tensor for end, tensor in tensors.items()}
+
+
+def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
+    """Give linears that servers fuse one amax, unless the planes that they hold agree on one already."""
+    for members in set(fused_with(weights).values()):
+        group = [weights[name] for name in members]
+        if len(group) < 2 or not group[0].scheme.has_global_scale:
+            continue
+        amaxes = torch.cat([one.global_amax() for one in group])
+        if any(one.plane is None for one in group) or bool((amaxes != amaxes[0]).any()):
+            shared = torch.cat([one.values.abs().amax().float().reshape(1) for one in group]).amax().reshape(1)
+            for one in group:
+                one.amax = shared
+
+
+def _error(decoded: Tensor, values: Tensor) -> float:
+    values = values.float()
+    norm = torch.linalg.vector_norm(values)
+    return (torch.linalg.vector_norm(decoded - values) / norm).item() if norm > 0 else 0.0

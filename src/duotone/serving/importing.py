@@ -1,0 +1,159 @@
+"""load: exported files as quantized tensors, alone or in a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone import formats
+from duotone.conversion.naming import require_model
+from duotone.errors import RecipeError, UserError
+from duotone.formats import Format
+from duotone.planned.planned import Planned
+from duotone.planned.quantized_parameters import replace
+from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
+from duotone.serving.schemes import Scheme, scheme_of_group
+from duotone.serving.tensor_file import TensorFile
+from duotone.state.delayed import DelayedState
+from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
+
+
+class Checkpoint:
+    """The open files of an export, or of another checkpoint of compressed-tensors in one of the schemes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.scheme = _scheme(read_text(path, CONFIG).get("quantization_config"), path)
+        self.files = open_files(path)
+        self.notes = read_text(path, NOTES) if (path / NOTES).exists() else {}
+        scale = "" if self.scheme is None else f".{self.scheme.names.scale}"
+        self.linears = {name.removesuffix(scale) for name in self.files if scale and name.endswith(scale)}
+        self.formats = {name: self._format(name) for name in self.linears}
+        self.shapes = {f"{name}.weight": self._shape(name) for name in self.linears}
+        stored = {
+            f"{name}.{end}" for name in self.linears for end in (*self._ends, "input_scale", "input_global_scale")
+        }
+        self.shapes |= {name: file.specs[name].shape for name, file in self.files.items() if name not in stored}
+
+    @property
+    def _ends(self) -> list[str]:
+        assert self.scheme is not None
+        return [end for end in self.scheme.specs((1, 128)) if not end.startswith("input")]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the weight of a linear. UserError unless its tensors are those of the scheme."""
+        scheme = self.scheme
+        assert scheme is not None
+        codes = self._file(f"{name}.{scheme.names.codes}").specs[f"{name}.{scheme.names.codes}"]
+        rows, cols = codes.shape if len(codes.shape) == 2 else (0, 0)
+        shape = (rows, cols * (2 if scheme.format.precision == 4 else 1))
+        for end, spec in scheme.specs(shape).items():
+            if end.startswith("input"):
+                continue
+            stored = self._file(f"{name}.{end}").specs[f"{name}.{end}"]
+            is_float = spec.dtype == torch.float32 and stored.dtype.is_floating_point
+            if stored.shape != spec.shape or not (stored.dtype == spec.dtype or is_float):
+                raise UserError(
+                    f"{name}.{end} of {self.path} is {stored.shape}, {stored.dtype}, not as {scheme.name} has it"
+                )
+        return shape
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self.files:
+            raise UserError(f"{self.path} lacks {name}; it is a checkpoint of another scheme than its {CONFIG} says")
+        return self.files[name]
+
+    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """A tensor, quantized where the scheme has it so; `dtype` is then its nominal dtype."""
+        linear = name.removesuffix(".weight")
+        if linear not in self.linears:
+            return self._file(name).read(name)
+        scheme = self.scheme
+        assert scheme is not None
+        tensors = {end: self._file(f"{linear}.{end}").read(f"{linear}.{end}") for end in self._ends}
+        fmt, amax = self.formats[linear]
+        shape = self.shapes[name]
+        plane = Plane(fmt, scheme.parts(fmt, tensors, amax), (shape[0], shape[1]))
+        return QuantizedTensor(Planes(plane, None), Quantizer(fmt, fmt), torch.Size(shape), dtype)
+
+    def _format(self, linear: str) -> tuple[Format, Tensor | None]:
+        """The format in which a weight was written, and its exact amax, as far as the notes tell."""
+        scheme = self.scheme
+        assert scheme is not None
+        names, amaxes = (self.notes.get(key, {}) for key in ("formats", "amaxes"))
+        try:
+            assert isinstance(names, dict) and isinstance(amaxes, dict)
+            fmt = formats.get(names.get(linear, scheme.format_name))
+            text = amaxes.get(linear)
+            amax = None if text is None else torch.tensor([float.fromhex(text)], dtype=torch.float32)
+        except (AssertionError, RecipeError, TypeError, ValueError):
+            raise UserError(
+                f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again"
+            ) from None
+        # A plane whose scales were repeated for the scheme comes back in the format of the scheme.
+        stays = scheme.agrees(fmt) and fmt.parts(256, 256) == scheme.format.parts(256, 256)
+        return fmt if stays else scheme.format, amax
+
+
+def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] | nn.Module:
+    """What `export` wrote: its tensors by name, or `model` with them, in place.
+
+    Weights of linears come back as quantized tensors with a rowwise plane. Their nominal dtype is bf16, or that of the
+    model's parameter. Checkpoints that others wrote in the same schemes load too. UserError, before anything changes,
+    for a checkpoint of another model or scheme, and for files that are absent or damaged.
+    """
+    checkpoint = Checkpoint(Path(path))
+    if model is None:
+        return {name: checkpoint.read(name) for name in checkpoint.shapes}
+    require_model("load", model)
+    targets = _targets(model)
+    _refuse_other(checkpoint, targets)
+    with torch.no_grad():
+        for name, target in targets.items():
+            if name in checkpoint.shapes:
+                _write(target, checkpoint.read(name, target.dtype))
+    for module in model.modules():
+        if isinstance(module, Planned):
+            module.forget_plans()
+    return model
+
+
+def _targets(model: nn.Module) -> dict[str, Tensor]:
+    states = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
+    tensors = model.state_dict(keep_vars=True)
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and not name.startswith(states)}
+
+
+def _refuse_other(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None:
+    """UserError unless the checkpoint has each tensor of the model, or one that it is tied to, and no other."""
+    path, shapes = checkpoint.path, checkpoint.shapes
+    stored = {id(target) for name, target in targets.items() if name in shapes}
+    for name, target in targets.items():
+        if id(target) not in stored:
+            raise UserError(f"{path} has no {name}; it is a checkpoint of another model")
+        if name in shapes and tuple(target.shape) != tuple(shapes[name]):
+            raise UserError(f"{name} is {tuple(shapes[name])} in {path} and {tuple(target.shape)} in the model")
+    for name in shapes.keys() - targets.keys():
+        raise UserError(f"{path} has {name}, which the model has not; it is a checkpoint of another model")
+
+
+def _write(target: Tensor, value: Tensor) -> None:
+    if isinstance(value, QuantizedTensor) or target.is_meta:
+        device = torch.device("cpu") if target.is_meta else target.device
+        plain_dtype = value if isinstance(value, QuantizedTensor) else value.to(target.dtype)
+        replace(target, nn.Parameter(plain_dtype.to(device), requires_grad=target.requires_grad))
+    else:
+        target.copy_(value)
+
+
+def _scheme(config: Any, path: Path) -> Scheme | None:
+    """The scheme of a quantization_config. None without one."""
+    if config is None:
+        return None
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    method = config.get("quant_method") if isinstance(config, dict) else config
+    if method != "compressed-tensors" or not isinstance(groups, dict) or len(groups) != 1:
+        raise UserError(f"{path} is quantized by {method!r}; load reads compressed-tensors with one group of linears")
+    return scheme_of_group(next(iter(groups.values())))

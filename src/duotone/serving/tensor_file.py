@@ -1,0 +1,104 @@
+"""Files of named tensors in the safetensors layout: a JSON header, then the bytes. Written and read one at a time."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+LONGEST_HEADER = 100_000_000
+
+
+class TensorSpec(NamedTuple):
+    """The shape and the dtype of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def of(t: Tensor) -> "TensorSpec":
+        return TensorSpec(tuple(t.shape), t.dtype)
+
+
+def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write each tensor as it comes, so that one of them is in memory at a time. UserError if one does not fit."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places, end = {}, 0
+    for name, spec in specs.items():
+        places[name], end = (end, end + spec.bytes), end + spec.bytes
+        header[name] = {"dtype": NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": places[name]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.flush()
+        if end:
+            os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk is an error here, and a crash below
+        os.fsync(file.fileno())
+    if not end:
+        return
+    memory = torch.from_file(str(path), shared=True, size=start + end, dtype=torch.uint8)
+    for name, tensor in tensors:
+        if TensorSpec.of(tensor) != specs[name]:
+            raise UserError(f"{name} is {tuple(tensor.shape)} in {tensor.dtype} and was planned as {specs[name]}")
+        first, last = places.pop(name)
+        memory[start + first : start + last].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    if places:
+        raise UserError(f"{path.name} lacks {next(iter(places))}; it was planned and not written")
+
+
+class TensorFile:
+    """A file in the safetensors layout, open for reading. UserError where it is damaged."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.start, header = _header(path)
+        header.pop("__metadata__", None)
+        try:
+            self.specs = {n: TensorSpec(tuple(e["shape"]), DTYPES[e["dtype"]]) for n, e in header.items()}
+            self.places = {n: (int(e["data_offsets"][0]), int(e["data_offsets"][1])) for n, e in header.items()}
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise UserError(f"{path} has a header that is not one of safetensors ({error!r}); write it again") from None
+        size = path.stat().st_size - self.start
+        for name, spec in self.specs.items():
+            first, last = self.places[name]
+            if not 0 <= first <= last <= size or last - first != spec.bytes or any(n < 0 for n in spec.shape):
+                raise UserError(f"{path} ends before {name}, or has other sizes than it says; write it again")
+        self.memory = torch.from_file(str(path), shared=False, size=self.start + size, dtype=torch.uint8)
+
+    def read(self, name: str) -> Tensor:
+        """A copy of a tensor."""
+        first, last = self.places[name]
+        spec = self.specs[name]
+        return self.memory[self.start + first : self.start + last].clone().view(spec.dtype).reshape(spec.shape)
+
+
+def _header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the tensors begin, and the header as it was read."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= LONGEST_HEADER else b""
+    try:
+        header = json.loads(text) if len(text) == length else None
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise UserError(f"{path} is no whole file of safetensors; write it again")
+    return 8 + length, header

@@ -1,0 +1,79 @@
+"""Exports are what compressed-tensors describes, and load in transformers with equal weights."""
+
+import json
+
+import pytest
+import torch
+from causal import batch, llama
+from packages import require
+
+import duotone
+from duotone.serving.schemes import SCHEMES
+
+transformers = require("transformers")
+require("compressed-tensors")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+FP32_SCALES = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
+"""Their scales are fp32. transformers rounds them to the dtype of a model that it leaves compressed."""
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_group_is_the_preset_of_that_name(name: str) -> None:
+    from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
+
+    group = QuantizationScheme.model_validate(SCHEMES[name].group())
+    preset = preset_name_to_scheme(name, ["Linear"])
+    for side in ("weights", "input_activations"):
+        ours, theirs = (getattr(one, side) and getattr(one, side).model_dump() for one in (group, preset))
+        assert ours == theirs
+
+
+def exported(path, scheme: str, **options):
+    model = llama(hidden_size=128, intermediate_size=256).eval()
+    duotone.export(model, path, scheme=scheme, calibrate=lambda: model(batch(0)), **options)
+    return duotone.load(path)
+
+
+def set_dequantize(path, dequantize: bool) -> None:
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["dequantize"] = dequantize
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dequantize", [True, False], ids=["dequantized", "compressed"])
+def test_transformers_decodes_to_equal_weights(scheme: str, dequantize: bool, tmp_path) -> None:
+    wanted = exported(tmp_path, scheme, max_shard_bytes=200_000)
+    set_dequantize(tmp_path, dequantize)
+    dtype = torch.float32 if scheme in FP32_SCALES and not dequantize else torch.bfloat16
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, output_loading_info=True)
+    activations = {name for name in info["unexpected_keys"] if "input" in name}
+    assert not info["missing_keys"] and info["unexpected_keys"] == activations
+    assert bool(activations) == (dequantize and bool(SCHEMES[scheme].input_scale))
+    with torch.no_grad():
+        logits = model(batch(0)).logits  # decompresses the weights
+    assert torch.isfinite(logits).all()
+    parameters = {name: p for name, p in model.named_parameters() if name in wanted}
+    assert parameters.keys() == wanted.keys()
+    for name, weight in parameters.items():
+        values = wanted[name].dequantize(dtype) if hasattr(wanted[name], "planes") else wanted[name].to(dtype)
+        assert torch.equal(weight.to(dtype), values), name
+
+
+def test_bf16_loads_as_a_plain_model(tmp_path) -> None:
+    wanted = exported(tmp_path, "BF16")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(info.values()) and model.dtype == torch.bfloat16
+    assert all(torch.equal(p, wanted[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "MXFP8", "NVFP4A16"])
+def test_we_read_what_compressed_tensors_compresses(scheme: str, tmp_path) -> None:
+    exported(tmp_path / "x", scheme)
+    set_dequantize(tmp_path / "x", False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "x", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "y")
+    ours, theirs = duotone.load(tmp_path / "x"), duotone.load(tmp_path / "y")
+    for name in ours.keys() & theirs.keys():
+        if hasattr(ours[name], "planes"):
+            assert torch.equal(ours[name].dequantize(torch.bfloat16), theirs[name].dequantize(torch.bfloat16)), name

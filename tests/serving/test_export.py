@@ -1,0 +1,284 @@
+"""export: names, bits and configs of what servers read, without their packages; and what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toy import TOKENS, toy
+
+import duotone
+from duotone import formats
+from duotone.serving import exported_weight
+
+SCHEMES = {
+    "FP8": "fp8_e4m3_tensor",
+    "FP8_DYNAMIC": "fp8_e4m3_row",
+    "FP8_BLOCK": "fp8_e4m3_128x128_fp32",
+    "MXFP8": "mxfp8_e4m3",
+    "MXFP4": "mxfp4",
+    "NVFP4": "nvfp4",
+}
+DOWN = "layers.0.down_proj"
+
+
+def export(model, path, scheme=None, **options):
+    return duotone.export(model, path, scheme=scheme, calibrate=lambda: model(TOKENS), **options)
+
+
+def held(recipe: str, fmt: str = ""):
+    """A converted model whose linears hold planes."""
+    rules = (duotone.recipes.Rule(format=fmt),) if fmt else ()
+    chosen = duotone.RuleRecipe(rules=rules) if fmt else duotone.recipes.load(recipe)
+    return duotone.convert_parameters(duotone.convert(toy(), chosen), chosen)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_codes_and_scales_are_those_of_the_format(scheme: str, tmp_path) -> None:
+    model = toy()
+    export(model, tmp_path / "x", scheme)
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    weight = model.get_submodule(DOWN).weight.detach()
+    parts = formats.get(SCHEMES[scheme]).encode(weight)
+    packed = scheme in ("MXFP4", "NVFP4")
+    codes = saved[f"{DOWN}.weight_packed" if packed else f"{DOWN}.weight"]
+    assert codes.dtype == (torch.uint8 if packed else torch.float8_e4m3fn)
+    assert torch.equal(codes.view(torch.uint8), parts["codes"])
+    scale = saved[f"{DOWN}.weight_scale"]
+    assert torch.equal(scale.view(parts["scale"].dtype), parts["scale"])
+    shapes = {"FP8": (1,), "FP8_DYNAMIC": (128, 1), "FP8_BLOCK": (1, 2), "MXFP8": (128, 8), "MXFP4": (128, 8)}
+    assert scale.shape == shapes.get(scheme, (128, 16))
+
+
+def test_nvfp4_stores_global_scales_of_weights_and_activations(tmp_path) -> None:
+    model = toy()
+    export(model, tmp_path / "x", "NVFP4")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    seen = []
+    with torch.no_grad():
+        handle = model.get_submodule(DOWN).register_forward_pre_hook(lambda _, x: seen.append(x[0].abs().max()))
+        model(TOKENS)
+        handle.remove()
+    amax = model.get_submodule(DOWN).weight.detach().abs().max()
+    assert torch.equal(saved[f"{DOWN}.weight_global_scale"], (torch.tensor(2688.0) / amax).reshape(1))
+    assert torch.equal(saved[f"{DOWN}.input_global_scale"], (torch.tensor(2688.0) / seen[0]).reshape(1))
+    export(model, tmp_path / "y", "NVFP4A16")
+    assert f"{DOWN}.input_global_scale" not in load_file(tmp_path / "y" / "model.safetensors")
+
+
+def test_fp8_stores_the_scale_of_activations(tmp_path) -> None:
+    model = toy()
+    export(model, tmp_path / "x", "FP8")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    normed = model.layers[0].norm(model.embed(TOKENS)).detach()
+    assert torch.equal(saved["layers.0.q_proj.input_scale"], (normed.abs().max() / 448).reshape(1))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "scheme"),
+    [
+        ("fp8_e4m3_tensor", "FP8"),
+        ("fp8_e4m3_tensor_pow2", "FP8_DYNAMIC"),
+        ("fp8_e4m3_row", "FP8_DYNAMIC"),
+        ("fp8_e4m3_128x128", "FP8_BLOCK"),
+        ("fp8_e4m3_tensor", "FP8_BLOCK"),
+        ("mxfp8_e4m3", "MXFP8"),
+        ("mxfp8_e4m3_32x32", "MXFP8"),
+        ("mxfp4", "MXFP4"),
+    ],
+)
+def test_planes_are_written_without_a_second_rounding(fmt: str, scheme: str, tmp_path, monkeypatch) -> None:
+    model = held("", fmt)
+    monkeypatch.setattr(exported_weight, "stages_for", None)  # nothing may be encoded
+    report = export(model, tmp_path / "x", scheme)
+    assert {(row.source, row.error) for row in report.rows} == {("planes", 0.0)} and len(report.rows) == 14
+    tensors = duotone.load(tmp_path / "x")
+    for name, weight in model.named_parameters():
+        values = weight.dequantize() if isinstance(weight, duotone.QuantizedTensor) else weight.bfloat16()
+        again = tensors[name]
+        assert torch.equal(again.dequantize(torch.float32) if hasattr(again, "planes") else again, values), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_without_a_scheme_the_recipe_decides_and_codes_are_those_that_training_multiplied(recipe, tmp_path) -> None:
+    model = duotone.convert(toy(), recipe)
+    report = duotone.export(model, tmp_path / "x")
+    wanted = {"fp8-block": "FP8_BLOCK", "mxfp8": "MXFP8", "nvfp4": "NVFP4A16"}
+    assert report.scheme == wanted.get(recipe, "FP8_DYNAMIC")
+    if recipe != "fp8-delayed":
+        layer = model.get_submodule(DOWN)
+        quantizer = layer.plans.plan(layer.recipe).weight.quantizer
+        values = quantizer.quantize(layer.weight.detach()).dequantize(torch.float32)
+        stored = duotone.load(tmp_path / "x")[f"{DOWN}.weight"].dequantize(torch.float32)
+        assert torch.equal(stored, values) or recipe == "fp8-current"
+    assert all(0 < row.error < 0.2 for row in report.rows)
+
+
+def test_fused_linears_share_one_global_scale_from_high_precision(tmp_path) -> None:
+    model = toy()
+    export(model, tmp_path / "x", "NVFP4A16")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
+        linears = [model.layers[1].get_submodule(name) for name in names]
+        amax = max(linear.weight.abs().max() for linear in linears).detach()
+        assert {saved[f"layers.1.{name}.weight_global_scale"].item() for name in names} == {
+            (torch.tensor(2688.0) / amax).item()
+        }
+        for name, linear in zip(names, linears, strict=True):
+            parts = formats.get("nvfp4").encode(linear.weight.detach(), amax=amax.reshape(1))
+            assert torch.equal(saved[f"layers.1.{name}.weight_packed"], parts["codes"])
+
+
+def test_planes_of_fused_linears_are_refused_encoded_from_masters_or_encoded_twice(tmp_path) -> None:
+    model = held("nvfp4-1d-weight")
+    with pytest.raises(duotone.UserError, match=r"^layers.0.q_proj shares its global scale .* masters= [^\n]*$"):
+        export(model, tmp_path / "x", "NVFP4A16")
+    assert not (tmp_path / "x").exists()
+    again = export(model, tmp_path / "x", "NVFP4A16", allow_requantize=True)
+    sources = {row.weight.rpartition(".")[2]: (row.source, row.error) for row in again.rows}
+    assert sources["down_proj"] == ("planes", 0.0) and sources["o_proj"] == ("planes", 0.0)
+    assert sources["q_proj"][0] == "re-encoded" and "re-encoded" in str(again)
+    masters = {f"{name}.weight": module.weight for name, module in toy().named_modules() if "_proj" in name}
+    exact = export(model, tmp_path / "y", "NVFP4A16", masters=masters)
+    assert {row.source for row in exact.rows} == {"planes", "encoded"}
+    plain = export(toy(), tmp_path / "z", "NVFP4A16")
+    fresh, same = (load_file(tmp_path / name / "model.safetensors") for name in "zy")
+    assert all(torch.equal(fresh[key].view(torch.uint8), same[key].view(torch.uint8)) for key in fresh if "q_pr" in key)
+    assert plain.scheme == exact.scheme
+
+
+def test_planes_of_another_format_are_encoded_again_only_if_allowed(tmp_path) -> None:
+    model = held("mxfp8")
+    with pytest.raises(duotone.UserError, match=r"allow_requantize=True, which rounds a second time$"):
+        export(model, tmp_path / "x", "FP8_DYNAMIC")
+    report = export(model, tmp_path / "x", "FP8_DYNAMIC", allow_requantize=True)
+    assert {row.source for row in report.rows} == {"re-encoded"} and all(row.error < 0.05 for row in report.rows)
+
+
+def test_heads_rules_and_ignored_linears_are_bf16_and_listed(tmp_path) -> None:
+    rule = duotone.recipes.Rule(module="layers.1.*", format="identity")
+    model = duotone.convert(toy(), "mxfp8", rules=(*duotone.recipes.OUTPUT_HEAD, rule))
+    report = export(model, tmp_path / "x", ignore=("*.down_proj",))
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    config = json.loads((tmp_path / "x" / "config.json").read_text())["quantization_config"]
+    quantized = {row.weight for row in report.rows}
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert set(config["ignore"]) == linears - quantized and "lm_head" in config["ignore"] and len(quantized) == 6
+    for name in config["ignore"]:
+        assert torch.equal(saved[f"{name}.weight"], model.get_submodule(name).weight.bfloat16())
+    assert saved["step"].dtype == torch.int64 and saved["layers.0.o_proj.bias"].dtype == torch.bfloat16
+    assert not [name for name in saved if "duotone" in name]
+
+
+def test_delayed_states_stay_out_and_ties_are_stored_once(tmp_path) -> None:
+    model = duotone.convert(toy(), "fp8-delayed")
+    model.lm_head.weight = model.embed.weight
+    model(TOKENS).sum().backward()
+    export(model, tmp_path / "x", "FP8")
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert not [name for name in saved if "duotone" in name] and "lm_head.weight" not in saved
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("MXFP6", r"scheme 'MXFP6' cannot be served; the nearest is MXFP8, "),
+        ("fp8-dynamik", r"the nearest is FP8_DYNAMIC"),
+        ("INT4", r"the nearest is \w+, and all are FP8, FP8_DYNAMIC"),
+    ],
+)
+def test_unknown_schemes_name_the_nearest(scheme: str, message: str, tmp_path) -> None:
+    with pytest.raises(duotone.UserError, match=message):
+        export(toy(), tmp_path / "x", scheme)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "near"),
+    [
+        ("mxfp6_e2m3", "MXFP8"),
+        ("fp8_e5m2_row", "FP8_DYNAMIC"),
+        ("fp8_e4m3_1x128", "FP8_BLOCK"),
+        ("nvfp4_row", "NVFP4A16"),
+    ],
+)
+def test_formats_that_no_server_reads_name_the_nearest(fmt: str, near: str, tmp_path) -> None:
+    with pytest.raises(duotone.UserError, match=rf"^no server reads weights in {fmt}; the nearest scheme is {near}: "):
+        export(held("", fmt), tmp_path / "x")
+
+
+def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> None:
+    cases = {
+        "takes a torch.nn.Module": lambda: duotone.export(3, tmp_path / "x"),
+        "columns are no multiple of 32": lambda: export(nn.Sequential(nn.Linear(40, 8)), tmp_path / "x", "MXFP8"),
+        "ignore has 'nothing'": lambda: export(toy(), tmp_path / "x", "MXFP8", ignore=["nothing"]),
+        "masters has 'a.weight'": lambda: export(toy(), tmp_path / "x", "MXFP8", masters={"a.weight": torch.zeros(1)}),
+        "is on meta": lambda: export(toy().to("meta"), tmp_path / "x", "MXFP8"),
+        "give calibrate=.*or export scheme FP8_DYNAMIC": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8"),
+        "did not run": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8", calibrate=lambda: None),
+        "is a file": lambda: export(toy(), __file__, "MXFP8"),
+    }
+    for message, call in cases.items():
+        with pytest.raises(duotone.UserError, match=message) as raised:
+            call()
+        assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_have_an_index_and_at_most_the_size(tmp_path) -> None:
+    export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "x").glob("*.safetensors"))
+    assert len(files) > 2 and set(index["weight_map"].values()) == {file.name for file in files}
+    whole = {name: value for file in files for name, value in load_file(file).items()}
+    export(toy(), tmp_path / "y", "MXFP8")
+    one = load_file(tmp_path / "y" / "model.safetensors")
+    assert whole.keys() == one.keys() == index["weight_map"].keys()
+    assert all(
+        torch.equal(whole[n].view(torch.uint8), value.view(torch.uint8)) for n, value in one.items() if value.dim()
+    )
+    assert all(sum(t.nbytes for t in load_file(file).values()) <= 100_000 for file in files)
+
+
+def test_a_failure_leaves_the_old_files_and_nothing_else(tmp_path, monkeypatch) -> None:
+    export(toy(), tmp_path / "x", "MXFP8")
+    (tmp_path / "x" / "tokenizer.json").write_text("mine")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()}
+    calls = []
+
+    def fail(self):
+        calls.append(self.name)
+        if len(calls) == 5:
+            raise OSError("no space left on device")
+        return type(self).original(self)
+
+    monkeypatch.setattr(
+        exported_weight.ExportedWeight, "original", exported_weight.ExportedWeight.tensors, raising=False
+    )
+    monkeypatch.setattr(exported_weight.ExportedWeight, "tensors", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export(toy(), tmp_path / "x", "FP8_DYNAMIC")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_new_export_replaces_its_files_and_keeps_those_of_others(tmp_path) -> None:
+    export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=100_000)
+    (tmp_path / "x" / "tokenizer.json").write_text("mine")
+    (tmp_path / "x" / "more").mkdir()
+    (tmp_path / "x" / "more" / "a.txt").write_text("mine too")
+    export(toy(), tmp_path / "x", "BF16")
+    names = {str(file.relative_to(tmp_path / "x")) for file in (tmp_path / "x").rglob("*") if file.is_file()}
+    assert names == {"model.safetensors", "config.json", "duotone.json", "tokenizer.json", "more/a.txt"}
+    assert "quantization_config" not in json.loads((tmp_path / "x" / "config.json").read_text())
+
+
+def test_an_export_that_died_between_its_renames_is_undone(tmp_path) -> None:
+    export(toy(), tmp_path / "x", "MXFP8")
+    (tmp_path / "x").rename(tmp_path / ".x.before")
+    with pytest.raises(duotone.UserError, match=r"is no folder of an export; an export died, and .*\.x\.before holds"):
+        duotone.load(tmp_path / "x")
+    with pytest.raises(duotone.UserError, match="cannot be served"):
+        export(toy(), tmp_path / "x", "MXFP5")
+    export(toy(), tmp_path / "x", "FP8_DYNAMIC")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
