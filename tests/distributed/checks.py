@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
+"""Where a worker runs that knows both: "cpu", or "cuda" with a GPU for each rank."""
 CHECKS: list[Callable[[Path], None]] = []
 
 
@@ -18,11 +20,14 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def main() -> None:
-    """Run every check on this rank: python worker.py FOLDER WORLD RANK."""
+    """Run every check on this rank: python worker.py FOLDER WORLD RANK DEVICE."""
     folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world)
     for function in CHECKS:
         failures = []
         try:

@@ -20,7 +20,7 @@ NAMES = ("fp8-current", "mxfp8", "fp8-delayed", "nvfp4")
 
 
 def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    return init_device_mesh(checks.DEVICE, (2, 2), mesh_dim_names=("data", "model"))
 
 
 def network(name: str) -> nn.Sequential:
