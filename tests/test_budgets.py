@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 26106
+LIBRARY_LINES = 27183
 TOOL_LINES = 4243
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (1027, 3, 0),
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
-    "conversion": (1586, 18, 0),
+    "conversion": (2424, 28, 0),
     "dispatch": (2396, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
@@ -31,10 +31,10 @@ BUDGETS = {
     "linear": (1733, 5, 0),
     "modules": (514, 15, 0),
     "observe": (858, 11, 0),
-    "ops": (1248, 5, 0),
+    "ops": (1396, 5, 0),
     "optim": (516, 10, 0),
-    "package": (244, 1, 0),
-    "pipeline": (1184, 49, 1),
+    "package": (245, 1, 0),
+    "pipeline": (1274, 58, 1),
     "planned": (2008, 40, 8),
     "recipes": (1989, 27, 0),
     "report": (1077, 0, 0),

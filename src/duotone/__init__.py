@@ -13,7 +13,7 @@ from duotone.compat import (
     QuantizerHandle,
     RecipeState,
 )
-from duotone.conversion import Plan, PlanDiff, PlanRow, assign_names, convert, convert_parameters, plan, revert
+from duotone.conversion import Plan, PlanDiff, PlanRow, assign_names, convert, convert_parameters, fuse, plan, revert
 from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
@@ -85,6 +85,7 @@ __all__ = [
     "convert_parameters",
     "export",
     "formats",
+    "fuse",
     "load",
     "load_recipe_state",
     "load_rng_state",

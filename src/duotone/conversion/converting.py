@@ -13,6 +13,7 @@ from duotone.attention import DotProductAttention
 from duotone.conversion import experts, forwards
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.fast_path import close_fast_paths, open_fast_paths
+from duotone.conversion.fusing import unfuse
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
@@ -80,7 +81,7 @@ def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> No
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert`, in place, and return the model: modules get their classes back, seeds and states are removed.
+    """Undo `convert` and `fuse`, in place, and return the model. Modules get their classes back; seeds and states go.
 
     Modules of Duotone stay, in high precision. Quantized parameters stay: to make them plain, call
     `convert_parameters(model, "bf16")` first. UserError, before anything changes, if a module was parametrized after it
@@ -90,6 +91,7 @@ def revert(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
+    unfuse(model)
     open_fast_paths(model)
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):

@@ -51,7 +51,7 @@ def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
 def planned_class(mixin: type, kind: type) -> Any:
     """The class `kind` whose calls follow plans: `mixin` comes first."""
     members = {"__module__": kind.__module__, "__reduce__": lambda self: (rebuild, (mixin, kind), self.__getstate__())}
-    return type(f"Planned{kind.__name__}", (mixin, kind), members)
+    return type(f"{getattr(mixin, 'prefix', 'Planned')}{kind.__name__}", (mixin, kind), members)
 
 
 def rebuild(mixin: type, kind: type) -> nn.Module:

@@ -7,6 +7,7 @@ from torch import nn
 
 from duotone.attention import DotProductAttention, MultiheadAttention
 from duotone.conversion import fast_path
+from duotone.conversion.fusing import fused_row
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
@@ -49,6 +50,7 @@ def plan(
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
+        rows.extend([_row(name, text)] if (text := fused_row(module)) else [])
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     if planned:
         sites = sites_of(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 from duotone.errors import UserError
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction
 from duotone.pipeline.channels import Channels
+from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.second_order import is_transformed, second_order
 from duotone.pipeline.slot_roles import KnownRoles
@@ -102,7 +103,7 @@ def run(
     What keeps weights or gradients from one call to the next runs outside of compiled graphs, without `may_trace`.
     So do DTensors. `spread` says how the DTensor lies on its mesh whose local tensor is `x`.
     """
-    is_special = first is not None or (type(x) is not Tensor and is_distributed(x))
+    is_special = first is not None or (type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)))
     for op in ops:
         is_special = is_special or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
     if is_special and (special := _special_run(x, may_trace)) is not None:
@@ -142,7 +143,12 @@ def run(
 
 
 def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any] | None:
-    """What runs a call whose tensors stay between calls, or whose input may be a DTensor. None for `run` itself."""
+    """What runs a call whose tensors stay between calls, or whose input is deferred or may be a DTensor.
+
+    None for `run` itself.
+    """
+    if type(x) is DeferredOutput:
+        return x.reader.read
     if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
         from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
 

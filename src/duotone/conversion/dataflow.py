@@ -1,0 +1,223 @@
+"""Who reads what in the forward of a module, from its source. Nothing runs, so a branch counts whether it is taken."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from duotone.conversion.fused_modules import plain_class
+
+DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
+"""What code reads of a tensor without its values."""
+
+Names = frozenset[str]
+NOTHING: Names = frozenset()
+
+
+@dataclass
+class Reads:
+    """Who reads a value: (path of a child, index or name of its argument), and the text of other code."""
+
+    children: list[tuple[str, int | str]] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+
+class Flow:
+    """The reads of each parameter of a forward, and of each output of a child, by name.
+
+    A name that starts with "self." is the output of a child.
+    """
+
+    parameters: list[str]
+    reads: dict[str, Reads]
+
+
+class Chain(Flow):
+    """That of nn.Sequential: each child reads the one before it."""
+
+    def __init__(self, children: Sequence[str]) -> None:
+        self.parameters = ["input"]
+        values = ["input", *(f"self.{child}" for child in children)]
+        self.reads = {value: Reads([(child, 0)]) for value, child in zip(values, children, strict=False)}
+        self.reads[values[-1]] = Reads(others=["the caller"])
+
+
+class Code(Flow):
+    """That of the source of a forward."""
+
+    def __init__(self, function: ast.FunctionDef) -> None:
+        self.parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)][1:]
+        keyword_only = [argument.arg for argument in function.args.kwonlyargs]
+        self.reads: dict[str, Reads] = {}
+        self.values: dict[str, Names] = {name: frozenset({name}) for name in (*self.parameters, *keyword_only)}
+        self.run(function.body)
+
+    def run(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            self.step(statement)
+
+    def step(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Assign):
+            source = self.value(statement.value)
+            for target in statement.targets:
+                self.bind(target, source)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            self.bind(statement.target, self.value(statement.value))
+        elif isinstance(statement, ast.AugAssign):
+            self.note(statement, self.value(statement.value) | self.value(statement.target))
+            self.bind(statement.target, NOTHING)
+        elif isinstance(statement, ast.If | ast.For | ast.While | ast.Try):
+            self.branch(statement)
+        elif isinstance(statement, ast.Return):
+            if statement.value is not None:
+                self.note(statement, self.value(statement.value))
+        else:
+            for part in ast.iter_child_nodes(statement):
+                self.visit(statement, part)
+
+    def visit(self, owner: ast.AST, part: ast.AST) -> None:
+        """Read a part of a statement or of an expression, whatever it is."""
+        if isinstance(part, ast.expr):
+            self.note(owner, self.value(part))
+        elif isinstance(part, ast.stmt):
+            self.step(part)
+        else:
+            for inner in ast.iter_child_nodes(part):
+                self.visit(owner, inner)
+
+    def branch(self, statement: ast.If | ast.For | ast.While | ast.Try) -> None:
+        """Each branch starts from the same values; afterwards a name may be any of them."""
+        for part in (getattr(statement, "test", None), getattr(statement, "iter", None)):
+            if part is not None:
+                self.note(statement, self.value(part))
+        before = dict(self.values)
+        outcomes = [before]
+        handlers = [handler.body for handler in getattr(statement, "handlers", ())]
+        for body in (statement.body, getattr(statement, "orelse", []), *handlers, getattr(statement, "finalbody", [])):
+            self.values = dict(before)
+            self.run(body)
+            outcomes.append(self.values)
+        names = set().union(*outcomes)
+        self.values = {name: frozenset().union(*(one.get(name, NOTHING) for one in outcomes)) for name in names}
+
+    def bind(self, target: ast.expr, source: Names) -> None:
+        if isinstance(target, ast.Name):
+            self.values[target.id] = source
+        elif isinstance(target, ast.Tuple | ast.List):
+            for part in target.elts:
+                self.bind(part, NOTHING)
+            self.note(target, source)
+        else:
+            self.note(target, source)
+
+    def value(self, expression: ast.expr) -> Names:
+        """What an expression may be without a change: parameters and outputs of children."""
+        if isinstance(expression, ast.Name):
+            return self.values.get(expression.id, NOTHING)
+        if isinstance(expression, ast.Call):
+            return self.call(expression)
+        if isinstance(expression, ast.IfExp):
+            self.note(expression, self.value(expression.test))
+            return self.value(expression.body) | self.value(expression.orelse)
+        if isinstance(expression, ast.Attribute):
+            source = self.value(expression.value)
+            if expression.attr not in DESCRIPTIONS:
+                self.note(expression, source)
+            return NOTHING
+        if isinstance(expression, ast.Compare) and isinstance(expression.ops[0], ast.Is | ast.IsNot):
+            return NOTHING
+        for part in ast.iter_child_nodes(expression):
+            self.visit(expression, part)
+        return NOTHING
+
+    def call(self, call: ast.Call) -> Names:
+        path = _path(call.func)
+        arguments = [*enumerate(call.args), *((keyword.arg or "", keyword.value) for keyword in call.keywords)]
+        if not path:
+            self.value(call.func)
+        for place, argument in arguments:
+            source = self.value(argument)
+            if path:
+                for name in source:
+                    self.reads.setdefault(name, Reads()).children.append((path, place))
+            else:
+                self.note(call, source)
+        return frozenset({f"self.{path}"}) if path else NOTHING
+
+    def note(self, node: ast.AST, source: Names) -> None:
+        """Other code reads a value."""
+        for name in source:
+            self.reads.setdefault(name, Reads()).others.append(ast.unparse(node).split("\n")[0])
+
+
+def _path(function: ast.expr) -> str:
+    """The path of the child that is called, or ""."""
+    steps = []
+    while isinstance(function, ast.Attribute):
+        steps.append(function.attr)
+        function = function.value
+    return ".".join(reversed(steps)) if isinstance(function, ast.Name) and function.id == "self" else ""
+
+
+class Flows:
+    """The flows of the forwards of a model."""
+
+    def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
+        self.is_leaf = is_leaf
+        """Says of a module whether it reads a value itself. Others are entered if they pass it on to their children."""
+        self.by_forward: dict[Callable[..., object], Code | None] = {}
+
+    def of(self, module: nn.Module) -> Flow | None:
+        """The flow of the forward of a module's class; None if its source cannot be read."""
+        forward = plain_class(module).forward
+        if forward is nn.Sequential.forward:
+            return Chain(list(module._modules))
+        if forward not in self.by_forward:
+            self.by_forward[forward] = _code(forward)
+        return self.by_forward[forward]
+
+    def readers(self, module: nn.Module, child: str) -> tuple[list[str], list[str]]:
+        """The paths of the modules that read the output of a child of `module`, and the other code that does."""
+        reads = list(self._reads(module, f"self.{child}"))
+        return list(dict.fromkeys(path for path, text in reads if not text)), [text for _, text in reads if text]
+
+    def _reads(self, module: nn.Module, value: str) -> Iterator[tuple[str, str]]:
+        """(path, "") of each module that reads a value, ("", text) of other code."""
+        flow = self.of(module)
+        if flow is None:
+            yield "", f"{type(module).__name__}.forward, which has no source"
+            return
+        reads = flow.reads.get(value, Reads())
+        yield from (("", text) for text in reads.others)
+        for path, place in reads.children:
+            try:
+                reader = module.get_submodule(path)
+            except AttributeError:
+                yield "", f"self.{path}"  # a method
+                continue
+            parameter = None if self.is_leaf(reader) else self._parameter(reader, place)
+            if parameter is None:
+                yield path, ""
+            else:
+                inner = self._reads(reader, parameter)
+                yield from ((f"{path}.{one}" if one else "", text) for one, text in inner)
+
+    def _parameter(self, reader: nn.Module, place: int | str) -> str | None:
+        """The parameter of a module that gets an argument, if children of the module read it."""
+        flow = self.of(reader)
+        if flow is None or (isinstance(place, int) and place >= len(flow.parameters)):
+            return None
+        parameter = place if isinstance(place, str) else flow.parameters[place]
+        return parameter if flow.reads.get(parameter, Reads()).children else None
+
+
+def _code(forward: Callable[..., object]) -> Code | None:
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
+        (function,) = ast.parse(source).body
+    except (OSError, TypeError, ValueError, SyntaxError):
+        return None
+    return Code(function) if isinstance(function, ast.FunctionDef) else None

@@ -1,0 +1,202 @@
+"""Modules of others that run as pipelines of ops: mixins for their classes, which keep parameters, names and hooks.
+
+Each call looks whether its parts are still linears under plans, without hooks or adapters. If not, or in a trace that
+it cannot follow, the forward of the class runs as before.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.conversion.patterns import MLP, Norm
+from duotone.ops.activation import ActivationOp
+from duotone.ops.norm import NormOp
+from duotone.ops.packed_linear import FormatsDiffer, PackedLinear, why_not_in_pipeline, why_not_packed
+from duotone.ops.sequential import is_hooked
+from duotone.pipeline.deferred import Defer, DeferredOutput
+from duotone.pipeline.op import Op, run
+from duotone.pipeline.second_order import is_transformed
+from duotone.pipeline.tensor_info import is_autocast, is_distributed
+
+FUSED = "_fused"
+"""Of a fused module: its pipeline."""
+
+
+class Fused:
+    """Mixed in before the class of a module that `fuse` changed."""
+
+    prefix = "Fused"
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before `fuse` changed it."""
+    order = type(module).__mro__
+    return order[order.index(Fused) + 1] if Fused in order else order[0]
+
+
+class MLPPipeline:
+    """Linears of one input, an activation and a linear: the whole forward of a module."""
+
+    def __init__(self, owner: nn.Module, pattern: MLP) -> None:
+        self.owner, self.pattern = owner, pattern
+        self.packed = PackedLinear(owner, pattern.first)
+        self.activation = ActivationOp(pattern.activation)
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        (name, *more), children = self.pattern.first, self.owner._modules
+        first = self.packed if more else children[name]
+        return first, self.activation, children[self.pattern.last]  # type: ignore[return-value]
+
+    @property
+    def refusal(self) -> str:
+        """Why the module runs its own forward, or ""."""
+        linears = (*self.pattern.first, self.pattern.last)
+        reason = refusal_of(self.owner, linears, self.pattern.first)
+        if reason:
+            return reason
+        for name, child in self.owner._modules.items():
+            if name not in linears and child is not None:
+                if is_hooked(child):
+                    return f"{name} has hooks"
+                if isinstance(child, nn.Dropout) and child.p and child.training:
+                    return f"{name} is on"
+        return ""
+
+    @property
+    def words(self) -> str:
+        """What runs together."""
+        return f"{' and '.join(self.pattern.first)}, {self.pattern.activation} and {self.pattern.last}"
+
+
+class FusedMLP(Fused):
+    """A module whose forward is an `MLPPipeline`."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        pipeline: MLPPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
+        alone = len(inputs) == 1 and not options and not is_distributed(inputs[0])
+        if pipeline is not None and alone and not pipeline.refusal:
+            try:
+                return run(pipeline.ops, inputs[0], (), None, self)
+            except FormatsDiffer:
+                pass
+        return super().forward(*inputs, **options)  # type: ignore[misc]
+
+
+@dataclass
+class NormReaders:
+    """A norm, and the linears and fused modules below `parent` that read it: the paths of their owners, their names.
+
+    A name without linears, "", stands for the owner itself, a fused module.
+    """
+
+    norm: nn.Module
+    pattern: Norm
+    parent: nn.Module
+    groups: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __post_init__(self) -> None:
+        self.op = NormOp(self.norm, *self.pattern)
+        self.packs = [PackedLinear(self._owner(path), names) for path, names in self.groups if len(names) > 1]
+
+    def _owner(self, path: str) -> nn.Module:
+        return self.parent.get_submodule(path)
+
+    @property
+    def refusal(self) -> str:
+        """Why the norm computes its output by itself, or ""."""
+        if is_hooked(self.norm):
+            return "it has hooks"
+        return next((reason for path, names in self.groups if (reason := self._group_refusal(path, names))), "")
+
+    def _group_refusal(self, path: str, names: tuple[str, ...]) -> str:
+        owner: nn.Module = self.parent
+        for step in path.split(".") if path else ():
+            child = owner._modules.get(step)
+            if (
+                child is None
+                or is_hooked(child)
+                or "forward" in child.__dict__
+                or child._compiled_call_impl is not None
+            ):
+                return f"{path} is wrapped, or has hooks"
+            owner = child
+        if names:
+            reason = refusal_of(owner, names, names)
+            return f"{path}.{reason}" if reason and path else reason
+        return owner.__dict__[FUSED].refusal if isinstance(owner, FusedMLP) else f"{path} is not fused"
+
+    @property
+    def words(self) -> str:
+        """Who reads the norm."""
+        return " and ".join(f"{path}.{name}" if path else name for path, name in self._readers())
+
+    def _readers(self) -> Iterator[tuple[str, str]]:
+        for path, names in self.groups:
+            yield from ((path, name) for name in names)
+            if not names:
+                yield "", path
+
+    def takes(self, x: object) -> bool:
+        """Whether an input is one for which the norm may be put off."""
+        if type(x) is not Tensor or not x.is_contiguous() or not x.numel() or is_autocast(x.device.type):
+            return False
+        if torch.jit.is_tracing() or is_transformed() or self.refusal:  # type: ignore[no-untyped-call]
+            return False
+        gamma, beta = self.op.parameters()
+        same = gamma is None or gamma.dtype is x.dtype
+        return same and all(p is None or (type(p) is nn.Parameter and p.device == x.device) for p in (gamma, beta))
+
+    def defer(self, x: Tensor) -> DeferredOutput:
+        return Defer.apply(self, x, *self.op.parameters())  # type: ignore[no-any-return]
+
+    def read(
+        self, ops: Sequence[Any], x: DeferredOutput, extra: Sequence[object], first: bool | None, owner: object
+    ) -> Any:
+        """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
+        if len(ops) == 1 and first is None:
+            pack = next((pack for pack in self.packs if any(ops[0] is linear for linear in pack.linears)), None)
+            if pack is not None:
+                key = (id(ops[0]), torch.is_grad_enabled())
+                try:
+                    return x.outputs.pop(key) if key in x.outputs else self._run_pack(x, pack, key, owner)
+                except FormatsDiffer:
+                    pass
+        return run((self.op, *ops), x.source, extra, first, owner)
+
+    def _run_pack(self, x: DeferredOutput, pack: PackedLinear, key: tuple[int, bool], owner: object) -> Tensor:
+        parts = pack.split(run((self.op, pack), x.source, (), None, owner))
+        x.outputs.update(((id(linear), key[1]), y) for linear, y in zip(pack.linears, parts, strict=True))
+        return x.outputs.pop(key)
+
+    def compute(self, source: Tensor) -> Tensor:
+        return plain_class(self.norm).forward(self.norm, source)  # type: ignore[no-any-return]
+
+    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Any]:
+        stage = self.op.stages[True]
+        x, gamma, beta = inputs
+        assert x is not None
+        return stage.backward(dy, stage.forward(x, gamma, beta)[1], tuple(needs))
+
+
+class FusedNorm(Fused):
+    """A norm that runs in the pipelines of the linears that read it."""
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        readers: NormReaders = self.__dict__[FUSED]
+        if not torch.compiler.is_dynamo_compiling() and len(inputs) == 1 and not options and readers.takes(inputs[0]):
+            return readers.defer(inputs[0])
+        return super().forward(*inputs, **options)  # type: ignore[misc]
+
+
+def refusal_of(owner: nn.Module, names: Sequence[str], packed: Sequence[str]) -> str:
+    """Why children of a module cannot run in a pipeline, those of `packed` as one linear; or ""."""
+    children = owner._modules
+    for name in names:
+        reason = why_not_in_pipeline(children.get(name))
+        if reason:
+            return f"{name} {reason}"
+    return why_not_packed({name: children[name] for name in packed}) if len(packed) > 1 else ""

@@ -1,0 +1,204 @@
+"""fuse: norms, linears and activations of a model as pipelines of ops, in place."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.conversion import forwards
+from duotone.conversion.adapters import FULL, adapters
+from duotone.conversion.dataflow import Flows
+from duotone.conversion.fused_modules import FUSED, FusedMLP, FusedNorm, MLPPipeline, NormReaders, plain_class
+from duotone.conversion.naming import require_model
+from duotone.conversion.patterns import MLP, NoMatch, Norm, mlp_of, norm_of
+from duotone.errors import UserError
+from duotone.ops.packed_linear import pack
+from duotone.state.autocast_context import autocast
+
+LEFT_ALONE = "_left_unfused"
+"""Of a module that has the parts of a pattern: why it is left alone."""
+
+Groups = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass
+class Findings:
+    """What of a model runs as pipelines, and what is left alone, by module."""
+
+    mlps: dict[nn.Module, MLP] = field(default_factory=dict)
+    norms: dict[nn.Module, tuple[Norm, nn.Module, Groups]] = field(default_factory=dict)
+    left: dict[nn.Module, str] = field(default_factory=dict)
+
+
+def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, object] | None = None) -> nn.Module:
+    """Run norms, linears and activations of a model as the pipelines of `duotone.ops`, in place; return the model.
+
+    Patterns are: norm and the linears that read it, linear - activation - linear, and gated MLPs. Each is compared with
+    the ops on random hidden states. Parameters, names and state_dict keys stay. A pattern runs fused once its linears
+    are converted, so `convert` may come first or second. `plan` shows each pattern, and why one is left alone.
+
+    `sample` is an input of the model, a tuple of its arguments, or a dict of them by name: the model runs on it once,
+    and each MLP is also compared with its weights on the hidden states that reach it.
+
+    UserError, before anything changes, if `model` is no module, or if it does not run on `sample`.
+    """
+    require_model("fuse", model)
+    findings = _find(model, {} if sample is None else _hidden_states(model, sample))
+    unfuse(model)
+    for module, mlp in findings.mlps.items():
+        _change(module, FusedMLP, MLPPipeline(module, mlp))
+        if len(mlp.first) > 1:
+            pack([module.get_submodule(name) for name in mlp.first])
+    for module, (norm, parent, groups) in findings.norms.items():
+        _change(module, FusedNorm, NormReaders(module, norm, parent, groups))
+        for path, names in groups:
+            if len(names) > 1:
+                pack([parent.get_submodule(path).get_submodule(name) for name in names])
+    for module, reason in findings.left.items():
+        module.__dict__[LEFT_ALONE] = reason
+    return model
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo `fuse`; parameters stay as they are."""
+    for module in model.modules():
+        module.__dict__.pop(LEFT_ALONE, None)
+        if module.__dict__.pop(FUSED, None) is not None:
+            module.__dict__.pop("_rewritten", None)
+            forwards.change_class(module, plain_class(module))
+
+
+def fused_row(module: nn.Module) -> str:
+    """What a plan says of a module that fuse has looked at, or ""."""
+    pipeline: MLPPipeline | NormReaders | None = module.__dict__.get(FUSED)
+    if pipeline is None:
+        reason = module.__dict__.get(LEFT_ALONE)
+        return f"not fused: {reason}" if reason else ""
+    if pipeline.refusal:
+        return f"not fused: {pipeline.refusal}"
+    if isinstance(pipeline, MLPPipeline):
+        return f"fused: {pipeline.words} are one pipeline"
+    return f"fused: it runs in the pipeline of {pipeline.words}"
+
+
+def _change(module: nn.Module, mixin: type, pipeline: MLPPipeline | NormReaders) -> None:
+    forwards.change_class(module, forwards.planned_class(mixin, type(module)))
+    module.__dict__[FUSED] = pipeline
+
+
+def _find(model: nn.Module, samples: Mapping[nn.Module, Tensor]) -> Findings:
+    findings, low_rank = Findings(), adapters(model)
+    parts = {id(module) for name, module in model.named_modules() if name in low_rank}
+    for module in model.modules():
+        reason = _wrapped_parts(module, parts)
+        try:
+            if forwards.is_replaced(module):
+                continue
+            mlp = mlp_of(module, plain_class(module), samples.get(module))
+        except NoMatch as error:
+            mlp, reason = None, str(error)
+        if mlp is not None:
+            findings.mlps[module] = mlp
+        elif reason:
+            findings.left[module] = reason
+
+    def is_leaf(reader: nn.Module) -> bool:
+        return isinstance(reader, nn.Linear) or reader in findings.mlps or _wrapped(reader, parts) is not None
+
+    flows = Flows(is_leaf)
+    for parent in model.modules():
+        for name, module in parent._modules.items():
+            if module is not None and not forwards.is_replaced(module):
+                _find_norm(parent, name, module, findings, flows)
+    return findings
+
+
+def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findings, flows: Flows) -> None:
+    paths, others = flows.readers(parent, name)
+    modules = {path: parent.get_submodule(path) for path in paths}
+    if not any(flows.is_leaf(reader) for reader in modules.values()):
+        return
+    try:
+        norm = norm_of(module, plain_class(module))
+    except NoMatch as error:
+        findings.left[module] = str(error)
+        return
+    if norm is None:
+        return
+    foreign = {p: m for p, m in modules.items() if not isinstance(m, nn.Linear) and m not in findings.mlps}
+    if others:
+        findings.left[module] = f"its output is also read by `{others[0]}`"
+    elif foreign:
+        path, reader = next(iter(foreign.items()))
+        findings.left[module] = f"its output is read by {path}, a {type(reader).__name__}"
+    elif module in findings.norms or module in findings.left:
+        findings.norms.pop(module, None)
+        findings.left[module] = "several modules call it"
+    else:
+        findings.norms[module] = norm, parent, tuple(_groups(modules, findings.mlps))
+
+
+def _groups(modules: Mapping[str, nn.Module], mlps: Mapping[nn.Module, MLP]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The linears of each owner, by its path, and fused modules."""
+    linears: dict[str, list[str]] = {}
+    for path, reader in modules.items():
+        if reader in mlps:
+            yield path, ()
+        else:
+            owner, _, name = path.rpartition(".")
+            linears.setdefault(owner, []).append(name)
+    yield from ((owner, tuple(names)) for owner, names in linears.items())
+
+
+def _wrapped(module: nn.Module, low_rank: set[int]) -> nn.Linear | None:
+    """The linear that an adapter or another wrapper holds, if a module is one."""
+    if isinstance(module, nn.Linear | nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return None
+    linears = [child for child in module.children() if isinstance(child, nn.Linear) and id(child) not in low_rank]
+    others = [one for one in module.modules() if one is not module and one not in linears]
+    known = any(isinstance(getattr(module, name, None), nn.Linear) for name in (*FULL, "_orig_mod"))
+    adapted = any(id(one) in low_rank for one in others)
+    return linears[0] if len(linears) == 1 and (known or adapted) else None
+
+
+def _wrapped_parts(module: nn.Module, low_rank: set[int]) -> str:
+    """Why a module with the parts of an MLP is left alone: some of its linears are adapted or wrapped; or ""."""
+    children = dict(module.named_children())
+    wrapped = {name: child for name, child in children.items() if _wrapped(child, low_rank) is not None}
+    linears = [child for child in children.values() if isinstance(child, nn.Linear) and id(child) not in low_rank]
+    rest = [c for n, c in children.items() if n not in wrapped and not isinstance(c, nn.Linear)]
+    if len(linears) + len(wrapped) not in (2, 3) or any(True for child in rest for _ in child.parameters()):
+        return ""
+    if wrapped:
+        name, child = next(iter(wrapped.items()))
+        return f"{name} is a {type(child).__name__} around a linear"
+    return "it holds low-rank adapters" if any(id(child) in low_rank for child in children.values()) else ""
+
+
+def _hidden_states(model: nn.Module, sample: object) -> dict[nn.Module, Tensor]:
+    """The first input of each module when the model runs on a sample, in evaluation and in high precision."""
+    if not isinstance(sample, Tensor | Sequence | Mapping) or isinstance(sample, str):
+        raise UserError(f"sample is a tensor, a tuple or a dict of arguments; got {type(sample).__name__}")
+    states: dict[nn.Module, Tensor] = {}
+
+    def observe(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if inputs and isinstance(inputs[0], Tensor):
+            states.setdefault(module, inputs[0].detach())
+
+    arguments = (sample,) if isinstance(sample, Tensor) else () if isinstance(sample, Mapping) else sample
+    modes = {module: module.training for module in model.modules()}
+    hooks = [module.register_forward_pre_hook(observe) for module in modes]
+    try:
+        with torch.no_grad(), autocast(enabled=False):
+            model.eval()(*arguments, **(sample if isinstance(sample, Mapping) else {}))
+    except Exception as error:  # any code of the user
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{type(model).__name__} does not run on sample: {type(error).__name__}: {reason}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return states

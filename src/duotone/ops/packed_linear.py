@@ -1,0 +1,148 @@
+"""PackedLinear: linears that read one input, as one linear whose weight is theirs one below the other."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from duotone.linear.core import LinearStage
+from duotone.linear.layout import WHOLE
+from duotone.linear.plan import LinearPlan
+from duotone.ops.sequential import is_hooked
+from duotone.pipeline.op import Op
+from duotone.pipeline.stage import Stage
+from duotone.pipeline.tensor_info import TensorInfo, is_distributed, require_fit
+from duotone.planned.linear import PlannedLinear
+from duotone.planned.split_parameters import Joined
+
+Linears = Sequence[PlannedLinear]
+
+
+class FormatsDiffer(Exception):
+    """Rules or a recipe give the linears different formats, so each has to run by itself."""
+
+
+class PackedLinear(Op):
+    """The children `names` of `owner`, (*lead, K) -> (*lead, sum of N). Plan, seeds and states are those of the first.
+
+    Raises FormatsDiffer when it is linked, if the plans of the others have other formats.
+    """
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
+        self.owner, self.names = owner, names
+        self.agreement: dict[Stage, bool] = {}
+        """Whether the others have the formats of a stage of the first linear."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"owner": self.owner, "names": self.names, "agreement": {}}  # stages belong to this process
+
+    @property
+    def linears(self) -> Linears:
+        children = self.owner._modules
+        return tuple(children[name] for name in self.names)  # type: ignore[misc]
+
+    def link(
+        self, info: TensorInfo, is_first_microbatch: bool | None
+    ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
+        linears = self.linears
+        weight = joined([linear.weight for linear in linears])
+        bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])  # type: ignore[misc]
+        require_fit(linears[0].module_name, info, weight, bias)
+        trained = any([linear.weight.requires_grad for linear in linears])
+        stage = linears[0].plans.stage(info, trained, None)
+        assert isinstance(stage, LinearStage)
+        if not self._agree(stage, linears[1:], info, trained):
+            raise FormatsDiffer
+        tracked = info.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        output = TensorInfo(info.device, info.dtype, weight.shape[0], info.rows, tracked, None, info.index)
+        return stage, output, weight, bias
+
+    def operands(
+        self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None
+    ) -> Sequence[Tensor | None]:
+        return self.linears[0].operands(stage, info, extra, weight, bias)
+
+    def split(self, y: Tensor) -> Sequence[Tensor]:
+        """The output of each linear."""
+        return y.split([linear.weight.shape[0] for linear in self.linears], -1)
+
+    def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
+        agree = self.agreement.get(stage)
+        if agree is None:
+            plans = [linear.plans.stage(info, trained, None).plan for linear in others]
+            agree = all(formats(plan) == formats(stage.plan) for plan in plans)
+            if not torch.compiler.is_dynamo_compiling():
+                self.agreement[stage] = agree
+        return agree
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
+    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
+        return torch.cat(list(parts))
+    return Joined.apply(*parts)  # type: ignore[no-any-return]
+
+
+def formats(plan: LinearPlan) -> tuple[object, ...]:
+    """What has to be equal in the plans of linears that run as one."""
+    operands = plan.operands.values()
+    return tuple((operand.quantizer, operand.source, operand.backward, operand.stream) for operand in operands)
+
+
+def why_not_in_pipeline(linear: nn.Module | None) -> str:
+    """Why a module cannot run in a pipeline as the linear that it is, or ""."""
+    if not isinstance(linear, PlannedLinear):
+        return "is not converted" if isinstance(linear, nn.Linear) else f"is a {type(linear).__name__}"
+    if type(linear).forward is not PlannedLinear.forward or "forward" in linear.__dict__:
+        return "has another forward"
+    if "parametrizations" in linear._modules:
+        return "is parametrized"
+    if linear.return_bias:
+        return "returns its bias"
+    if is_distributed(linear._parameters.get("weight")):
+        return "is spread over a mesh"
+    if linear._compiled_call_impl is not None:
+        return "is compiled by itself"
+    return "has hooks" if is_hooked(linear) else ""
+
+
+def why_not_packed(linears: Mapping[str, nn.Module | None]) -> str:
+    """Why linears, by name, cannot run as one, or ""."""
+    biases = set()
+    for name, linear in linears.items():
+        assert isinstance(linear, PlannedLinear)
+        weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+        if not linear.stored_weight:
+            return f"{name} stores its weight transposed"
+        if type(weight) not in PLAIN or type(bias) not in (*PLAIN, type(None)):
+            return f"{name} holds a {type(weight).__name__}"
+        if linear.fuse_wgrad_accumulation or linear.delay_wgrad_compute or linear.save_original_input:
+            return f"{name} has options of its backward"
+        if linear.layout != WHOLE:
+            return f"{name} is spread over ranks"
+        biases.add(bias is None)
+    return f"{' and '.join(linears)} do not all have a bias" if len(biases) > 1 else ""
+
+
+PLAIN = (nn.Parameter, Tensor)
+
+
+def pack(linears: Sequence[nn.Module]) -> None:
+    """Put the weights of linears, and their biases, one after the other in memory, so that `joined` copies nothing.
+
+    The parameters stay the same objects. Nothing moves if some share memory with others, or lie on several devices.
+    """
+    for kind in ("weight", "bias"):
+        parameters = [p for linear in linears if (p := linear._parameters.get(kind)) is not None]
+        if len(set(parameters)) == len(linears) and all(_is_movable(p, parameters[0]) for p in parameters):
+            whole = torch.cat([p.detach() for p in parameters])
+            for p, piece in zip(parameters, whole.split([p.shape[0] for p in parameters]), strict=True):
+                p.data = piece
+
+
+def _is_movable(p: Tensor, like: Tensor) -> bool:
+    """Whether a parameter has memory that nobody else has, and can lie beside `like`."""
+    if type(p) is not nn.Parameter or p.is_meta or not p.is_contiguous():
+        return False
+    alone = p.untyped_storage().nbytes() == p.numel() * p.element_size()
+    return alone and p.dtype is like.dtype and p.device == like.device and p.shape[1:] == like.shape[1:]

@@ -1,0 +1,84 @@
+"""DeferredOutput: the output of an op that runs in the pipeline of its reader, or as soon as anything else reads it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._pytree import tree_map_only
+
+
+class Reader(Protocol):
+    """What knows the ops behind a deferred output, and who reads it."""
+
+    def read(
+        self, ops: Sequence[Any], x: "DeferredOutput", extra: Sequence[object], first: bool | None, owner: object
+    ) -> Any:
+        """The output of a pipeline of `ops` whose input is `x`."""
+        ...
+
+    def compute(self, source: Tensor) -> Tensor:
+        """The values of the output, without a graph."""
+        ...
+
+    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Any]:
+        """The gradients of the inputs of `Defer`, the source first."""
+        ...
+
+
+class DeferredOutput(Tensor):
+    """A tensor like `source`, the output of an op over it. `reader` runs the op, in a larger pipeline if it can.
+
+    Autograd sees an ordinary tensor. Operations of torch get its values, which are computed once.
+    """
+
+    source: Tensor
+    reader: Reader
+    outputs: dict[object, Tensor]
+    """Outputs that one pipeline computed together, by who will ask for them."""
+
+    @staticmethod
+    def __new__(cls, source: Tensor, reader: Reader) -> "DeferredOutput":
+        options = {"dtype": source.dtype, "device": source.device, "strides": source.stride()}
+        self = Tensor._make_wrapper_subclass(cls, source.shape, **options)  # type: ignore[attr-defined]
+        self.source, self.reader, self.outputs, self.computed = source, reader, {}, None
+        return self  # type: ignore[no-any-return]
+
+    def materialize(self) -> Tensor:
+        """The output as a plain tensor without a graph."""
+        if self.computed is None:
+            with torch.no_grad():
+                self.computed = self.reader.compute(self.source)
+        return self.computed
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(DeferredOutput, DeferredOutput.materialize, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        return self.materialize().data_ptr()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.materialize()!r})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+class Defer(torch.autograd.Function):
+    """(reader, source, *parameters) -> a deferred output, whose gradient goes through the op alone."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, reader: Reader, *inputs: Tensor | None) -> DeferredOutput:
+        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]  # None is allowed
+        ctx.reader = reader  # type: ignore[attr-defined]
+        assert inputs[0] is not None
+        return DeferredOutput(inputs[0], reader)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return None, *ctx.reader.differentiate(dy, ctx.saved_tensors, ctx.needs_input_grad[1:])

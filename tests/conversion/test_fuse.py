@@ -1,0 +1,227 @@
+"""fuse on plain models: what is recognized, the values, and what users do with a model afterwards."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from blocks import Block, ZeroCentred, gradients_of, hidden_states, model
+from torch import Tensor, nn
+
+import duotone
+from duotone.errors import UserError
+from duotone.pipeline.autograd import RUNNER
+
+RECIPES = ["bf16", "mxfp8", "fp8-current", "fp8-delayed", "fp8-block", "fp8-rowwise", "nvfp4"]
+
+
+def error(results: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest relative error of any result, in the Frobenius norm."""
+    return max(((results[n].double() - exact[n]).norm() / exact[n].norm()).item() for n in exact)
+
+
+def pipelines(m: nn.Module, x: Tensor) -> int:
+    """How many pipelines one forward runs."""
+    count = 0
+
+    def watch(apply, *arguments):
+        nonlocal count
+        count += 1
+        return apply(*arguments)
+
+    with RUNNER.watched(watch):
+        m(x)
+    return count
+
+
+def rows(m: nn.Module) -> dict[str, str]:
+    return {row.module: row.reason for row in duotone.plan(m) if "fused" in row.reason}
+
+
+@pytest.mark.parametrize("norm", [ZeroCentred, nn.RMSNorm, nn.LayerNorm, Block.__init__.__defaults__[2]])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_and_gradients_are_as_close_to_float64_as_without_fuse(recipe, norm) -> None:
+    """Weights that run as one GEMM may share a scale, so bits differ; what is lost does not grow."""
+    x = hidden_states()
+    exact = gradients_of(model(norm=norm).double(), x.double())
+    plain = error(gradients_of(duotone.convert(model(norm=norm), recipe), x), exact)
+    m = duotone.fuse(duotone.convert(model(norm=norm), recipe))
+    assert pipelines(m, x) == 2 * 3
+    assert error(gradients_of(m, x), exact) < max(1.25 * plain, 1e-6)
+
+
+def test_with_scales_of_blocks_the_output_has_the_bits_of_the_unfused_model() -> None:
+    m = duotone.convert(model(norm=nn.LayerNorm), "mxfp8")
+    x, fused = hidden_states(), duotone.fuse(copy.deepcopy(m))
+    assert torch.equal(fused(x), m(x)) and pipelines(fused, x) == 6 and pipelines(m, x) == 14
+
+
+def test_convert_may_come_first_or_second_and_revert_undoes_both() -> None:
+    plain, x = model(), hidden_states()
+    after = duotone.convert(duotone.fuse(model()), "nvfp4")
+    before = duotone.fuse(duotone.convert(model(), "nvfp4"))
+    left, right = gradients_of(after, x), gradients_of(before, x)
+    assert all(torch.equal(left[n], right[n]) for n in left)
+    parameters, kinds = list(after.parameters()), [type(module) for module in plain.modules()]
+    duotone.revert(after)
+    assert [type(module) for module in after.modules()] == kinds
+    assert [vars(part).keys() for part in after.modules()] == [vars(part).keys() for part in plain.modules()]
+    assert all(a is b for a, b in zip(after.parameters(), parameters, strict=True))
+    assert torch.equal(after(x), plain(x))
+
+
+def test_without_convert_the_bits_are_those_of_the_plain_model() -> None:
+    m, x = duotone.fuse(model()), hidden_states()
+    left, right = gradients_of(m, x), gradients_of(model(), x)
+    assert all(torch.equal(left[n], right[n]) for n in left)
+    assert rows(m)["0.mlp"] == "not fused: gate is not converted"
+
+
+def test_plan_shows_each_pattern() -> None:
+    m = duotone.fuse(duotone.convert(model(1), "mxfp8"))
+    assert rows(m) == {
+        "0.before": "fused: it runs in the pipeline of attention.q and attention.k and attention.v",
+        "0.between": "fused: it runs in the pipeline of mlp",
+        "0.mlp": "fused: gate and up, swiglu and down are one pipeline",
+    }
+
+
+def test_parameters_keys_copies_and_pickles_stay() -> None:
+    m, x = duotone.convert(model(), "fp8-delayed"), hidden_states()
+    keys, parameters = list(m.state_dict()), list(m.parameters())
+    duotone.fuse(m)
+    assert list(m.state_dict()) == keys and all(a is b for a, b in zip(m.parameters(), parameters, strict=True))
+    copies = copy.deepcopy(m), pickle.loads(pickle.dumps(m))
+    other = duotone.fuse(duotone.convert(model(), "fp8-delayed"))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    other.load_state_dict(m.state_dict())
+    for step in range(2):
+        expected = gradients_of(m, x + step)
+        for each in (*copies, other):
+            results = gradients_of(each, x + step)
+            assert all(torch.equal(results[n], expected[n]) for n in expected)
+    assert pipelines(copies[0], x) == pipelines(copies[1], x) == 6
+
+
+def test_hooks_keep_seeing_the_calls_of_what_they_watch() -> None:
+    m, x = duotone.fuse(duotone.convert(model(), "mxfp8")), hidden_states()
+    seen = []
+    hook = m[0].mlp.up.register_forward_hook(lambda module, inputs, y: seen.append((inputs[0].shape, y.shape)))
+    m[1].before.register_forward_hook(lambda module, inputs, y: seen.append(type(y)))
+    expected = duotone.convert(model(), "mxfp8")(x)
+    assert torch.allclose(m(x), expected, rtol=0.02, atol=0.02)
+    assert seen == [((2, 16, 64), (2, 16, 96)), Tensor]
+    assert rows(m)["0.mlp"] == rows(m)["0.between"] == "not fused: up has hooks"
+    assert rows(m)["1.before"] == "not fused: it has hooks"
+    hook.remove()
+    assert rows(m)["0.mlp"].startswith("fused")
+
+
+class LowRank(nn.Module):
+    """A linear with an adapter."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapters"])
+def test_adapters_keep_their_part(first: str) -> None:
+    m, twin, x = duotone.convert(model(1), "mxfp8"), duotone.convert(model(1), "mxfp8"), hidden_states()
+    if first == "fuse":
+        duotone.fuse(m)
+    for each in (m, twin):
+        torch.manual_seed(3)
+        each[0].mlp.up = LowRank(each[0].mlp.up)
+        each[0].attention.q = LowRank(each[0].attention.q)
+    duotone.fuse(m) if first == "adapters" else None
+    left, right = gradients_of(m, x), gradients_of(twin, x)
+    assert all(torch.equal(left[n], right[n]) for n in left)
+    assert rows(m)["0.mlp"].startswith("not fused: up is a LowRank")
+    assert rows(m)["0.before"].startswith("not fused:") and "LowRank" in rows(m)["0.before"]
+
+
+class Postnorm(nn.Module):
+    """The norm is read by a linear and by a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.linear(x)
+
+
+class Hidden(Postnorm):
+    """The residual connection cannot be seen in the forward that calls the norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        scope = {"y": self.linear(x), **locals()}
+        return scope["x"] + scope["y"]
+
+
+@pytest.mark.parametrize("kind", [Postnorm, Hidden])
+def test_a_norm_that_is_read_elsewhere_too_gives_its_values_there(kind) -> None:
+    torch.manual_seed(0)
+    m, x = duotone.convert(kind(), "mxfp8"), hidden_states()
+    fused = duotone.fuse(copy.deepcopy(m))
+    left, right = gradients_of(fused, x), gradients_of(m, x)
+    assert torch.equal(left["y"], right["y"])
+    assert error(left, right) < 1e-6
+    assert rows(fused)["norm"].startswith("not fused: its output is also read by `x + ") == (kind is Postnorm)
+
+
+class Other(nn.Module):
+    """The parts of a gated MLP, and other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.gate(x)) * self.up(x))
+
+
+def test_a_pattern_with_other_values_is_left_alone_with_a_row() -> None:
+    m, x = duotone.convert(Other(), "mxfp8"), hidden_states()
+    y = m(x)
+    assert torch.equal(duotone.fuse(m)(x), y)
+    assert rows(m) == {"": "not fused: its values are not those of linears and an activation of duotone.ops"}
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, "model", None])
+def test_errors_come_before_anything_changes(wrong) -> None:
+    with pytest.raises(UserError, match=r"fuse takes a torch\.nn\.Module; got "):
+        duotone.fuse(wrong)
+    m = model()
+    for sample, words in ((3, "sample is a tensor, a tuple or a dict"), (torch.ones(2, 3), "does not run on sample: ")):
+        with pytest.raises(UserError, match=words):
+            duotone.fuse(m, sample)
+    assert {type(part) for part in m.modules()} == {type(part) for part in model().modules()}
+
+
+def test_a_sample_is_compared_with_the_weights_of_the_model() -> None:
+    x = hidden_states()
+    for sample in (x, (x,), [x], {"input": x}):
+        m = duotone.fuse(duotone.convert(model(), "mxfp8"), sample)
+        assert pipelines(m, x) == 6 and m.training
+
+
+def test_a_model_on_meta_is_fused_too() -> None:
+    with torch.device("meta"):
+        m = model()
+    m = duotone.convert(duotone.fuse(m), "mxfp8")
+    assert [row.split(":")[0] for row in rows(m).values()] == ["fused"] * 6
+    expected = duotone.fuse(duotone.convert(model(), "mxfp8"))
+    m = m.to_empty(device="cpu")
+    m.load_state_dict(expected.state_dict())
+    assert torch.equal(m(hidden_states()), expected(hidden_states()))
