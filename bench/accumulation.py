@@ -19,7 +19,7 @@ from bench.timing.records import emit
 from duotone import formats
 from duotone.dispatch.rule import GemmRule
 from duotone.dispatch.scaled import BlockScaledProduct, ScaledProduct
-from duotone.tensor import Plane
+from duotone.tensor.quantizer import encode_plane
 
 TENSOR, ROW, BLOCK, SQUARE = "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128"
 SLOW, FAST = (ScaledProduct("", fast) for fast in (False, True))
@@ -48,7 +48,7 @@ def errors() -> Iterator[dict[str, Any]]:
         x, w = operand(SIDE, k, positive), operand(SIDE, k, positive)
         for kind in WAYS:
             rule, of_x, of_w = PRODUCTS[kind]
-            a, b = Plane.encode(formats.get(of_x), x), Plane.encode(formats.get(of_w), w)
+            a, b = encode_plane(formats.get(of_x), x), encode_plane(formats.get(of_w), w)
             exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
             lost = rule.run(a, b, torch.bfloat16).double() - exact
             record = {"error": (lost.norm() / exact.norm()).item()}
@@ -61,7 +61,7 @@ def times() -> Iterator[dict[str, Any]]:
     for m, k, n in SHAPES:
         x, w = operand(m, k, False), operand(n, k, False)
         for kind, (rule, of_x, of_w) in PRODUCTS.items():
-            a, b = Plane.encode(formats.get(of_x), x), Plane.encode(formats.get(of_w), w)
+            a, b = encode_plane(formats.get(of_x), x), encode_plane(formats.get(of_w), w)
             ms = alone(lambda rule=rule, a=a, b=b: rule.run(a, b, torch.bfloat16), CudaClock(), PACE)
             yield {"shape": f"{m}x{k}x{n}", "kind": kind, "ms": ms, "tflops": 2 * m * k * n / ms / 1e9}
 

@@ -19,7 +19,7 @@ from duotone.dispatch import gemms, segments
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import target
 from duotone.kernels.grouped import GroupedProduct
-from duotone.tensor import Plane
+from duotone.tensor.quantizer import encode_plane
 
 SHAPES = ((4096, 8192, 4096), (14336, 8192, 4096), (8192, 16384, 8192), (28672, 8192, 8192))
 """Rows of dw, tokens, columns of dw."""
@@ -41,7 +41,7 @@ def linear(shape: tuple[int, int, int], kind: str) -> Times:
     """The weight gradient of a linear."""
     n, tokens, k = shape
     a, b = (
-        Plane.encode(formats.get(name), torch.randn(rows, tokens, device="cuda").bfloat16())
+        encode_plane(formats.get(name), torch.randn(rows, tokens, device="cuda").bfloat16())
         for name, rows in zip(KINDS[kind], (n, k), strict=True)
     )
     rule, _ = gemms.choose(GemmProblem(a.format, b.format, target("cuda"), torch.bfloat16))

@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 27183
+LIBRARY_LINES = 27163
 TOOL_LINES = 4243
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,23 +24,23 @@ BUDGETS = {
     "comm": (120, 1, 0),
     "compat": (731, 1, 0),
     "conversion": (2424, 28, 0),
-    "dispatch": (2396, 0, 0),
+    "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
     "lab": (2139, 7, 0),
-    "linear": (1733, 5, 0),
+    "linear": (1731, 5, 0),
     "modules": (514, 15, 0),
     "observe": (858, 11, 0),
-    "ops": (1396, 5, 0),
+    "ops": (1395, 5, 0),
     "optim": (516, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1274, 58, 1),
+    "pipeline": (1319, 62, 1),
     "planned": (2008, 40, 8),
     "recipes": (1989, 27, 0),
     "report": (1077, 0, 0),
     "serving": (1052, 2, 0),
     "state": (1756, 18, 0),
-    "tensor": (2006, 17, 0),
+    "tensor": (1937, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 import duotone
 from duotone import formats, recipes
 from duotone.dispatch.compiler import compiler_reason
+from duotone.dispatch.products import factors
 from duotone.recipes.builtin import BUILTIN
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.plane import Plane
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(bool(compiler_reason()), reason="inductor needs a C++ compiler: apt-get install g++")
 
@@ -36,8 +37,8 @@ def planes(x: Tensor, seed: Tensor, names: list[str]) -> list[Tensor]:
     outputs, ctx = [], QuantizeContext(seed=seed)
     for name in names:
         for side, matrix in (("row", x), ("col", x.t())):
-            plane = Plane.encode(formats.get(name), matrix, ctx, side)
-            outputs += [*plane.parts.values(), plane.factors().values, plane.dequantize(torch.float32)]
+            plane = encode_plane(formats.get(name), matrix, ctx, side)
+            outputs += [*plane.parts.values(), factors(plane).values, plane.dequantize(torch.float32)]
         turned = plane.transposed()
         outputs += [] if turned is None else turned.parts.values()
     return outputs

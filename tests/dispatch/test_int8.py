@@ -22,7 +22,7 @@ from duotone.formats.scaled_format import ScaledFormat
 from duotone.formats.scales import Fp32Scale
 from duotone.recipes import RuleRecipe
 from duotone.recipes.rules import Rule
-from duotone.tensor import Plane
+from duotone.tensor.quantizer import encode_plane
 
 # --- the element and the row of the catalog
 
@@ -110,7 +110,7 @@ def test_its_planes_are_those_of_the_plain_stages(shape) -> None:
     x = torch.randn(shape)
     x[0, 3], x[1, 2] = torch.nan, torch.inf
     x[2] = 0.0
-    plane = Plane.encode(INT8, x)
+    plane = encode_plane(INT8, x)
     plain = INT8.encode(x, propagate=True)
     assert all(torch.equal(plane.parts[name].nan_to_num(7), part.nan_to_num(7)) for name, part in plain.items())
     codes = plane.parts["codes"].view(torch.int8)
@@ -125,6 +125,6 @@ def test_a_native_rule_runs_where_it_says_so(native) -> None:
     y.sum().backward()
     assert all(row.kernel == "INT8 product" and row.native for row in duotone.plan(linear))
     assert not duotone.plan(linear, device="sm90")[0].native
-    left, right = Plane.encode(INT8, x.detach()), Plane.encode(INT8, linear.weight.detach())
+    left, right = encode_plane(INT8, x.detach()), encode_plane(INT8, linear.weight.detach())
     exact = left.dequantize(torch.float64) @ right.dequantize(torch.float64).t() + linear.bias.detach().double()
     assert torch.allclose(y.double(), exact, atol=1e-5) and x.grad is not None and x.grad.isfinite().all()

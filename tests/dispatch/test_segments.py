@@ -9,7 +9,7 @@ from duotone.dispatch import segment_products
 from duotone.dispatch.gemms import FP32_EPILOGUE
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights
 from duotone.dispatch.scaled import ScaledProduct
-from duotone.tensor.plane import Plane
+from duotone.tensor.quantizer import encode_plane
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone.kernels.segment_cast import Segments
@@ -43,7 +43,7 @@ def test_joined_operands_give_the_products_of_each_segment(name) -> None:
     fmt, lines = formats.get(name), name.endswith("row")
     torch.manual_seed(0)
     xs, ws = [torch.randn(n, K) for n in COUNTS], torch.randn(len(COUNTS), N, K)
-    planes, weights = ([Plane.encode(fmt, one) for one in many] for many in (xs, ws))
+    planes, weights = ([encode_plane(fmt, one) for one in many] for many in (xs, ws))
     exact = [
         x.dequantize(torch.float32) @ w.dequantize(torch.float32).t() for x, w in zip(planes, weights, strict=True)
     ]
@@ -71,7 +71,7 @@ def test_columns_of_segments_give_the_gradients_of_each(name) -> None:
     fmt = formats.get(name)
     torch.manual_seed(1)
     dys, xs = ([torch.randn(size, n) for n in COUNTS] for size in (N, K))
-    planes = [[Plane.encode(fmt, one) for one in many] for many in (dys, xs)]
+    planes = [[encode_plane(fmt, one) for one in many] for many in (dys, xs)]
     exact = [a.dequantize(torch.float32) @ b.dequantize(torch.float32).t() for a, b in zip(*planes, strict=True)]
     joined = []
     for many in planes:

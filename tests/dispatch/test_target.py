@@ -14,7 +14,7 @@ from duotone.dispatch import target as targets
 from duotone.dispatch.segment_products import dtype_of_product
 from duotone.dispatch.target import Target, runs_kernels, scales_rows_to_fp32, target
 from duotone.formats.elements import PLAIN
-from duotone.tensor import Plane
+from duotone.tensor.quantizer import encode_plane
 
 ROW, TENSOR, BLOCK, SQUARE = (f"fp8_e4m3_{kind}" for kind in ("row", "tensor", "1x128_fp32", "128x128_fp32"))
 
@@ -121,7 +121,7 @@ def test_results_in_fp32_come_from_bf16_where_torch_gives_nothing_else(monkeypat
     monkeypatch.setattr(torch, "_scaled_mm", cutlass)
     torch.manual_seed(0)
     x, w = torch.randn(48, 64), torch.randn(40, 64)
-    a, b = Plane.encode(formats.get(ROW), x), Plane.encode(formats.get(ROW), w)
+    a, b = encode_plane(formats.get(ROW), x), encode_plane(formats.get(ROW), w)
     rule = scaled.ScaledProduct("cuBLAS FP8 product", fast=False)
     exact = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
     bias = torch.randn(40, dtype=torch.bfloat16)

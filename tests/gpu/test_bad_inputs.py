@@ -13,8 +13,9 @@ import duotone
 from duotone import formats, recipes
 from duotone.dispatch import target as targets
 from duotone.errors import UserError
-from duotone.tensor import Plane, Quantizer
+from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -163,7 +164,7 @@ def test_a_linear_of_random_shapes_and_strides_multiplies_what_its_planes_hold(d
             assert made.isfinite().all()
             continue
         left, right = (
-            Plane.encode(f, t.detach().contiguous()).dequantize(torch.float32) for f, t in ((gemm.a, a), (gemm.b, b))
+            encode_plane(f, t.detach().contiguous()).dequantize(torch.float32) for f, t in ((gemm.a, a), (gemm.b, b))
         )
         exact, size = left.double() @ right.double().t(), left.double().abs() @ right.double().abs().t()
         # bf16's rounding, and Hopper's fast sums: each of up to 300 / 32 steps may lose 2^-11 of what there is.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch import casts, gemms
+from duotone.dispatch.products import factors
 from duotone.dispatch.target import target
 from duotone.state import history
 from duotone.state.delayed import DelayedState
@@ -17,6 +18,7 @@ from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import Plane, Usage
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -106,7 +108,7 @@ def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name, shape) -> None:
     for a, b in zip(here, there, strict=True):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert torch.equal(bits(b.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
-        assert torch.equal(bits(b.factors().values), bits(a.format.factors(a.parts).values))
+        assert torch.equal(bits(factors(b).values), bits(a.format.factors(a.parts).values))
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
@@ -172,8 +174,8 @@ def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dt
     torch.manual_seed(1)
     m, n, k = shape
     first, second = (formats.get(f"fp8_e4m3_{block}{suffix}") for block in pair)
-    a = Plane.encode(first, torch.rand(m, k, device="cuda").to(dtype))
-    b = Plane.encode(second, torch.rand(n, k, device="cuda").to(dtype))
+    a = encode_plane(first, torch.rand(m, k, device="cuda").to(dtype))
+    b = encode_plane(second, torch.rand(n, k, device="cuda").to(dtype))
     rule, _ = gemms.choose(gemms.GemmProblem(first, second, target("cuda"), dtype))
     assert rule.native and "block" in rule.name
     add = torch.randn(n, device="cuda", dtype=dtype) if bias else None
@@ -191,8 +193,8 @@ def test_the_block_product_is_that_of_the_decoded_operands(pair, shape, bias, dt
 
 def test_a_sum_of_positive_values_shrinks_only_where_fast_accumulation_is_allowed() -> None:
     fmt = formats.get("fp8_e4m3_tensor")
-    a = Plane.encode(fmt, torch.rand(128, 16384, device="cuda"))
-    b = Plane.encode(fmt, torch.rand(128, 16384, device="cuda"))
+    a = encode_plane(fmt, torch.rand(128, 16384, device="cuda"))
+    b = encode_plane(fmt, torch.rand(128, 16384, device="cuda"))
     want = a.dequantize(torch.float32).double() @ b.dequantize(torch.float32).double().t()
     lost = {}
     for fast in (False, True):

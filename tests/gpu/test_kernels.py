@@ -11,7 +11,7 @@ from duotone.dispatch import gemms
 from duotone.dispatch.target import target
 from duotone.formats import ScaleCodec
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.plane import Plane
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -48,7 +48,7 @@ def test_planes_on_cuda_have_the_bits_of_the_cpu(name, shard, dtype, awkward) ->
         x = x.to(dtype)
         for plane in ("row", "col"):
             cpu, cuda = (
-                Plane.encode(fmt, one, QuantizeContext(shard, seed=seed.to(one.device), propagate=marks), plane)
+                encode_plane(fmt, one, QuantizeContext(shard, seed=seed.to(one.device), propagate=marks), plane)
                 for one in (x, x.cuda())
             )
             for part, value in cpu.parts.items():
@@ -72,8 +72,8 @@ def test_planes_on_cuda_have_the_bits_of_the_cpu(name, shard, dtype, awkward) ->
 def test_the_fp8_product_is_that_of_the_decoded_operands(first, second, shape, dtype, bias) -> None:
     """Positive values: an accumulator that truncates would lose a part of the sum that grows with it."""
     m, n, k = shape
-    a = Plane.encode(formats.get(first), torch.rand(m, k, device="cuda").to(dtype))
-    b = Plane.encode(formats.get(second), torch.rand(n, k, device="cuda").to(dtype))
+    a = encode_plane(formats.get(first), torch.rand(m, k, device="cuda").to(dtype))
+    b = encode_plane(formats.get(second), torch.rand(n, k, device="cuda").to(dtype))
     rule, _ = gemms.choose(gemms.GemmProblem(a.format, b.format, target("cuda"), dtype))
     assert rule.native
     add = torch.randn(n, device="cuda", dtype=dtype) if bias else None

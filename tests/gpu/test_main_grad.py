@@ -18,6 +18,7 @@ from duotone.dispatch.target import target
 from duotone.linear import grouped
 from duotone.recipes import Recipe
 from duotone.tensor.plane import Plane
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -54,7 +55,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 def planes(pair: tuple[str, str], m: int, n: int, k: int) -> list[Plane]:
     sizes = zip(pair, ((m, k), (n, k)), strict=True)
-    return [Plane.encode(formats.get(name), torch.randn(size, device="cuda").bfloat16()) for name, size in sizes]
+    return [encode_plane(formats.get(name), torch.randn(size, device="cuda").bfloat16()) for name, size in sizes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch import casts, gemms, products
+from duotone.dispatch.products import factors
 from duotone.dispatch.target import target
 from duotone.formats import Factors
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage
+from duotone.tensor.quantizer import encode_plane
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -130,7 +132,7 @@ def test_decoding_in_one_kernel_has_the_bits_of_the_stages(name) -> None:
             )
             for there_plane, dtype in itertools.product((b, turned), (torch.float32, torch.bfloat16, torch.float16)):
                 assert torch.equal(bits(there_plane.values(dtype)), bits(a.format.decode(a.parts, dtype))), dtype
-                assert torch.equal(bits(there_plane.factors().values), bits(a.format.factors(a.parts).values))
+                assert torch.equal(bits(factors(there_plane).values), bits(a.format.factors(a.parts).values))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
@@ -159,7 +161,7 @@ def test_the_epilogue_has_the_bits_of_the_plain_stages(shape, dtype) -> None:
 def test_a_product_is_that_of_the_decoded_operands(pair, bias) -> None:
     first, second = (formats.get(name) for name in pair)
     x, w = torch.randn(130, 272, device="cuda"), torch.randn(66, 272, device="cuda")
-    a, b = Plane.encode(first, x, context(1, "cuda")), Plane.encode(second, w, context(2, "cuda"))
+    a, b = encode_plane(first, x, context(1, "cuda")), encode_plane(second, w, context(2, "cuda"))
     rule, _ = gemms.choose(gemms.GemmProblem(first, second, target("cuda"), torch.bfloat16))
     add = torch.randn(66, device="cuda") if bias else None
     y = rule.run(a, b, torch.bfloat16, add)

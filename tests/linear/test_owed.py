@@ -12,7 +12,8 @@ from duotone.errors import RecipeError
 from duotone.formats import get
 from duotone.recipes import CustomRecipe
 from duotone.tensor import Quantizer
-from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.plane import Planes
+from duotone.tensor.quantizer import encode_plane
 
 MX, FP8 = get("mxfp8_e4m3"), get("fp8_e4m3_tensor")
 
@@ -87,9 +88,9 @@ class Counting(Quantizer):
     def encode(self, x, usage=None, ctx=None):
         type(self).calls += 1
         value = x * type(self).calls
-        row = Plane.encode(self.rowwise, value)
+        row = encode_plane(self.rowwise, value)
         return Planes(
-            row if usage.rowwise else None, Plane.encode(self.columnwise, value.t()) if usage.columnwise else None
+            row if usage.rowwise else None, encode_plane(self.columnwise, value.t()) if usage.columnwise else None
         )
 
 

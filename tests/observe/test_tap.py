@@ -16,6 +16,7 @@ from duotone import formats, observe, recipes
 from duotone.observe.statistics import FIELDS, measure, summary
 from duotone.recipes import Recipe
 from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
+from duotone.tensor.quantizer import encode_plane
 
 BF16 = torch.bfloat16
 ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}
@@ -166,7 +167,7 @@ def test_statistics_agree_with_numpy_in_float64(name: str, dtype: torch.dtype) -
     x[0, 0], x[1, 3], x[2, :7] = math.nan, -math.inf, 0.0
     x = x.to(dtype)
     fmt = formats.get(name)
-    plane = Plane.encode(fmt, torch.where(x.isfinite(), x, 0))  # a NaN would take its whole block with it
+    plane = encode_plane(fmt, torch.where(x.isfinite(), x, 0))  # a NaN would take its whole block with it
     sums, extremes = measure(x, plane)
     expected = numpy_summary(x, plane.dequantize(torch.float32), fmt.ceiling(plane.parts)[:, :256])
     assert summary(sums.tolist(), extremes.tolist()) == pytest.approx(expected, rel=1e-12)
@@ -269,7 +270,7 @@ def test_on_cuda_a_tapped_step_does_not_synchronise(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_e4m3_tensor", "mxfp8_e4m3", "nvfp4", "identity"])
 def test_statistics_need_no_data_on_the_host(name: str) -> None:
     x = torch.empty(32, 64, dtype=BF16, device="meta")
-    sums, extremes = measure(x, Plane.encode(formats.get(name), x))
+    sums, extremes = measure(x, encode_plane(formats.get(name), x))
     assert sums.shape == (len(FIELDS),) and extremes.shape == (2,) and sums.device == extremes.device == x.device
 
 

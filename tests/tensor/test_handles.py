@@ -21,7 +21,8 @@ from duotone.compat.quantizers import (
 )
 from duotone.errors import RecipeError, UserError
 from duotone.recipes.delayed import DelayedScalingRequest
-from duotone.tensor import LOCAL, Plane, QuantizeContext, Usage
+from duotone.tensor import LOCAL, QuantizeContext, Usage
+from duotone.tensor import quantizer as quantizers
 from duotone.tensor.history import History
 
 
@@ -255,13 +256,13 @@ def keep(t, usage: Usage):
 
 def count(monkeypatch) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    original = Plane.encode
+    original = quantizers.encode_plane
 
     def counting(fmt, x, ctx=LOCAL, plane="row", stages=None):
         calls.append((fmt.name, plane))
         return original(fmt, x, ctx, plane, stages)
 
-    monkeypatch.setattr(Plane, "encode", staticmethod(counting))
+    monkeypatch.setattr(quantizers, "encode_plane", counting)
     return calls
 
 

@@ -5,7 +5,8 @@ import torch
 from tensor_cases import QUANTIZERS, same_parts
 
 from duotone.errors import MissingPlaneError
-from duotone.tensor import Planes, wire
+from duotone.tensor import Planes
+from duotone.tensor.plane import from_wire, to_wire
 
 
 @pytest.mark.parametrize("name", QUANTIZERS)
@@ -15,11 +16,11 @@ def test_shards_put_together_are_the_whole(name) -> None:
     shards = [t[:128], t[128:]]
     made = []
     for side, dim in ((0, 0), (1, 1)):
-        sent = [wire.to_wire(shard.planes[side], dim) for shard in shards]
+        sent = [to_wire(shard.planes[side], dim) for shard in shards]
         for part in (p for parts in sent for p in parts):
             assert part.is_contiguous() and part.dtype in (torch.uint8, torch.float32, torch.bfloat16)
         gathered = [torch.cat(parts) for parts in zip(*sent, strict=True)]
-        made.append(wire.from_wire(shards[0].planes[side], dim, gathered, 2))
+        made.append(from_wire(shards[0].planes[side], dim, gathered, 2))
     whole = Planes(*made)
     assert same_parts(
         (whole.rowwise.parts, whole.columnwise.parts), (t.planes.rowwise.parts, t.planes.columnwise.parts)
@@ -31,4 +32,4 @@ def test_shards_that_cut_blocks_do_not_travel() -> None:
     """hybrid 29."""
     t = QUANTIZERS["mxfp8"].quantize(torch.randn(48, 64))
     with pytest.raises(MissingPlaneError, match=r"a shard of 48 along the columns .* cuts its blocks of 32"):
-        wire.to_wire(t.planes.columnwise, 1)
+        to_wire(t.planes.columnwise, 1)

@@ -7,10 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, has_kernels
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
+from duotone.dispatch.stages import stages_for
 from duotone.formats import Epilogue, Factors
 from duotone.formats.geometry import crop
+
+
+def factors(plane: Operand) -> Factors:
+    """An operand as values that are exact in bf16 and a scale that follows the product."""
+    codes = plane.parts["codes"]
+    scales = plane.format.epilogue is Epilogue.NONE
+    values = decoded(plane.format, plane.parts, torch.bfloat16, scales) if codes.is_cuda else None
+    return plane.format.factors(plane.parts, stages_for(codes), values)
 
 
 def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
@@ -111,11 +120,11 @@ class ExactBf16(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
-        left, right = _same_length(a.factors().values, b.factors().values)
+        left, right = _same_length(factors(a).values, factors(b).values)
         return torch.mm(left, right.t())
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
-        if not mm_into(*_same_length(a.factors().values, b.factors().values), out, adds):
+        if not mm_into(*_same_length(factors(a).values, factors(b).values), out, adds):
             super().run_into(a, b, out, adds)
 
 
@@ -131,7 +140,7 @@ class Fp32Epilogue(GemmRule):
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        left, right = a.factors(), b.factors()
+        left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
         if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
             return self._in_one_kernel(y, left, right, bias, torch.empty_like(y, dtype=out_dtype), False)
@@ -139,7 +148,7 @@ class Fp32Epilogue(GemmRule):
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         if has_kernels(out) and out.is_contiguous() and out.device == a.parts["codes"].device:
-            left, right = a.factors(), b.factors()
+            left, right = factors(a), factors(b)
             self._in_one_kernel(mm_fp32(*_same_length(left.values, right.values)), left, right, None, out, adds)
         else:
             super().run_into(a, b, out, adds)
@@ -167,7 +176,7 @@ class BlockPromotion(GemmRule):
         return "the blocks of the operands differ in width" if len(widths) > 1 else _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        left, right = a.factors(), b.factors()
+        left, right = factors(a), factors(b)
         width = (a if a.format.epilogue is Epilogue.BLOCK else b).format.block.cols
         values_a, values_b = _same_length(left.values, right.values)
         total = values_a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.float32)
@@ -231,17 +240,17 @@ def _promote(total: Tensor, product: Tensor, scales: list[Tensor | None]) -> Ten
     return torch.addcmul(total.double(), (product * first).double(), second[0].double()).float()
 
 
-def _block_scales(plane: Operand, factors: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
+def _block_scales(plane: Operand, split: Factors, j: int, shape: tuple[int, int]) -> Tensor | None:
     """The scales of block column j, one for each row of the operand; None where it has no block scales."""
-    if plane.format.epilogue is not Epilogue.BLOCK or factors.epilogue_scale is None:
+    if plane.format.epilogue is not Epilogue.BLOCK or split.epilogue_scale is None:
         return None
-    scales = factors.epilogue_scale[:, j : j + 1].repeat_interleave(plane.format.block.rows, 0)
+    scales = split.epilogue_scale[:, j : j + 1].repeat_interleave(plane.format.block.rows, 0)
     return crop(scales, plane.shape[0], 1).view(shape)
 
 
-def _without_blocks(plane: Operand, factors: Factors) -> Factors:
-    scale = None if plane.format.epilogue is Epilogue.BLOCK else factors.epilogue_scale
-    return Factors(factors.values, scale, factors.divisor)
+def _without_blocks(plane: Operand, split: Factors) -> Factors:
+    scale = None if plane.format.epilogue is Epilogue.BLOCK else split.epilogue_scale
+    return Factors(split.values, scale, split.divisor)
 
 
 def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.target import Target
-from duotone.formats import Epilogue, Factors, Format, Parts
+from duotone.formats import Epilogue, Format, Parts
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
@@ -48,8 +48,6 @@ class Operand(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]: ...
-
-    def factors(self) -> Factors: ...
 
     def dequantize(self, dtype: torch.dtype) -> Tensor: ...
 

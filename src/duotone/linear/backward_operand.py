@@ -13,9 +13,8 @@ from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
-from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.saving import DeferredPlane
 
 SavedPlane = Plane | DeferredPlane
 Original = Tensor | DeferredPlane | None

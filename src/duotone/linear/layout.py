@@ -10,8 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from duotone.comm import ShardContext, all_reduce, group_rank, group_size, reduce_scatter
-from duotone.tensor import wire
-from duotone.tensor.plane import Plane
+from duotone.tensor.plane import Plane, gather
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class ColumnParallel(Layout):
         return ShardContext(self.group) if self.sequence_parallel else None
 
     def gather_input(self, plane: Plane, dim: int) -> Plane:
-        return wire.gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
+        return gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
 
     def reduce_grad_input(self, dx: Tensor) -> Tensor:
         return reduce_scatter(dx, self.group) if self.sequence_parallel else all_reduce(dx, "sum", self.group)
@@ -88,7 +87,7 @@ class RowParallel(Layout):
         return ShardContext(self.group) if self.sequence_parallel else None
 
     def gather_grad(self, plane: Plane, dim: int) -> Plane:
-        return wire.gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
+        return gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
 
     def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
         return None

@@ -20,8 +20,7 @@ from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
 from duotone.pipeline.rewrites import Stages, register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.tensor.plane import Plane, Usage
-from duotone.tensor.saving import DeferredPlane
+from duotone.tensor.plane import DeferredPlane, Plane, Usage
 
 if TYPE_CHECKING:
     from duotone.tensor.context import QuantizeContext

@@ -10,9 +10,15 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from duotone.pipeline.stage import Stage
-from duotone.tensor.saving import Shell, pack, unpack
+from duotone.tensor.plane import DeferredPlane, Plane
 
 Stages = tuple[Stage, ...]
+
+Shell = Any
+"""What is left of a saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
+(DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
+
+TENSOR, DEFERRED = "tensor", "deferred"
 
 
 class PipelineContext(FunctionCtx):
@@ -145,3 +151,43 @@ class Runner:
 RUNNER = Runner()
 FIXED = 3
 """Arguments before the operands: the stages of both passes, and x."""
+
+
+def pack(saved: Sequence[object]) -> tuple[list[Shell], list[Tensor | None]]:
+    """Planes and tensors as shells and a flat list of buffers."""
+    shells: list[Shell] = []
+    tensors: list[Tensor | None] = []
+    for one in saved:
+        if isinstance(one, Plane):
+            shells.append((one.format, one.shape, tuple(one.parts)))
+            tensors.extend(one.parts.values())
+        elif isinstance(one, Tensor):
+            shells.append(TENSOR)
+            tensors.append(one)
+        elif isinstance(one, DeferredPlane):
+            shells.append((DEFERRED, one.make, len(one.tensors)))
+            tensors.extend(one.tensors)
+        else:
+            shells.append(one)
+    return shells, tensors
+
+
+def unpack(shells: Sequence[Shell], tensors: Sequence[Any]) -> list[Any]:
+    """The inverse of `pack`. A second backward may call it again."""
+    at = 0
+    saved: list[Any] = []
+    for shell in shells:
+        if shell is None or len(shell) == 1:
+            saved.append(shell)
+        elif shell is TENSOR:
+            saved.append(tensors[at])
+            at += 1
+        elif shell[0] is DEFERRED:
+            _, make, count = shell
+            saved.append(DeferredPlane(make, tuple(tensors[at : at + count])))
+            at += count
+        else:
+            fmt, shape, names = shell
+            saved.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
+            at += len(names)
+    return saved

@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from duotone.errors import UserError
-from duotone.pipeline.autograd import Backward, PipelineContext, SecondOrder, Stages, run_backward
+from duotone.pipeline.autograd import Backward, PipelineContext, SecondOrder, Stages, run_backward, unpack
 from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.saving import unpack
 
 are_transforms_active = torch._C._are_functorch_transforms_active
 

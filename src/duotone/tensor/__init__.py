@@ -5,9 +5,8 @@ from duotone.tensor import ops, pickling  # noqa: F401 (fill tables)  # pyright:
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
-from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.quantized import QuantizedTensor, clear, prepare_for_saving, restore_from_saved
 from duotone.tensor.quantizer import Quantizer
-from duotone.tensor.saving import clear, prepare_for_saving, restore_from_saved
 
 __all__ = [
     "BOTH", "LOCAL", "History", "Plane", "Planes", "QuantizeContext", "QuantizedTensor", "Quantizer", "Usage",

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
-from duotone.tensor import wire
 from duotone.tensor.context import LOCAL
-from duotone.tensor.plane import Plane, Planes
+from duotone.tensor.plane import Plane, Planes, from_wire, sharded_parts, to_wire
 from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
@@ -39,9 +38,9 @@ class ShardHooks(PlaneTensor):
         row, col = self.planes
         sent: list[Tensor] = []
         if row is not None:
-            sent += wire.to_wire(row, ROW_DIM)
+            sent += to_wire(row, ROW_DIM)
         if col is not None and not self.planes.aliased:
-            sent += wire.to_wire(col, COLUMN_DIM)
+            sent += to_wire(col, COLUMN_DIM)
         return tuple(sent), (self, mesh.size())
 
     def fsdp_post_all_gather(
@@ -96,12 +95,12 @@ def _gathered(shard: PlaneTensor, outputs: Sequence[Tensor], count: int, dtype: 
             f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
         )
     if row is None:
-        return Planes(None, col and wire.from_wire(col, COLUMN_DIM, outputs, count))
-    sent = len(wire.sharded(row, ROW_DIM))
-    whole = wire.from_wire(row, ROW_DIM, outputs[:sent], count)
+        return Planes(None, col and from_wire(col, COLUMN_DIM, outputs, count))
+    sent = len(sharded_parts(row, ROW_DIM))
+    whole = from_wire(row, ROW_DIM, outputs[:sent], count)
     if shard.planes.aliased:
         return Planes(whole, whole.transposed())
-    return Planes(whole, col and wire.from_wire(col, COLUMN_DIM, outputs[sent:], count))
+    return Planes(whole, col and from_wire(col, COLUMN_DIM, outputs[sent:], count))
 
 
 def _refresh(mine: Plane, fresh: Plane) -> None:

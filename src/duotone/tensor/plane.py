@@ -1,18 +1,23 @@
-"""A plane: one encoded 2-D operand with its contraction last."""
+"""A plane: one encoded 2-D operand with its contraction last.
 
-from collections.abc import Callable
+Planes travel in their wire form: contiguous uint8 or fp32 parts with the sharded logical dimension first. A gather
+concatenates them. Parts that cover the whole sharded dimension do not travel, because every shard holds the same one.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from duotone.comm import all_gather
 from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
-from duotone.formats import IDENTITY, Epilogue, Factors, Format, Parts
-from duotone.formats.elements import Stages
+from duotone.errors import MissingPlaneError
+from duotone.formats import IDENTITY, Format, Parts
 from duotone.formats.geometry import crop
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -40,29 +45,6 @@ class Plane:
     def of(x: Tensor) -> "Plane":
         """The high-precision plane of a 2-D tensor: an alias."""
         return Plane(IDENTITY, {"codes": x}, x.shape)  # type: ignore[arg-type]  # torch.Size is a tuple
-
-    @staticmethod
-    def encode(
-        fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row", stages: Stages | None = None
-    ) -> "Plane":
-        """Encode a 2-D tensor, contraction last. `plane` is "row", or "col" if x is the transpose of the tensor.
-
-        `stages` are those for `x`, if they are known.
-        """
-        columnwise = plane == "col"
-        if x.is_cuda:
-            planes = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
-            if planes is not None:
-                return planes.columnwise if columnwise else planes.rowwise  # type: ignore[return-value]
-        shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
-        scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
-        if shard is not None and columnwise:
-            shard = shard.transposed()
-        stages = stages or stages_for(x)
-        parts = fmt.encode(
-            x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate
-        )
-        return Plane(fmt, parts, (x.shape[0], x.shape[1]))
 
     @staticmethod
     def empty(
@@ -104,13 +86,6 @@ class Plane:
         codes = self.parts["codes"]
         values = decoded(self.format, self.parts, dtype, scaled=True) if codes.is_cuda else None
         return self.format.decode(self.parts, dtype, stages_for(codes)) if values is None else values
-
-    def factors(self) -> Factors:
-        """`values` split into an operand that is exact in bf16 and a factor for the product."""
-        codes = self.parts["codes"]
-        scaled = self.format.epilogue is Epilogue.NONE
-        values = decoded(self.format, self.parts, torch.bfloat16, scaled) if codes.is_cuda else None
-        return self.format.factors(self.parts, stages_for(codes), values)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix that the plane stands for, (rows, cols), without any rotation."""
@@ -237,3 +212,49 @@ def _encode_traced(row: Format | None, col: Format | None, x: Tensor, slot: Slot
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two buffers are views of one storage. It may have no address: meta, fake or empty."""
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def require_whole_blocks(plane: Plane, dim: int) -> None:
+    """MissingPlaneError unless the shard ends on a block boundary along `dim`."""
+    step = plane.format.alignment[dim]
+    if plane.shape[dim] % step:
+        raise MissingPlaneError(
+            f"a shard of {plane.shape[dim]} along the {'rows' if dim == 0 else 'columns'} of a plane of "
+            f"{plane.format.name} cuts its blocks of {step}; make shards multiples of {step}"
+        )
+
+
+def sharded_parts(plane: Plane, dim: int) -> list[str]:
+    """The names of the parts that shard along `dim`, in the order of the format."""
+    return [name for name, spec in plane.format.parts(*plane.shape).items() if spec.entries[dim] is not None]
+
+
+def to_wire(plane: Plane, dim: int) -> list[Tensor]:
+    """The parts that shard along `dim`."""
+    require_whole_blocks(plane, dim)
+    parts = [plane.parts[name] for name in sharded_parts(plane, dim)]
+    return [(part.t() if dim == 1 else part).contiguous() for part in parts]
+
+
+def from_wire(shard: Plane, dim: int, wire: Sequence[Tensor], count: int) -> Plane:
+    """The plane of `count` shards from its gathered parts. Parts that do not travel are those of `shard`."""
+    gathered = zip(sharded_parts(shard, dim), wire, strict=True)
+    parts = {**shard.parts, **{name: part.t() if dim == 1 else part for name, part in gathered}}
+    rows, cols = shard.shape
+    return Plane(shard.format, parts, (rows * count, cols) if dim == 0 else (rows, cols * count))
+
+
+def gather(plane: Plane, dim: int, group: str, count: int) -> Plane:
+    """The whole plane from the shards along `dim` that the ranks of `group` hold."""
+    return from_wire(plane, dim, [all_gather(part, group) for part in to_wire(plane, dim)], count)
+
+
+@dataclass(eq=False, slots=True)
+class DeferredPlane:
+    """A plane that backward makes from tensors that are saved anyway: `make(*tensors)`."""
+
+    make: Callable[..., Plane]
+    tensors: tuple[Tensor | None, ...]
+
+    def materialize(self) -> Plane:
+        return self.make(*self.tensors)

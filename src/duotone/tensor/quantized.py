@@ -5,7 +5,7 @@ In-place operations write the result back, quantized.
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
+from duotone.formats import Format
 from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, unshared
 from duotone.tensor.state_entry import StateEntry
 from duotone.tensor.writes import Writes, run_in_place
+
+Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
+"""What is left of a plane without its buffers: its format, the names of its parts, its shape."""
 
 OPS: dict[OpOverload, Callable[..., object]] = {}
 """aten op -> its implementation on quantized tensors."""
@@ -141,3 +145,36 @@ def _show(name: str) -> None:
 for _side in SIDES:
     for _part in ("codes", "scale", "amax"):  # those of the formats here; others are shown when they are listed
         _show(f"{_side}_{_part}")
+
+
+def prepare_for_saving(t: QuantizedTensor) -> list[Tensor]:
+    """Take the buffers out of `t`, rowwise first. `t` only knows their shapes until `restore_from_saved`."""
+    if "_shells" in vars(t):
+        raise MissingPlaneError(f"the buffers of {t!r} are taken out already; call restore_from_saved first")
+    tensors = t.parts
+    t._shells = [plane and (plane.format, tuple(plane.parts), plane.shape) for plane in t.planes]  # type: ignore[attr-defined]
+    t._rowwise = t._columnwise = None
+    return tensors
+
+
+def restore_from_saved(t: QuantizedTensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Put the buffers back and return those that belong to others."""
+    if "_shells" not in vars(t):
+        raise MissingPlaneError(f"nothing was taken out of {t!r}; call prepare_for_saving first")
+    shells: list[Shell | None] = vars(t)["_shells"]
+    count = sum(len(shell[1]) for shell in shells if shell is not None)
+    if len(tensors) < count:
+        raise UserError(f"{t!r} needs its {count} buffers back; got {len(tensors)}: pass all that were saved")
+    buffers = iter(tensors)
+    t._rowwise, t._columnwise = (
+        shell and Plane(shell[0], {name: next(buffers) for name in shell[1]}, shell[2]) for shell in shells
+    )
+    delattr(t, "_shells")
+    return list(buffers)
+
+
+def clear(t: QuantizedTensor) -> None:
+    """Free the memory of every buffer at once, even if others hold a reference. The shape stays."""
+    for part in t.parts:
+        part.data = part.new_empty(0)
+    t._rowwise = t._columnwise = None

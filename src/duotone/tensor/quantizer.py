@@ -95,7 +95,7 @@ class Quantizer:
         row_format = self.rowwise if usage.rowwise else None
         col_format = self.columnwise if usage.columnwise else None
         if self.columnwise_source != "original" and self.rowwise is not None and col_format is not None:
-            row = Plane.encode(self.rowwise, x, ctx)
+            row = encode_plane(self.rowwise, x, ctx)
             col = _columnwise(col_format, row.dequantize(ctx.nominal or x.dtype), None, ctx, stages_for(x))
             return Planes(row if usage.rowwise else None, col)
         if x.is_cuda:
@@ -103,7 +103,7 @@ class Quantizer:
             if planes is not None:
                 return planes
         stages = stages_for(x)
-        row = None if row_format is None else Plane.encode(row_format, x, ctx, stages=stages)
+        row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
         return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
 
     def encode_produced(self, producer: "FusedProducer", usage: Usage, ctx: QuantizeContext) -> Planes | None:
@@ -185,13 +185,34 @@ class Quantizer:
         return empty
 
 
+def encode_plane(
+    fmt: Format, x: Tensor, ctx: QuantizeContext = LOCAL, plane: str = "row", stages: Stages | None = None
+) -> Plane:
+    """Encode a 2-D tensor, contraction last. `plane` is "row", or "col" if x is the transpose of the tensor.
+
+    `stages` are those for `x`, if they are known.
+    """
+    columnwise = plane == "col"
+    if x.is_cuda:
+        planes = encode_once(None, fmt, x.t(), ctx) if columnwise else encode_once(fmt, None, x, ctx)
+        if planes is not None:
+            return planes.columnwise if columnwise else planes.rowwise  # type: ignore[return-value]
+    shard, slot = ctx.shard, ctx.slots[1 if columnwise else 0]
+    scale = slot.scale_for(x) if slot is not None and fmt.is_delayed else None
+    if shard is not None and columnwise:
+        shard = shard.transposed()
+    stages = stages or stages_for(x)
+    parts = fmt.encode(x, scale=scale, seed=ctx.seed, plane=plane, shard=shard, stages=stages, propagate=ctx.propagate)
+    return Plane(fmt, parts, (x.shape[0], x.shape[1]))
+
+
 def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext, stages: Stages) -> Plane:
     """The plane of x transposed, derived from the rowwise one if both have a derivable format and one slot."""
     if not fmt.is_derivable:
-        return Plane.encode(fmt, x.t(), ctx, "col", stages)
+        return encode_plane(fmt, x.t(), ctx, "col", stages)
     slot = ctx.slots[1] if fmt.is_delayed else None
     if row is None or row.format != fmt or slot is not None:
-        row = Plane.encode(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)), stages=stages)
+        row = encode_plane(fmt, x, ctx if slot is None else replace(ctx, slots=(slot, None)), stages=stages)
     col = row.transposed()
     assert col is not None
     return col
