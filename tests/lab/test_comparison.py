@@ -11,7 +11,7 @@ from duotone.lab.progress import Progress
 
 SETTINGS = (
     "command preset model parameters data data_bytes digests steps tokens_per_step context seed seeds judged_step "
-    "learning_rate noise config"
+    "linears learning_rate noise config"
 ).split()
 RUN = (
     "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss judged_loss "

@@ -81,9 +81,10 @@ def test_the_numbers_of_a_recipe_stand_in_its_own_row(result: Result) -> None:
     run |= {"saved_activation_bytes": 10 * 2**20}
     row = Page(render(result)).row("nvfp4")
     assert row[1:] == [
-        *("2.7183", "3.1416", "+1.12 %", "123 ms", "16,596"),
+        *("2.7183", "3.1416", "+1.12 %"),
         *("3.0 GiB", "1.5 KiB", "10.0 MiB", "0 / 48 / 3"),
     ]
+    assert re.search(r"nvfp4</th><td>123&nbsp;ms</td><td>16,596</td>", render(result))
 
 
 def test_the_verdict_ranks_the_recipes_and_names_the_noise_and_the_emulation(result: Result) -> None:
@@ -97,7 +98,13 @@ def test_the_verdict_ranks_the_recipes_and_names_the_noise_and_the_emulation(res
 def test_each_chart_is_an_image_with_a_name(result: Result) -> None:
     page = Page(render(result))
     assert all(attributes.get("role") == "img" for tag, attributes in page.elements if tag == "svg")
-    for start in ("Loss over steps", "Gap to bf16", "Colour scale of the signal", "Step time", "Peak memory"):
+    for start in (
+        "Loss over steps",
+        "Gap to bf16",
+        "Colour scale of the signal",
+        "Gap and speed",
+        "Gap and peak memory",
+    ):
         assert sum(label.startswith(start) for label in page.charts()) == 1, start
     maps = [label for label in page.charts() if label.startswith("Signal-to-noise in dB of")]
     assert len(maps) == 4
@@ -129,7 +136,8 @@ def test_a_recipe_keeps_its_colour_in_every_chart_and_table(result: Result) -> N
     ):
         title = re.escape(f"<title>{name}</title>")
         assert set(re.findall(rf'class="line (\w+)"[^>]*>{title}', page)) == {colour}
-        assert set(re.findall(rf'class="fill (\w+)"[^>]*><title>{re.escape(name)}:', page)) == {colour}
+        if name != "bf16 (noise)":
+            assert set(re.findall(rf'<g class="(\w+)"><title>{re.escape(name)} [+−t]', page)) == {colour}  # noqa: RUF001
         assert set(re.findall(rf'class="dot (\w+)"></span>{re.escape(name)}[\n<]', page)) == {colour}
 
 
@@ -151,7 +159,7 @@ def test_the_recipe_is_shown_as_json(result: Result) -> None:
         "a": None,
     }
     text = render(result)
-    blocks = re.findall(r"<pre[^>]*>(.*?)</pre>", text, re.S)
+    blocks = re.findall(r"<pre[^>]*>({.*?)</pre>", text, re.S)
     recipe = json.loads(blocks[3].replace("&#34;", '"'))
     assert recipe == run_named(result, "mxfp8")["recipe"]
 
@@ -199,7 +207,7 @@ def test_a_partial_report_says_so_and_tells_what_did_not_end(result: Result, uns
     assert "Partial report." in text
     assert "nvfp4 stopped at step 40 of 120" in text
     assert "late did not start" in text
-    assert Page(render(result)).row("late")[1:] == ["–"] * 9  # noqa: RUF001
+    assert Page(render(result)).row("late")[1:] == ["–"] * 7  # noqa: RUF001
     verdict = text[text.index("4 recipes against") : text.index("Yardstick")]
     assert "fp8_current" in verdict
     assert "nvfp4" not in verdict

@@ -48,6 +48,7 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
             "seed": config.seed,
             "seeds": max(map(len, judgement.recipes.values())),
             "judged_step": judgement.step,
+            "linears": models.linear_shapes(config.model, config.preset, _quantized(runs)),
             "learning_rate": config.preset.learning_rate,
             "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
             "config": config.to_dict(),
@@ -101,6 +102,11 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "statistics": run.statistics,
         "error": next((run.error for run in runs if run.error), None),
     }
+
+
+def _quantized(runs: Sequence[Run]) -> set[str]:
+    """The modules with a product of codes in any run."""
+    return {row["module"] for run in runs for row in run.plan if {row["a"], row["b"]} - {"identity", None}}
 
 
 def _repeat(run: Run) -> RepeatEntry:

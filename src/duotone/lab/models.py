@@ -1,5 +1,7 @@
 """The models of the laboratory by name, as `--model` takes them. All give forward(tokens, targets) -> mean loss."""
 
+from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +64,13 @@ def build(name: str, preset: Preset, seed: int, *, perturbation: float = 0.0) ->
 def describe(name: str, preset: Preset) -> str:
     """The model in one line, which begins with its name."""
     return f"{name}: {get(name).describe(preset)}"
+
+
+def linear_shapes(name: str, preset: Preset, modules: Container[str]) -> list[list[int]]:
+    """Features in, features out and number of the linears among `modules`, in the order of the model."""
+    linears = (part for path, part in outline(name, preset).named_modules() if path in modules)
+    shapes = Counter((part.in_features, part.out_features) for part in linears if isinstance(part, nn.Linear))
+    return [[*shape, count] for shape, count in shapes.items()]
 
 
 def parameter_count(name: str, preset: Preset) -> int:

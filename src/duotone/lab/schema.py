@@ -34,6 +34,7 @@ class PlaneEntry(TypedDict):
     underflow: float | None
     saturation: float | None
     amax: float | None
+    dynamic_range_bits: NotRequired[float | None]
     amaxes_skipped: NotRequired[int]
     spikes_clamped: NotRequired[int]
 
@@ -101,6 +102,7 @@ class Settings(TypedDict, total=False):
     seed: int
     seeds: int
     judged_step: int | None
+    linears: Sequence[Sequence[int]]
     learning_rate: float
     noise: Noise | None
     config: Json

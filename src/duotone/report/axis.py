@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from duotone.report.numbers import number
 
+LABEL_GAP = 17
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -52,3 +54,16 @@ def round_out(low: float, high: float, ticks: int = 5) -> tuple[float, float]:
         high = low + 1
     step = round_step((high - low) / ticks)
     return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
+
+
+def spread(wanted: list[float], top: float, bottom: float) -> list[float]:
+    """Ascending heights, a label apart and close to the `wanted` ones, between `top` and `bottom`."""
+    gap = min(LABEL_GAP, (bottom - top) / max(len(wanted), 1))
+    placed: list[float] = []
+    for height in wanted:
+        placed.append(max(height, placed[-1] + gap if placed else top))
+    limit = bottom
+    for index in reversed(range(len(placed))):
+        placed[index] = min(placed[index], limit)
+        limit = placed[index] - gap
+    return placed

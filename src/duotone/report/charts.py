@@ -1,17 +1,18 @@
-"""Which charts the page has, and how a result becomes their curves, bars and cells."""
+"""Which charts the page has, and how a result becomes their curves, dots and cells."""
 
 from collections.abc import Sequence
 
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.report.axis import round_out
-from duotone.report.bar_chart import Bar, BarChart
+from duotone.report.choice import Hardware
 from duotone.report.heat_map import HeatMap
 from duotone.report.line_chart import Curve, LineChart
-from duotone.report.numbers import UNITS, finite, number, percent, significant, size, size_unit
+from duotone.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
 from duotone.report.palette import Style, ViridisScale, WarningScale
 from duotone.report.planes import SHARES, is_exact, share_grid, signal_grid
+from duotone.report.scatter import Dot, Scatter
 from duotone.report.series import first_broken, gaps, pieces, quantile, smooth, window_of
-from duotone.report.verdict import noise_gap, reference_of
+from duotone.report.verdict import compared, gap_text, noise_gap, reference_of
 
 
 def smoothing(runs: Sequence[RunEntry]) -> int:
@@ -54,24 +55,25 @@ def gap_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineCha
     return LineChart(curves, _gap_limits(curves, noise or 0.0), hover, noise)
 
 
-def bar_charts(runs: Sequence[RunEntry], styles: Sequence[Style]) -> list[BarChart]:
-    """Step time and the three kinds of memory."""
-    pairs = list(zip(runs, styles, strict=True))
-    time = [Bar(run["name"], style, run["step_ms"], f"{significant(run['step_ms'])} ms") for run, style in pairs]
-    charts = [BarChart("Step time", "ms", time)]
-    for title, counts in (
-        ("Peak memory", [run["peak_memory_bytes"] for run in runs]),
-        ("Weights", [run["weight_bytes"] for run in runs]),
-        ("Saved activations", [run["saved_activation_bytes"] for run in runs]),
-    ):
-        unit = size_unit([count for count in counts if finite(count)])
-        scale = 1024 ** UNITS.index(unit)
-        bars = [
-            Bar(run["name"], style, None if count is None else count / scale, size(count))
-            for (run, style), count in zip(pairs, counts, strict=True)
-        ]
-        charts.append(BarChart(title, unit, bars))
-    return charts
+def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list[Scatter]:
+    """The gap against the speed on that GPU, and against peak memory; none without a gap."""
+    runs = [run for run in [reference_of(result), *compared(result)] if run is not None]
+    looks = {run["name"]: style for run, style in zip(result["runs"], styles, strict=True)}
+    if len(runs) < 2:
+        return []
+    peaks = [run["peak_memory_bytes"] for run in runs]
+    unit = size_unit([peak for peak in peaks if finite(peak)])
+    scale = 1024 ** UNITS.index(unit)
+    fast, lean = [], []
+    for run, peak in zip(runs, peaks, strict=True):
+        speed, gap = where.speed(run), run["gap_percent"] if finite(run["gap_percent"]) else 0.0
+        common = (run["name"], looks[run["name"]], gap, run.get("gap_margin") or 0.0)
+        cost = "the reference" if run["is_reference"] else f"{'+' if gap >= 0 else MINUS}{gap_text(run)}"
+        ratio = speed.basis if speed.ratio is None else f"{number(speed.ratio, 2)} times, {speed.basis}"
+        fast.append(Dot(*common, speed.ratio, f"{cost}, speed {ratio}", speed.basis == "interpolated"))
+        lean.append(Dot(*common, peak / scale if finite(peak) else None, f"{cost}, {size(peak)}"))
+    charts = [Scatter(f"Gap and speed on an {where.name}", "speed over bf16", fast)]
+    return [*charts, Scatter("Gap and peak memory", f"peak memory of a step ({unit})", lean)]
 
 
 def signal_maps(runs: Sequence[RunEntry], hover: bool) -> list[HeatMap | None]:

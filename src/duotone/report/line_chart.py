@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from duotone.report.axis import Axis
+from duotone.report.axis import Axis, spread
 from duotone.report.numbers import shorten
 from duotone.report.palette import Style
 from duotone.report.series import Points, thin
 
 LEFT, TOP, BOTTOM = 54, 12, 46
-LABEL_GAP, CHARACTER = 17, 7.3
+CHARACTER = 7.3
 HOVER_POINTS = 30
 
 
@@ -91,21 +91,8 @@ class LineChart:
         ends = [(curve.marks or curve.points, curve) for curve in self.curves]
         lasts = [(self.y.position(points[-1][1]), points[-1][0], curve) for points, curve in ends if points]
         lasts.sort(key=lambda last: last[0])
-        places = _spread([height for height, _, _ in lasts], self.y.end + 6, self.y.start)
+        places = spread([height for height, _, _ in lasts], self.y.end + 6, self.y.start)
         return [
             Label(curve, height, at, step >= self.x.high)
             for (height, step, curve), at in zip(lasts, places, strict=True)
         ]
-
-
-def _spread(wanted: list[float], top: float, bottom: float) -> list[float]:
-    """Ascending heights, a label apart and close to the `wanted` ones, between `top` and `bottom`."""
-    gap = min(LABEL_GAP, (bottom - top) / max(len(wanted), 1))
-    placed: list[float] = []
-    for height in wanted:
-        placed.append(max(height, placed[-1] + gap if placed else top))
-    limit = bottom
-    for index in reversed(range(len(placed))):
-        placed[index] = min(placed[index], limit)
-        limit = placed[index] - gap
-    return placed

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
-from duotone.report import charts, numbers, plan_table, planes, verdict
+from duotone.report import charts, choice, numbers, plan_table, planes, verdict, worst
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
@@ -77,8 +77,11 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
     looks = styles(runs)
     if detail.merge:
         runs = [{**run, "statistics": planes.merged(run["statistics"])} for run in runs]
+    where = choice.hardware(result)
     maps = charts.signal_maps(runs, detail.hover)
-    rows = [_row(run, detail) for run in runs]
+    rows = [
+        _row(run, detail) | _remedies(whole, result["runs"]) for run, whole in zip(runs, result["runs"], strict=True)
+    ]
     for row, run, look, signal_map in zip(rows, runs, looks, maps, strict=True):
         row |= {"colour": look.colour, "signal_map": signal_map, "trouble": verdict.trouble(result, run)}
     return {
@@ -91,10 +94,19 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "window": charts.smoothing(runs),
         "loss_chart": charts.loss_chart(result, looks, detail.hover),
         "gap_chart": charts.gap_chart(result, looks, detail.hover),
-        "bar_charts": charts.bar_charts(runs, looks),
+        "answer": choice.answer(result),
+        "confidence": choice.confidence(result),
+        "where": where,
+        "scatters": charts.scatters(result, looks, where),
         "share_maps": charts.share_maps(runs),
         "rows": rows,
     }
+
+
+def _remedies(run: RunEntry, runs: list[RunEntry]) -> dict[str, object]:
+    """The worst planes of a run and what would be better there; from statistics that were not merged."""
+    weak = worst.worst(run, [other for other in runs if other is not run])
+    return {"weak": weak, "rules": worst.rules(run, weak)}
 
 
 def _row(run: RunEntry, detail: Detail) -> dict[str, object]:

@@ -1,0 +1,65 @@
+"""How fast linears train under a recipe on a named GPU: a measured table, and what lies between its shapes."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+Shape = tuple[int, int, int]
+"""Tokens, features in, features out."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Over compiled bf16, forward and backward; None where nothing was measured. `basis` says how it is known."""
+
+    ratio: float | None
+    basis: str
+
+
+UNKNOWN = Speed(None, "unknown")
+
+
+@dataclass(frozen=True)
+class SpeedTable:
+    """Speeds of linears by recipe, as one dated record under bench/results has them."""
+
+    device: str
+    date: str
+    source: str
+    ratios: Mapping[str, Mapping[Shape, float]]
+
+    def speed(self, recipe: str, shape: Shape) -> Speed:
+        """Of a linear: measured, or interpolated over the logarithm of its multiplications; unknown outside."""
+        ratios = self.ratios.get(recipe, {})
+        if shape in ratios:
+            return Speed(ratios[shape], "measured")
+        work = math.prod(shape)
+        points = sorted((math.prod(known), ratio) for known, ratio in ratios.items())
+        for (low, slow), (high, fast) in pairwise(points):
+            if low <= work <= high:
+                share = math.log(work / low) / math.log(high / low)
+                return Speed(slow + (fast - slow) * share, "interpolated")
+        return UNKNOWN
+
+    def model_speed(self, recipe: str, tokens: int, linears: Sequence[Sequence[int]]) -> Speed:
+        """Of several linears, each (features in, features out, count): their time together, unknown if one is."""
+        shapes = [((tokens, inputs, outputs), count) for inputs, outputs, count in linears]
+        speeds = [self.speed(recipe, shape) for shape, _ in shapes]
+        ratios = [speed.ratio for speed in speeds if speed.ratio is not None]
+        if not shapes or len(ratios) < len(shapes):
+            return UNKNOWN
+        work = [math.prod(shape) * count for shape, count in shapes]
+        ratio = sum(work) / sum(part / ratio for part, ratio in zip(work, ratios, strict=True))
+        return Speed(ratio, "measured" if {speed.basis for speed in speeds} == {"measured"} else "interpolated")
+
+
+def measured() -> SpeedTable:
+    """The table that ships, of an NVIDIA H200."""
+    table = json.loads(Path(__file__).with_name("speeds.json").read_text())
+    ratios: dict[str, dict[Shape, float]] = {}
+    for tokens, inputs, outputs, recipe, ratio in table["linears"]:
+        ratios.setdefault(recipe, {})[tokens, inputs, outputs] = ratio
+    return SpeedTable(table["device"], table["date"], table["source"], ratios)

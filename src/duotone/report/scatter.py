@@ -1,0 +1,68 @@
+"""The trade-off chart: the gap of each recipe with its interval, against what the recipe gains."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from duotone.report.axis import Axis, round_out, spread
+from duotone.report.palette import Style
+
+LEFT, TOP, BOTTOM = 60, 14, 46
+UNKNOWN = 84
+"""The pixels left of the axis in which recipes stand whose place on it is not known."""
+
+
+@dataclass(frozen=True)
+class Dot:
+    """One recipe: gap in percent, half of its interval, and its place across, None where that is not known."""
+
+    name: str
+    style: Style
+    gap: float
+    margin: float
+    across: float | None
+    text: str
+    is_hollow: bool = False
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Dots in a frame: the positions that the template draws."""
+
+    title: str
+    unit: str
+    dots: Sequence[Dot]
+    width: int = 580
+    height: int = 330
+
+    @property
+    def has_unknown(self) -> bool:
+        return any(dot.across is None for dot in self.dots)
+
+    @cached_property
+    def x(self) -> Axis:
+        values = [dot.across for dot in self.dots if dot.across is not None] or [0.0]
+        start = LEFT + (UNKNOWN if self.has_unknown else 14)
+        return Axis.over(*round_out(min(values), max(values)), (start, self.width - 20))
+
+    @cached_property
+    def y(self) -> Axis:
+        """Contains every gap; of intervals that dwarf the gaps a part."""
+        most = 3 * max(abs(dot.gap) for dot in self.dots) + 0.1
+        low = max(-most, min(0.0, *(dot.gap - dot.margin for dot in self.dots)))
+        high = min(most, max(0.0, *(dot.gap + dot.margin for dot in self.dots)))
+        return Axis.over(*round_out(low, high), (self.height - BOTTOM, TOP))
+
+    def place(self, dot: Dot) -> float:
+        """The pixel across."""
+        return self.x.start - UNKNOWN / 2 if dot.across is None else self.x.position(dot.across)
+
+    def is_at_the_right(self, dot: Dot) -> bool:
+        """Whether its name has to stand at the left of the mark."""
+        return self.place(dot) > 0.6 * self.width
+
+    def labels(self) -> list[tuple[Dot, float]]:
+        """Each dot with the height of its name, so that no two names overlap."""
+        dots = sorted(self.dots, key=lambda dot: -dot.gap)
+        heights = spread([self.y.position(dot.gap) for dot in dots], self.y.end + 6, self.y.start)
+        return list(zip(dots, heights, strict=True))

@@ -1,0 +1,104 @@
+"""The planes that lost most, why, and rules that give their GEMMs better formats, as a file to paste."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from duotone import formats, recipes
+from duotone.errors import UserError
+from duotone.lab.schema import PlaneEntry, RunEntry
+from duotone.report.numbers import finite, number, share
+
+Plane = tuple[str, str, str]
+"""Module, role, direction."""
+
+GEMMS = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
+}
+READERS = {plane: gemm for gemm, planes in GEMMS.items() for plane in planes}
+MOST = 5
+BETTER = 3.0
+"""Decibels that another format must gain to be proposed; high precision is proposed otherwise."""
+
+
+@dataclass(frozen=True)
+class Weak:
+    """A plane that lost much, the reason, and the formats of its GEMM, a and b, that would lose less."""
+
+    entry: PlaneEntry
+    gemm: str
+    reason: str
+    remedy: str
+    operands: tuple[str, str]
+
+
+def worst(run: RunEntry, others: Sequence[RunEntry], most: int = MOST) -> list[Weak]:
+    """The planes of a run with the lowest signal-to-noise, the worst first."""
+    lossy = [entry for entry in run["statistics"] if finite(entry["snr_db"])]
+    lossy = [entry for entry in lossy if (entry["role"], entry["plane"]) in READERS]
+    lossy.sort(key=lambda entry: entry["snr_db"] or 0.0)
+    return [_weak(entry, others) for entry in lossy[:most]]
+
+
+def _weak(entry: PlaneEntry, others: Sequence[RunEntry]) -> Weak:
+    gemm = READERS[entry["role"], entry["plane"]]
+    least = (entry["snr_db"] or 0.0) + BETTER
+    best: tuple[float, str, tuple[str, str]] | None = None
+    for other in others:
+        planes = {_key(plane): plane for plane in other["statistics"]}
+        pair = [planes.get((entry["module"], *side)) for side in GEMMS[gemm]]
+        signals = [side["snr_db"] for side in pair if side is not None and finite(side["snr_db"])]
+        formats_read = tuple(side["format"] for side in pair if side is not None)
+        if len(signals) == 2 and len(formats_read) == 2 and min(signals) > max(least, best[0] if best else least):
+            best = min(signals), other["name"], formats_read
+    if best is None:
+        return Weak(
+            entry, gemm, reason(entry), "high precision: no compared recipe does better", ("identity", "identity")
+        )
+    remedy = f"{' x '.join(dict.fromkeys(best[2]))} as in {best[1]}: {number(best[0], 1)} dB or more"
+    return Weak(entry, gemm, reason(entry), remedy, best[2])
+
+
+def reason(entry: PlaneEntry) -> str:
+    """Why a plane lost what it did, as far as its statistics tell."""
+    causes = []
+    if (entry["saturation"] or 0.0) > 0.001:
+        causes.append(f"{share(entry['saturation'])} % of the elements exceed what their scale can hold")
+    if (entry["underflow"] or 0.0) > 0.01:
+        bits = entry.get("dynamic_range_bits")
+        span = f": values span {number(bits)} powers of two" if finite(bits) else ""
+        causes.append(f"{share(entry['underflow'])} % become zero{span}")
+    try:
+        described = formats.get(entry["format"].partition(",")[0]).describe()
+    except UserError:
+        described = {}
+    if described.get("rounding") == "stochastic":
+        causes.append("stochastic rounding, which trades noise for no bias")
+    if described:
+        causes.append(f"{described['element']} under a scale for each {described['block']} has no more precision")
+    return "; ".join(causes[:2])
+
+
+def rules(run: RunEntry, weak: Sequence[Weak]) -> str:
+    """A recipe file, TOML: the run's recipe, with better formats for the GEMMs of those planes."""
+    current = {_key(entry): entry["format"] for entry in run["statistics"]}
+    changed: dict[Plane, str] = {}
+    for plane in weak:
+        for side, name in zip(GEMMS[plane.gemm], plane.operands, strict=True):
+            changed[plane.entry["module"], *side] = name
+    base = run["name"] if run["name"] in recipes.names() else f"{run['name']}.toml"
+    blocks = [f'name = "{run["name"]}-mended"\nbase = "{base}"']
+    for module, role in dict.fromkeys((module, role) for module, role, _ in changed):
+        blocks.append(_rule(module, role, current | changed))
+    return "\n\n".join(blocks) + "\n"
+
+
+def _rule(module: str, role: str, planes: Mapping[Plane, str]) -> str:
+    formats_of = {side: planes.get((module, role, side), "identity") for side in ("rowwise", "columnwise")}
+    lines = [f'{side} = "{name}"' for side, name in formats_of.items()]
+    return "\n".join(["[[rules]]", f'module = "{module}"', f'tensor_type = "{role}"', *lines])
+
+
+def _key(entry: PlaneEntry) -> Plane:
+    return entry["module"], entry["role"], entry["plane"]
