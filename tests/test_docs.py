@@ -52,6 +52,7 @@ PREAMBLES = {
     ("docs/parallel.md", 0): MODEL + "model = build_model()\ndel fully_shard",
     ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')\ndel group",
     ("docs/parallel.md", 2): MODEL + "del model, group",
+    ("docs/parallel.md", 3): "from torch.distributed.tensor.parallel import ColwiseParallel",
 }
 
 EACH_FOR_ITSELF = {("README.md", 2)}

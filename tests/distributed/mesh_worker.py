@@ -152,6 +152,26 @@ def whole_weights_take_shards_of_tokens(folder: Path) -> None:
             close(got[at].to_local(), want[at], 2.0**-7, f"{name}: gradient {at}")
 
 
+@check
+def shards_of_tokens_are_gathered_as_codes(folder: Path) -> None:
+    """Tokens keep their order. Sums over them may have another one."""
+    for name in ("fp8-current", "fp8-rowwise", "mxfp8", "nvfp4-row-scaled-fwd-high-precision-bwd", "fp8-delayed"):
+        for lead, dim in (((2 * TOKENS,), 0), ((2, 2 * TOKENS), 1), ((2 * TOKENS, 2), 0)):
+            torch.manual_seed(5)
+            x, dy = torch.randn(*lead, 64).bfloat16(), torch.randn(*lead, 64).bfloat16()
+            whole = linear(name)
+            cut = copy.deepcopy(whole)
+            distribute(cut[0], Shard(0), Shard(0))
+            want = run(whole, x, dy)
+            got = run(cut, distribute_tensor(x, mesh(), [Shard(dim)]), distribute_tensor(dy, mesh(), [Shard(-1)]))
+            what = f"{name} {lead}"
+            same(got[0].full_tensor(), want[0], f"{what}: output")
+            close(got[1].full_tensor(), want[1], 2.0**-7, f"{what}: gradient of the input")
+            close(got[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
+            same(got[3].full_tensor(), want[3], f"{what}: gradient of the bias")
+            assert got[1].placements == (Shard(dim),) and got[2].placements == (Shard(0),)
+
+
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(64, SIZES.get(name, 128)), nn.ReLU(), nn.Linear(SIZES.get(name, 128), 64)).bfloat16()
@@ -302,7 +322,8 @@ def placements_that_do_not_go_together_are_refused(folder: Path) -> None:
     cut = linear("mxfp8")
     distribute(cut[0], Shard(0), Shard(0))
     refused(lambda: cut(x), "its input is not")
-    refused(lambda: cut(distribute_tensor(x, mesh(), [Shard(0)])), "allowed are Replicate() with Shard(0)")
+    refused(lambda: cut(distribute_tensor(x, mesh(), [Shard(1)])), "allowed are an input of Shard(-1) with Shard(1)")
+    refused(lambda: cut(distribute_tensor(x[:7], mesh(), [Shard(0)])), "7 do not divide over 2 ranks")
     partial = DTensor.from_local(x, mesh(), [Partial()])
     refused(lambda: cut(partial), "Replicate() or Shard(dim)")
     odd = linear("mxfp8")

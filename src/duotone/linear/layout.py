@@ -131,6 +131,20 @@ class Sharded(Layout):
         return None if dim is None else ShardContext(self.group, dim)
 
 
+@dataclass(frozen=True)
+class GatheringShards(Sharded):
+    """Rows of the input are cut and out_features too: codes of x are gathered, again in backward, and dx is scattered.
+
+    Gathered rows are those of one rank after the other.
+    """
+
+    def gather_input(self, plane: Plane, dim: int) -> Plane:
+        return gather(plane, dim, self.group, group_size(self.group))
+
+    def reduce_grad_input(self, dx: Tensor) -> Tensor:
+        return reduce_scatter(dx, self.group)
+
+
 WHOLE = Layout()
 LAYOUTS = {None: Layout, "column": ColumnParallel, "row": RowParallel}
 """By `parallel_mode`."""

@@ -6,6 +6,9 @@
 | Shard(-1) | Shard(1) | Partial() | Shard(-1) |
 | Replicate() | Replicate() | Replicate() | Replicate() |
 | Shard(dim) | Replicate() | Shard(dim) | Shard(dim) |
+| Shard(dim) | Shard(0) | Shard(-1) | Shard(dim) |
+
+In the last row codes of the input are gathered, and in others nothing. `dim` is not the last.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear.layout import Sharded
+from duotone.linear.layout import GatheringShards, Sharded
 from duotone.pipeline.tensor_info import is_distributed, refuse_distributed
 
 if TYPE_CHECKING:
@@ -38,6 +41,32 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
     """What a call is, for an input that lies like `x`. UserError where input and weight do not go together."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
+    x, weight = _on_one_mesh(module, x)
+    group, name = x.group, module.module_name
+    y = x._replace(shape=(*x.shape[:-1], module.linear_weight.shape[0]))
+    columns = y._replace(placement=Shard(x.last))
+    match x.dim, weight:
+        case None, Replicate():
+            return Placed(Sharded(group), y, Replicate())
+        case None, Shard(dim=0):
+            return Placed(Sharded(group, weight_dim=0, grad_dim=1), columns, Shard(0))
+        case dim, Shard(dim=1) if dim == x.last:
+            return Placed(Sharded(group, input_dim=1, weight_dim=1), y._replace(placement=Partial()), Replicate())
+        case dim, Replicate() if dim != x.last:
+            return Placed(Sharded(group, input_dim=0, grad_dim=0), y, Replicate(), Partial())
+        case dim, Shard(dim=0) if dim is not None and dim != x.last:
+            if x.shape[dim] % x.mesh.size():
+                odd = f"{x.shape[dim]} do not divide over {x.mesh.size()} ranks"
+                raise UserError(f"{name}: {odd}; give it the whole input, or pad")
+            return Placed(GatheringShards(group, input_dim=0, weight_dim=0, grad_dim=1), columns, Shard(0))
+    raise UserError(
+        f"{name}: its input is {x.placement!r} and its weight {weight!r}; allowed are an input of Shard(-1) with "
+        "Shard(1), and any other with Shard(0) or Replicate()"
+    )
+
+
+def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread", "Placement"]:
+    """How the input lies, and the placement of the weight on the same mesh. UserError where there is no such mesh."""
     from duotone.pipeline.spread import placement_of
 
     name, weight = module.module_name, module.linear_weight
@@ -52,20 +81,7 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
         raise UserError(f"{name}: DTensors give their gradients to autograd; leave fuse_ and delay_wgrad out")
     if weight.device_mesh != x.mesh:
         raise UserError(f"{name}: its weight is on {weight.device_mesh} and its input on {x.mesh}; use one mesh")
-    group, of_weight = x.group, placement_of(weight, f"the weight of {name}")
-    y = x._replace(shape=(*x.shape[:-1], weight.shape[0]))
-    if x.dim is None and of_weight == Shard(0):
-        return Placed(Sharded(group, weight_dim=0, grad_dim=1), y._replace(placement=Shard(x.last)), Shard(0))
-    if x.dim == x.last and of_weight == Shard(1):
-        return Placed(Sharded(group, input_dim=1, weight_dim=1), y._replace(placement=Partial()), Replicate())
-    if x.dim is None and of_weight == Replicate():
-        return Placed(Sharded(group), y, Replicate())
-    if x.dim != x.last and of_weight == Replicate():
-        return Placed(Sharded(group, input_dim=0, grad_dim=0), y, Replicate(), Partial())
-    raise UserError(
-        f"{name}: its input is {x.placement!r} and its weight {of_weight!r}; allowed are Replicate() with Shard(0), "
-        "Shard(-1) with Shard(1), and Replicate() or Shard(dim) before the last with Replicate()"
-    )
+    return x, placement_of(weight, f"the weight of {name}")
 
 
 def local_operands(
