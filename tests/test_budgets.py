@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 27260
+LIBRARY_LINES = 27239
 TOOL_LINES = 4514
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,20 +22,20 @@ BUDGETS = {
     "attention": (1054, 16, 0),
     "cli": (1027, 3, 0),
     "comm": (120, 1, 0),
-    "compat": (731, 1, 0),
-    "conversion": (2424, 28, 0),
+    "compat": (735, 1, 0),
+    "conversion": (2423, 28, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
     "lab": (2156, 7, 0),
-    "linear": (1745, 5, 0),
+    "linear": (1725, 5, 0),
     "modules": (514, 15, 0),
     "observe": (923, 11, 0),
     "ops": (1395, 5, 0),
     "optim": (516, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1321, 62, 1),
-    "planned": (2024, 40, 8),
+    "planned": (2020, 40, 8),
     "recipes": (1989, 27, 0),
     "report": (1331, 0, 0),
     "serving": (1052, 2, 0),

@@ -16,7 +16,7 @@ from torch.optim import optimizer
 
 import duotone
 from duotone.kernels.launch import Kernel, Launch
-from duotone.linear.cache import STEPS
+from duotone.linear.plane_source import STEPS
 
 ROOT = Path(duotone.__file__).parent
 
@@ -50,7 +50,7 @@ ALLOWED = {
     "dispatch.target.runs_kernels": MACHINE,
     "formats.registry._FORMATS": REGISTRY,
     "formats.registry._VARIANTS": REGISTRY,
-    "linear.cache.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
+    "linear.plane_source.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,

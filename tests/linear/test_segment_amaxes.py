@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone.kernels.segment_cast import Segments
-from duotone.linear.operand_plan import segment_amaxes
+from duotone.linear.segment_operands import segment_amaxes
 
 
 @pytest.mark.parametrize("splits", [[3, 0, 5, 2], [0, 0, 10], [10], [4, 2, 0, 0]], ids=str)

@@ -10,12 +10,11 @@ import duotone
 from duotone import recipes
 from duotone.dispatch import segment_products, segments
 from duotone.dispatch.rule import JoinedOperand
-from duotone.linear.cache import WeightCache
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.plan import LinearPlan
+from duotone.linear.plan import LinearPlan, PlanRequest
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plan_request import PlanRequest
+from duotone.linear.plane_source import WeightCache
 from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import Deferred, ToMainGrad
 from duotone.modules import GroupedLinear

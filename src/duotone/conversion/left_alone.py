@@ -18,7 +18,7 @@ from duotone.conversion.reasons import Reason, Why
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
-from duotone.linear.plan_request import PlanRequest, ask_recipe
+from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import TENSOR_TYPES, Site

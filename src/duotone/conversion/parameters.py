@@ -13,9 +13,8 @@ from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
-from duotone.linear.plan import LinearPlan
+from duotone.linear.plan import LinearPlan, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plan_request import ask_recipe
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.quantized_parameters import quantized_parameter, replace

@@ -11,8 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from duotone.conversion import experts, forwards
 from duotone.conversion.left_alone import Reasons
 from duotone.conversion.transposed import TransposedLinear, is_transposed
+from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plan_request import PlanRequest, ask_recipe
 from duotone.pipeline.tensor_info import quantizer_of
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.linear.backward_operand import Original
+from duotone.linear.operand_plan import Original
 from duotone.linear.plan import LinearPlan
 from duotone.linear.sink import GRADIENT, Sink
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
@@ -78,9 +78,12 @@ class LinearStage(Stage):
         if self.sink is not GRADIENT:
             self.sink.begin()
         assert x_planes.rowwise is not None and w_planes.rowwise is not None
-        row = layout.gather_input(x_planes.rowwise, 0)
-        y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, layout.bias_in_product(bias))
-        y = layout.reduce_output(y, bias)
+        row, added = x_planes.rowwise, bias
+        if layout.exchanges:
+            row, added = layout.gather_input(row, 0), layout.bias_in_product(bias)
+        y = plan.fprop.rule.run(row, w_planes.rowwise, like.dtype, added)
+        if layout.exchanges:
+            y = layout.reduce_output(y, bias)
         # The seed is not a saved tensor: a recomputed forward must not replace that of the first one.
         saved = plan.input.keep(flat, x_planes, seed), plan.weight.keep(weight, w_planes, seed), (seed,)
         return y if like.dim() == 2 else with_lead(y, like), saved

@@ -14,10 +14,10 @@ from duotone.dispatch.rule import JoinedOperand, JoinedWeights, put
 from duotone.dispatch.segment_products import SMALL
 from duotone.linear.core import LinearStage, as_matrix, with_lead
 from duotone.linear.layout import WHOLE
-from duotone.linear.operand_plan import join
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import host_splits
+from duotone.linear.segment_operands import encode_segments, encode_weights, join, takes_segments
 from duotone.linear.sink import GRADIENT, ToMainGrad
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane
@@ -148,7 +148,7 @@ class GroupedStage(Stage):
     ) -> tuple[Tensor, Saved]:
         plan, flat = self.plan, as_matrix(x).contiguous()
         segments = native.segments_of(splits, flat, self.grouped or isinstance(splits, Tensor))
-        row, *saved_input = plan.input.encode_segments(flat, segments)
+        row, *saved_input = encode_segments(plan.input, flat, segments)
         weight, saved_weight = self._encode_weights(weights)
         for linear in self.linears:
             linear.sink.begin()
@@ -160,7 +160,7 @@ class GroupedStage(Stage):
         """The rowwise operand, and the columnwise codes and scales: of all weights together, or of each cached one."""
         operand = self.plan.weight
         if operand.source is ENCODE_NOW:
-            return operand.encode_weights(weights)
+            return encode_weights(operand, weights)
         pairs = zip(self.linears, weights, strict=True)
         rows, cols = zip(*[linear.plan.weight.encode(weight, None) for linear, weight in pairs], strict=True)
         saved = () if cols[0] is None else (*_codes(cols), *_scales(cols))
@@ -177,7 +177,7 @@ class GroupedStage(Stage):
         plan, count = self.plan, len(self.linears)
         _, _, needs_weights, needs_biases = self._named(needs[1:])
         flat = as_matrix(dy).contiguous()
-        row, col, col_scale = plan.gradient.encode_segments(flat, segments)
+        row, col, col_scale = encode_segments(plan.gradient, flat, segments)
         dx, dw, db = None, [None] * count, [None] * count
         if plan.input_grad:
             assert row is not None
@@ -228,7 +228,7 @@ class Computed(NamedTuple):
 def _takes_segments(linears: Sequence[LinearStage]) -> bool:
     """Whether one cast encodes all segments of each operand, and nothing else happens to them."""
     plan = linears[0].plan
-    joint = all(operand.takes_segments for operand in plan.operands.values())
+    joint = all(takes_segments(operand) for operand in plan.operands.values())
     return joint and plan.layout == WHOLE and all(type(one) is LinearStage for one in linears)
 
 

@@ -20,6 +20,8 @@ class Layout:
     group: str = ""
     sequence_parallel: bool = False
     mode: ClassVar[str | None] = None
+    exchanges: ClassVar[bool] = False
+    """Whether the methods below do anything."""
 
     @property
     def input_shard(self) -> ShardContext | None:
@@ -61,6 +63,7 @@ class ColumnParallel(Layout):
     """
 
     mode = "column"
+    exchanges = True
 
     @property
     def input_shard(self) -> ShardContext | None:
@@ -81,6 +84,7 @@ class RowParallel(Layout):
     """
 
     mode = "row"
+    exchanges = True
 
     @property
     def grad_shard(self) -> ShardContext | None:
@@ -107,6 +111,7 @@ class Sharded(Layout):
     Each number is the dimension of the matrix that is cut into shards: 0 rows, 1 columns, None if it is whole.
     """
 
+    exchanges = True
     input_dim: int | None = None
     weight_dim: int | None = None
     grad_dim: int | None = None

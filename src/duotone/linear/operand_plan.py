@@ -1,6 +1,8 @@
-"""The plan of one operand of a linear: its formats, where its planes come from, and what backward gets of it."""
+"""The plan of one operand of a linear: its formats, where its planes come from, and what backward gets of it.
 
-from collections.abc import Callable, Sequence
+`backward_override` of a recipe and options of a module choose a `BackwardOperand` when the plan is built.
+"""
+
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -8,24 +10,149 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import segment_cast
-from duotone.dispatch.rule import JoinedOperand, JoinedWeights
-from duotone.dispatch.segments import equal_segments, table
-from duotone.dispatch.stages import amax_of
-from duotone.formats import Format
-from duotone.formats.elements import block_amax
-from duotone.linear.backward_operand import BACKWARD_OPERANDS, BackwardOperand, Original, SavedPlane
+from duotone.errors import MissingPlaneError
+from duotone.formats import IDENTITY, Format
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.traced_slot import TracedSlot
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.plane import Planes, Usage
+from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
-    from duotone.kernels.segment_cast import Coded, Segments, Table
+
+
+SavedPlane = Plane | DeferredPlane
+Original = Tensor | DeferredPlane | None
+"""The matrix (M, K) of which planes were encoded, what stands for it, or None if nobody looks at it."""
+
+COLUMNWISE = Usage(False, True)
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardOperand:
+    """What forward saves of an operand, and the plane that backward multiplies. The defaults are a columnwise plane."""
+
+    quantizes_gradient = True
+    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
+
+    needs_columnwise = True
+    """Whether forward encodes the columnwise plane."""
+
+    keeps_original = False
+    """Whether the tensor itself is saved."""
+
+    encodes_again = False
+    """Whether backward encodes the tensor once more."""
+
+    token_dim = 1
+    """The dimension of a saved plane of the input that the rows of the activation lie along."""
+
+    def format(self, quantizer: Quantizer) -> Format:
+        """The format of the operand in the GEMM of backward."""
+        return quantizer.columnwise or IDENTITY
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        """What to save of the matrix `x` and its planes."""
+        raise NotImplementedError
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        """The operand of the GEMM, contraction last. `dtype` is for operands in high precision."""
+        return plane
+
+
+@dataclass(frozen=True, eq=False)
+class KeepColumnwise(BackwardOperand):
+    """The columnwise plane in the format that the recipe names."""
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert planes.columnwise is not None
+        return planes.columnwise
+
+
+@dataclass(frozen=True, eq=False)
+class ReencodeInBackward(BackwardOperand):
+    """The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
+
+    needs_columnwise = False
+    keeps_original = encodes_again = True
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, Tensor)
+        return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
+
+
+@dataclass(frozen=True, eq=False)
+class ReencodeFromProducer(KeepColumnwise):
+    """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
+
+
+@dataclass(frozen=True, eq=False)
+class UseSupplied(BackwardOperand):
+    """The plane that a fused stage supplies in the place of the original."""
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, DeferredPlane)
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Decode(BackwardOperand):
+    """A rowwise plane that backward decodes: its GEMMs run in high precision."""
+
+    quantizes_gradient = needs_columnwise = False
+    token_dim = 0
+
+    def format(self, quantizer: Quantizer) -> Format:
+        return IDENTITY
+
+    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
+        return Plane.of(plane.dequantize(dtype).t())
+
+
+@dataclass(frozen=True, eq=False)
+class KeepOriginal(Decode):
+    """The tensor as it is: an alias, or the rowwise plane of a quantized tensor."""
+
+    keeps_original = True
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, Tensor)
+        if not isinstance(x, QuantizedTensor):
+            return Plane.of(x)
+        plane = x.planes.rowwise or planes.rowwise
+        if plane is None:
+            raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
+        return plane
+
+
+@dataclass(frozen=True, eq=False)
+class DequantizeRowwise(Decode):
+    """The plane that fprop multiplied."""
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert planes.rowwise is not None
+        return planes.rowwise
+
+
+def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+    """The columnwise plane of a matrix, alone."""
+    plane = quantizer.encode(x, COLUMNWISE, ctx).columnwise
+    assert plane is not None
+    return plane
+
+
+BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
+    None: KeepColumnwise(),
+    "high_precision": KeepOriginal(),
+    "dequantized": DequantizeRowwise(),
+}
+"""By `backward_override`."""
+
+REENCODE_IN_BACKWARD, REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeInBackward(), ReencodeFromProducer(), UseSupplied()
 
 
 @dataclass(frozen=True)
@@ -77,58 +204,11 @@ class OperandPlan:
         context = self.context if self.stream is None else self.seeded(seed)
         return self.backward.keep(x, planes, self.quantizer, context)
 
-    @property
-    def takes_segments(self) -> bool:
-        """Whether one cast encodes row segments with scales of their own, and backward reads the columnwise plane.
-
-        The rule of a GEMM says whether it multiplies them (`GemmRule.refuse_segments`).
-        """
-        quantizer, context = self.quantizer, self.context
-        plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original" and self.source.encodes
-        return plain and self.backward is BACKWARD_OPERANDS[None] and context.shard is None and context.traces_kernel
-
-    def encode_segments(
-        self, x: Tensor, segments: "Segments"
-    ) -> tuple[JoinedOperand | None, Tensor | None, Tensor | None]:
-        """The rowwise operand of contiguous (M, K), and the columnwise codes and scales, which are kept as tensors."""
-        row, _ = self.formats
-        coded = self._cast(x, segments, partial(segment_amaxes, x, segments))
-        return None if row is None else join(row, coded.row, coded.row_scale), coded.col, coded.col_scale
-
-    def encode_weights(self, weights: Sequence[Tensor]) -> tuple[JoinedWeights, tuple[Tensor | None, Tensor | None]]:
-        """Like `encode_segments`, of tensors (N, K) that are a segment each; columnwise codes are (E, K, N)."""
-        weights = [w if w.is_contiguous() else w.contiguous() for w in weights]
-        first, count, (n, k) = weights[0], len(weights), weights[0].shape
-        segments, (row, _) = equal_segments(n, count, first), self.formats
-        coded = self._cast(first, segments, partial(_amaxes, weights), table(weights))
-        assert row is not None
-        codes, scale = join(row, coded.row, coded.row_scale)[1:]
-        joined = JoinedWeights(row, codes.view(count, n, k), scale.view(count, -1))
-        if coded.col is None or coded.col_scale is None:
-            return joined, (None, None)
-        return joined, (coded.col.view(count, k, n), coded.col_scale.view(count, -1))
-
     @cached_property
     def formats(self) -> tuple[Format | None, Format | None]:
         """Of the planes that `usage` names."""
         rowwise, columnwise = self.usage
         return self.quantizer.rowwise if rowwise else None, self.quantizer.columnwise if columnwise else None
-
-    def _cast(
-        self, x: Tensor, segments: "Segments", amaxes: Callable[[], Tensor], where: "Table | None" = None
-    ) -> "Coded":
-        (row, col), slots = self.formats, self.context.slots
-        cast = segment_cast(row, col, x, self.context.propagate)
-        assert cast is not None
-        slot = None
-        if row is not None and row.is_delayed:
-            slot = slots[0]
-        elif col is not None and col.is_delayed:
-            slot = slots[1] or slots[0]
-        if slot is None:
-            return cast(x, segments, (None, None, 0), where)
-        scale, live = slot.place_each(x.device, segments.count, self.slot_distance, amaxes)
-        return cast(x, segments, (scale, live, self.slot_distance), where)
 
     def with_slots(
         self, state: str, member: int, first: int, distance: int, group: str, mode: AmaxMode, backward: bool = False
@@ -163,23 +243,3 @@ class OperandPlan:
         if not self.backward.encodes_again:
             return replace(self, source=source)
         return replace(self, source=source, backward=BACKWARD_OPERANDS[None], usage=Usage(True, columnwise))
-
-
-def join(fmt: Format, codes: Tensor | None, scale: Tensor | None) -> JoinedOperand:
-    """Codes as bytes and scales of all segments as an operand."""
-    dtype = fmt.code_dtype
-    assert dtype is not None and codes is not None and scale is not None
-    return JoinedOperand(fmt, codes.view(dtype), scale)
-
-
-def _amaxes(tensors: Sequence[Tensor]) -> Tensor:
-    """fp32 (E,): the largest magnitude of each tensor, NaN ignored."""
-    return torch.cat([amax_of(each) for each in tensors])
-
-
-def segment_amaxes(x: Tensor, segments: "Segments") -> Tensor:
-    """fp32 (E,): the largest magnitude in the rows (M, K) of each segment. Rows after the last one do not count."""
-    rows = block_amax(x.view(x.shape[0], 1, 1, x.shape[1]))[:, 0]
-    ends = segments.ends[: segments.count]
-    owners = torch.bucketize(torch.arange(x.shape[0], device=x.device), ends, right=True)
-    return rows.new_zeros(segments.count + 1).scatter_reduce(0, owners, rows, "amax")[:-1]

@@ -7,22 +7,23 @@ import torch
 
 from duotone.comm import ShardContext
 from duotone.dispatch.casts import can_read_once
+from duotone.dispatch.gemms import choose
+from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import least_work, target
 from duotone.errors import RecipeError
-from duotone.formats import IDENTITY
-from duotone.linear.backward_operand import (
+from duotone.formats import IDENTITY, Format
+from duotone.linear.operand_plan import (
     BACKWARD_OPERANDS,
     REENCODE_FROM_PRODUCER,
     REENCODE_IN_BACKWARD,
     BackwardOperand,
+    OperandPlan,
 )
-from duotone.linear.gemm_plan import GemmPlan, gemm_plan
-from duotone.linear.operand_plan import OperandPlan
-from duotone.linear.plan import LinearPlan
-from duotone.linear.plan_request import PlanRequest, ask_recipe
+from duotone.linear.plan import GemmPlan, LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, USE_HELD, PlaneSource, source_of_plain
 from duotone.recipes.recipe import MEASURED
-from duotone.recipes.roles import TENSOR_TYPES
+from duotone.recipes.roles import PLANES_OF_GEMM, TENSOR_TYPES
+from duotone.recipes.rules import first_rule
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
@@ -30,6 +31,7 @@ from duotone.tensor.quantizer import Quantizer
 Quantizers = dict[str, Quantizer]
 """By slot."""
 
+HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FAST_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 """In these a small linear is faster than in formats."""
 
@@ -186,3 +188,49 @@ def _too_small(request: PlanRequest, gemms: list[GemmPlan]) -> str:
         return ""
     dtype = FAST_DTYPES[request.dtype]
     return f"K x N = {k} x {n} = {n * k} is below {limit}: left in {dtype} by min_weight_elements"
+
+
+def gemm_plan(request: PlanRequest, gemm: str, a: Format | None, b: Format | None, owed: bool) -> GemmPlan:
+    """The plan of one GEMM. RecipeError if it is owed and cannot run as the recipe says."""
+    refusal = _refusal(request, gemm, a, b)
+    if refusal and owed:
+        raise RecipeError(refusal)
+    a, b = a or IDENTITY, b or IDENTITY
+    fast = getattr(request.recipe, f"{gemm}_fast_accum")
+    problem = GemmProblem(a, b, target(request.device), request.dtype, fast)
+    rule, reason = choose(problem)
+    if refusal:
+        return GemmPlan(gemm, problem, rule, f"not owed here, where it would be an error: {refusal}")
+    if a == b == IDENTITY:
+        reason = _why_high(request, gemm)
+    elif IDENTITY not in (a, b) and a.family != b.family:
+        reason = f"{reason}; mixed formats, which no hardware multiplies"
+    return GemmPlan(gemm, problem, rule, reason)
+
+
+def _refusal(request: PlanRequest, gemm: str, a: Format | None, b: Format | None) -> str:
+    """Why a GEMM cannot run as the recipe says, or ""."""
+    name = request.title
+    slots = " with ".join(f"{tensor_type} {direction}" for tensor_type, direction in PLANES_OF_GEMM[gemm])
+    if a is None or b is None:
+        return f"the recipe gives {gemm} of {name} ({slots}) only one operand; give the other a format"
+    full = (a == IDENTITY, b == IDENTITY)
+    if request.recipe.strict and any(full) and not all(full):
+        return (
+            f"strict: {gemm} of {name} pairs {a.name} with {b.name}, so it would run in high precision; "
+            "give both operands a format, or set strict to false"
+        )
+    if not any(full) and a.family != b.family and not request.recipe.emulate_mixed:
+        return (
+            f"{gemm} of {name} would multiply {slots}: {a.name} ({a.family}) with {b.name} ({b.family}), which no "
+            "hardware does; give both the same kind of format, or set emulate_mixed to true"
+        )
+    if not all(full) and request.dtype not in HIGH_PRECISION_DTYPES:
+        return f"{name} is in {request.dtype}; formats encode bf16, fp16 and fp32: cast the model first"
+    return ""
+
+
+def _why_high(request: PlanRequest, gemm: str) -> str:
+    """Why both operands of a GEMM are in high precision."""
+    rules = [first_rule(request.rules, request.role(kind), request.site) for kind, _ in PLANES_OF_GEMM[gemm]]
+    return rules[-1].why if rules[-1] and all(rules) else "the recipe keeps both operands in high precision"

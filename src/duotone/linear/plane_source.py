@@ -1,12 +1,15 @@
-"""Where the planes of an operand come from: encoded now, held by a quantized tensor, or values in high precision.
+"""Where the planes of an operand come from: encoded now, held by a tensor or a cache, or values in high precision.
 
 The plan names the source; execution calls `planes`.
 """
 
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from duotone.formats import IDENTITY
 from duotone.tensor import QuantizedTensor
@@ -74,3 +77,99 @@ IN_HIGH_PRECISION = Quantizer()
 def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     """Where the planes of a plain tensor come from."""
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
+
+
+Stamp = tuple[Quantizer, torch.dtype, torch.device, int, tuple[tuple[int, int], ...]]
+
+
+class OptimizerSteps:
+    """Counts the steps of all optimizers of the process, from the first weight cache on.
+
+    Fused optimizers write weights without a new version, so a cache compares the count too.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_registered = False
+
+    def register(self) -> None:
+        if not self.is_registered:
+            self.is_registered = True
+            register_optimizer_step_post_hook(self)
+
+    def __call__(self, *_: object) -> None:
+        self.count += 1
+
+
+STEPS = OptimizerSteps()
+
+
+class WeightCache:
+    """What one weight was encoded to, with the quantizer and the versions of the parameters that it is made of.
+
+    Writes through `.data` leave no version. After one, call `clear`, or begin with a first microbatch.
+    """
+
+    def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
+        self.owners = owners
+        self.stamp: Stamp | None = None
+        self.planes = Planes(None, None)
+        self.reused, self.refreshed = Reused(self), Refreshed(self)
+        STEPS.register()
+
+    def clear(self) -> None:
+        self.stamp, self.planes = None, Planes(None, None)
+
+    def refresh(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        """Encode the weight and remember the planes."""
+        # Remembered planes have no graph and are no inference tensors. Outside of inference mode,
+        # inference_mode(False) would hide that the forward of an autograd.Function runs.
+        infers = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if infers else nullcontext(), torch.no_grad():
+            planes = quantizer.encode(x, usage, ctx)
+        self.stamp = self._stamp_of(x, quantizer)
+        self.planes = Planes(None, None) if self.stamp is None else planes
+        return planes
+
+    def reuse(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        """The remembered planes; new ones if they are of another weight, version, format or direction."""
+        row, col = self.planes
+        if self.stamp is None or self.stamp != self._stamp_of(x, quantizer):
+            return self.refresh(x, quantizer, usage, ctx)
+        follows = quantizer.columnwise_source == "original" and row is not None and quantizer.columnwise == row.format
+        if usage.columnwise and col is None and row is not None and follows:
+            col = row.transposed()  # with the scale that it has, because a recompute could not ask for a new one
+            self.planes = Planes(row, col)
+        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
+            both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
+            return self.refresh(x, quantizer, both, ctx)
+        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
+    def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:
+        """None for inference tensors: they have no version, so nobody would see a write."""
+        owners = self.owners()
+        if any(owner.is_inference() for owner in owners):
+            return None
+        return quantizer, x.dtype, x.device, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
+
+
+@dataclass(frozen=True, eq=False)
+class Refreshed(PlaneSource):
+    """The weight of a first microbatch: encoded and remembered."""
+
+    cache: WeightCache
+    encodes = True
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        return self.cache.refresh(x, quantizer, usage, ctx)
+
+
+@dataclass(frozen=True, eq=False)
+class Reused(PlaneSource):
+    """The weight of a later microbatch: what is remembered, while that is the weight."""
+
+    cache: WeightCache
+    encodes = True
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        return self.cache.reuse(x, quantizer, usage, ctx)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from duotone.linear.backward_operand import COLUMNWISE, REENCODE_FROM_PRODUCER, USE_SUPPLIED, columnwise
 from duotone.linear.core import LinearStage, as_matrix
+from duotone.linear.operand_plan import COLUMNWISE, REENCODE_FROM_PRODUCER, USE_SUPPLIED, columnwise
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.ops.activation import ActivationStage
 from duotone.ops.basic import ProducerStage

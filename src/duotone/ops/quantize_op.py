@@ -10,7 +10,7 @@ from torch import Tensor
 
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
-from duotone.linear.backward_operand import BACKWARD_OPERANDS
+from duotone.linear.operand_plan import BACKWARD_OPERANDS
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import CallRegion
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.grouped import GroupedStage
-from duotone.linear.plan import LinearPlan
+from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import is_transformed

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
-from duotone.linear.gemm_plan import GemmPlan
 from duotone.linear.layout import WHOLE, Layout
-from duotone.linear.plan import LinearPlan
+from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.pipeline.tensor_info import info_of, quantizer_of

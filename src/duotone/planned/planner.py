@@ -12,9 +12,8 @@ from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import Layout
-from duotone.linear.plan import LinearPlan
+from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plan_request import PlanRequest, ask_recipe
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import main_grad
 from duotone.pipeline.op import KEEPS, CallRegion

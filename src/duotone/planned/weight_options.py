@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from duotone.errors import MissingPlaneError
-from duotone.linear.cache import WeightCache
 from duotone.linear.core import LinearStage
-from duotone.linear.plane_source import ENCODE_NOW
+from duotone.linear.plane_source import ENCODE_NOW, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
 
 if TYPE_CHECKING:
