@@ -14,20 +14,20 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"lab", "report", "cli"})
 LIBRARY_LINES = 27239
-TOOL_LINES = 4514
+TOOL_LINES = 4613
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1054, 16, 0),
-    "cli": (1027, 3, 0),
+    "cli": (1064, 3, 0),
     "comm": (120, 1, 0),
     "compat": (735, 1, 0),
     "conversion": (2423, 28, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
     "kernels": (3658, 0, 0),
-    "lab": (2156, 7, 0),
+    "lab": (2218, 7, 0),
     "linear": (1725, 5, 0),
     "modules": (514, 15, 0),
     "observe": (923, 11, 0),

@@ -71,4 +71,5 @@ def test_a_recipe_that_failed_under_one_seed_has_no_gap_and_no_rank() -> None:
     judgement = Judgement(runs)
     assert judgement.step == 10 and judgement.gaps["good"] == pytest.approx({0: 5.0, 1: 0.0})
     assert judgement.gaps["bad"] == {} and "bad" not in judgement.ranks
-    assert judgement.loss("good") == pytest.approx(2.55) and judgement.loss("bad") is None
+    assert judgement.verdict("good")["judged_loss"] == pytest.approx(2.55)
+    assert judgement.verdict("bad")["judged_loss"] is None

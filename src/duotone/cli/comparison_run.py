@@ -54,5 +54,4 @@ def continued(folder: Path, typed: Sequence[Typed | bool], *, seeds: int) -> Run
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    continuation.take_over(runs, result, config.steps)
-    return Runs(config, runs, corpus)
+    return Runs(config, continuation.take_over(runs, result, config.steps), corpus)

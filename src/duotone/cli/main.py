@@ -13,6 +13,7 @@ from duotone.cli.compare_command import compare
 from duotone.cli.interrupt import EXIT_CODE
 from duotone.cli.list_commands import formats, recipes
 from duotone.cli.plan_command import plan
+from duotone.cli.report_command import report
 from duotone.cli.train_command import train
 from duotone.errors import UserError
 
@@ -26,7 +27,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, plan, formats, recipes, run_benches):
+for command in (compare, train, report, plan, formats, recipes, run_benches):
     cli.add_command(command)
 
 

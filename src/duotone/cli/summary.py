@@ -127,4 +127,4 @@ def _remark(run: RunEntry, result: Document) -> str:
     if run["error"]:
         return run["error"]
     done = run["train_loss"][-1][0] if run["train_loss"] else 0
-    return "" if done == result["settings"].get("steps") else f"stopped at step {done}" if done else "not started"
+    return "" if done >= result["settings"].get("steps", 0) else f"stopped at step {done}" if done else "not started"

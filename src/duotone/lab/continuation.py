@@ -1,15 +1,16 @@
-"""A comparison that goes on: the runs that its `result.json` holds whole are taken over, all others start again."""
+"""A comparison read back from its `result.json`. To go on, its whole runs are taken over; all others start again."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from duotone.errors import UserError
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
-from duotone.lab.schema import Document, RepeatEntry, RunEntry
-from duotone.recipes import Recipe, any_from_dict
+from duotone.lab.schema import Document
+from duotone.recipes import HighPrecision, Recipe, any_from_dict
 
 
 def load(path: Path) -> Document:
@@ -35,23 +36,35 @@ def recipes_of(result: Document, path: Path) -> list[Recipe]:
     return [recipe for recipe in recipes if isinstance(recipe, Recipe)]
 
 
-def take_over(runs: Sequence[Run], result: Document, steps: int) -> None:
-    """Fill those of `runs` that `result` holds to their last step of `steps`."""
-    entries = {entry["name"]: entry for entry in result["runs"]}
-    for run in runs:
-        if (entry := entries.get(run.name)) is None:
-            continue
-        curves = entry if run.is_observed else _repeat(entry, run.seed)
-        if curves is None or not curves["train_loss"] or curves["error"] or curves["train_loss"][-1][0] != steps:
-            continue
-        run.train_loss, run.heldout_loss = [*curves["train_loss"]], [*curves["heldout_loss"]]
-        if run.is_observed:
-            run.plan, run.statistics = [*entry["plan"]], [*entry["statistics"]]
-            run.step_seconds = [entry["step_ms"] / 1e3] if entry["step_ms"] else []
-            memory = (entry["peak_memory_bytes"], entry["weight_bytes"], entry["saved_activation_bytes"])
-            run.memory = StepMemory(*(count or 0 for count in memory))
+def take_over(runs: Sequence[Run], result: Document, steps: int) -> list[Run]:
+    """`runs`, with those that `result` holds to their last step of `steps` in their places."""
+    whole = {(run.name, run.seed): run for run in runs_of(result) if run.is_over(steps) and not run.error}
+    return [
+        replace(whole[run.name, run.seed], recipe=run.recipe, label=run.label, is_observed=run.is_observed)
+        if (run.name, run.seed) in whole
+        else run
+        for run in runs
+    ]
 
 
-def _repeat(entry: RunEntry, seed: int) -> RepeatEntry | None:
-    """The run of that seed, which is not the first."""
-    return next((repeat for repeat in entry.get("repeats", ()) if repeat["seed"] == seed), None)
+def runs_of(result: Document) -> list[Run]:
+    """The runs of `result` under all seeds, with a stand-in for their recipe, which only `recipes_of` reads."""
+    runs = []
+    for entry in result["runs"]:
+        memory = (entry["peak_memory_bytes"], entry["weight_bytes"], entry["saved_activation_bytes"])
+        first = Run(
+            entry["name"],
+            HighPrecision(),
+            result["settings"].get("seed", 0),
+            is_reference=entry["is_reference"],
+            is_noise=entry["is_noise"],
+            train_loss=[*entry["train_loss"]],
+            heldout_loss=[*entry["heldout_loss"]],
+            step_seconds=[entry["step_ms"] / 1e3] if entry["step_ms"] else [],
+            memory=StepMemory(*(count or 0 for count in memory)) if any(memory) else None,
+            plan=[*entry["plan"]],
+            statistics=[*entry["statistics"]],
+            error=entry["error"],
+        )
+        runs += [first, *(replace(first, **repeat) for repeat in entry.get("repeats", ()))]
+    return runs

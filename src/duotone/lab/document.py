@@ -1,7 +1,6 @@
 """The document of a comparison or a training run, of the types in `schema`."""
 
 import platform
-import statistics
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +12,7 @@ from duotone.dispatch import compiled_casts
 from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
-from duotone.lab.ranking import Judgement, margin
+from duotone.lab.ranking import Judgement
 from duotone.lab.schema import Document, Json, RepeatEntry, RunEntry
 from duotone.lab.trainer import TrainConfig
 
@@ -77,7 +76,6 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
     """A recipe, whose runs differ in their seeds."""
     run = runs[0]
     memory, step_ms = run.memory, run.step_ms
-    gaps = judgement.gaps[run.name]
     return {
         "name": run.name,
         "recipe": run.recipe.to_dict(),
@@ -87,11 +85,7 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "heldout_loss": run.heldout_loss,
         "final_train_loss": run.final_train_loss,
         "final_heldout_loss": run.final_heldout_loss,
-        "judged_loss": judgement.loss(run.name) if judgement.step else run.final_heldout_loss,
-        "gap_percent": statistics.fmean(gaps.values()) if gaps else None,
-        "gap_margin": margin(list(gaps.values())),
-        "gaps": [[seed, gap] for seed, gap in gaps.items()],
-        "rank": judgement.ranks.get(run.name),
+        **judgement.verdict(run.name),
         "repeats": [_repeat(other) for other in runs[1:]],
         "step_ms": step_ms,
         "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from duotone.lab.loop import Run
-from duotone.lab.schema import Losses
+from duotone.lab.schema import Losses, Verdict
 
 CONFIDENCE = 0.95
 
@@ -76,10 +76,17 @@ class Judgement:
         noise = {run.name for run in runs if run.is_noise}
         self.ranks = ranks({name: gaps for name, gaps in self.gaps.items() if gaps and name not in noise})
 
-    def loss(self, name: str) -> float | None:
-        """The held-out loss at `step`, the mean over the seeds that count."""
-        losses = self._losses[name].values()
-        return statistics.fmean(losses) if losses else None
+    def verdict(self, name: str) -> Verdict:
+        """What is told about a recipe: means over the seeds that count."""
+        gaps, losses = self.gaps[name], self._losses[name].values()
+        last = self.recipes[name][0].final_heldout_loss if self.step is None else None
+        return {
+            "judged_loss": statistics.fmean(losses) if losses else last,
+            "gap_percent": statistics.fmean(gaps.values()) if gaps else None,
+            "gap_margin": margin(list(gaps.values())),
+            "gaps": [[seed, gap] for seed, gap in gaps.items()],
+            "rank": self.ranks.get(name),
+        }
 
 
 def judged_step(curves: Sequence[Losses]) -> int | None:

@@ -1,7 +1,7 @@
 """The JSON document of a comparison or a training run, which the report page reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, Required, TypedDict
 
 Json = Mapping[str, object]
 Loss = tuple[int, float | None]
@@ -48,12 +48,22 @@ class RepeatEntry(TypedDict):
     error: str | None
 
 
-class RunEntry(TypedDict):
-    """One recipe: its run under the first seed, and what all seeds say. Numbers that do not exist are None.
+class Verdict(TypedDict, total=False):
+    """What all seeds say of a recipe, at the step where all are judged. Results of earlier versions have the gap alone.
 
     Gaps are in percent of the loss of the reference under the same seed: their mean, half of its 95 % interval, and
-    each with its seed. Recipes that cannot be told apart share a rank. Results of earlier versions have no seeds.
+    each with its seed. Recipes that cannot be told apart share a rank.
     """
+
+    judged_loss: float | None
+    gap_percent: Required[float | None]
+    gap_margin: float | None
+    gaps: Sequence[Sequence[float]]
+    rank: int | None
+
+
+class RunEntry(Verdict):
+    """One recipe, its run under the first seed, and repeats under others. Numbers that do not exist are None."""
 
     name: str
     recipe: Json
@@ -63,11 +73,6 @@ class RunEntry(TypedDict):
     heldout_loss: Losses
     final_train_loss: float | None
     final_heldout_loss: float | None
-    judged_loss: NotRequired[float | None]
-    gap_percent: float | None
-    gap_margin: NotRequired[float | None]
-    gaps: NotRequired[Sequence[Sequence[float]]]
-    rank: NotRequired[int | None]
     repeats: NotRequired[Sequence[RepeatEntry]]
     step_ms: float | None
     tokens_per_second: float | None
@@ -106,6 +111,7 @@ class Settings(TypedDict, total=False):
     learning_rate: float
     noise: Noise | None
     config: Json
+    differences: Mapping[str, Sequence[object]]
 
 
 class Document(TypedDict):

@@ -1,0 +1,37 @@
+"""`duotone report`: the page of a result made anew, or one page of two results."""
+
+from pathlib import Path
+
+import click
+
+from duotone.errors import UserError
+
+
+@click.command()
+@click.argument("folder", metavar="DIR")
+@click.argument("other", metavar="[DIR2]", required=False)
+@click.option("--out", metavar="FILE", help="The page; DIR/report.html, or DIR/against-DIR2.html for two.")
+@click.option("--force", is_flag=True, help="Replace a page of two results that is at --out.")
+@click.pass_context
+def report(context: click.Context, folder: str, other: str | None, out: str | None, force: bool) -> None:
+    """Make the page of the result in DIR anew, or compare it with that in DIR2.
+
+    Two results must be of one model and text. Runs of DIR2 have its name behind theirs, and all are judged against the
+    reference of DIR, or its first run, at the last step that all have.
+    """
+    from duotone.cli import summary
+    from duotone.lab import continuation, merging
+    from duotone.report import write_report
+
+    result = continuation.load(Path(folder, summary.RESULT))
+    path = Path(out or Path(folder, summary.REPORT))
+    if other is not None:
+        label = Path(other).resolve().name
+        path = Path(out or Path(folder, f"against-{label}.html"))
+        if path.exists() and not force:
+            raise UserError(f"{path} exists: choose another --out, or replace it with --force")
+        second = continuation.load(Path(other, summary.RESULT))
+        result = merging.merged(result, second, label, command=context.obj)
+    write_report(result, path)
+    summary.print_summary(result)
+    click.echo(f"Report: {path}")

@@ -1,0 +1,64 @@
+"""`duotone report`: a page made anew, and two results on one page."""
+
+import json
+
+import pytest
+
+TINY = ["compare", "--preset", "tiny", "--steps", "4"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two comparisons of one model that differ in their learning rate, and one of another model."""
+    from duotone.cli.main import run
+
+    root = tmp_path_factory.mktemp("results")
+    text = root / "words.txt"
+    text.write_text("plane format scale block " * 400)
+    arguments = [*TINY, "--data", str(text), "--recipes", "mxfp8", "--seeds", "2"]
+    for name, more in {"slow": ["--lr", "1e-4"], "fast": [], "moe": ["--model", "moe", "--seeds", "1"]}.items():
+        assert run([*arguments, *more, "--out", str(root / name)]) == 0
+    return root
+
+
+def test_a_page_is_made_anew_from_the_numbers(duotone, folders):
+    page = folders / "slow" / "report.html"
+    before = page.read_text()
+    page.write_text("old")
+    code, text, _ = duotone("report", folders / "slow")
+    assert code == 0 and page.read_text() == before and f"Report: {page}" in text
+
+
+def test_two_results_share_a_page_and_a_reference(duotone, folders):
+    code, text, _ = duotone("report", folders / "slow", folders / "fast", "--out", folders / "two.html")
+    page = (folders / "two.html").read_text()
+    assert code == 0 and "learning rate 0.0001 and 0.001" in page and "mxfp8 (fast)" in page
+    slow, fast = (json.loads((folders / name / "result.json").read_text()) for name in ("slow", "fast"))
+    base = [slow["runs"][0]["final_heldout_loss"], slow["runs"][0]["repeats"][0]["heldout_loss"][-1][1]]
+    other = [fast["runs"][1]["final_heldout_loss"], fast["runs"][1]["repeats"][0]["heldout_loss"][-1][1]]
+    gap = sum(100 * (mine / theirs - 1) for mine, theirs in zip(other, base, strict=True)) / 2
+    line = next(line for line in text.splitlines() if "mxfp8 (fast)" in line)
+    assert f"{gap:+.3f} ±" in line
+
+
+def test_a_page_of_two_is_replaced_only_when_forced(duotone, refused, folders):
+    assert duotone("report", folders / "fast", folders / "slow")[0] == 0
+    page = folders / "fast" / "against-slow.html"
+    assert f"{page} exists" in refused("report", folders / "fast", folders / "slow") and page.exists()
+    assert duotone("report", folders / "fast", folders / "slow", "--force")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{0}/absent"], "cannot read"),
+        (["{0}/slow", "{0}/moe"], "differ in their model"),
+        (["{0}/bad"], "is no JSON"),
+        (["{0}/list"], "is not the result of a comparison or a run"),
+    ],
+)
+def test_bad_input_is_one_line(refused, folders, arguments, message):
+    for name, text in {"bad": "{", "list": "[]"}.items():
+        (folders / name).mkdir(exist_ok=True)
+        (folders / name / "result.json").write_text(text)
+    assert message in refused("report", *(argument.format(folders) for argument in arguments))
