@@ -16,7 +16,7 @@ from duotone.linear.plan import LinearPlan, PlanRequest
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import WeightCache
 from duotone.linear.row_counts import device_splits
-from duotone.linear.sink import Deferred, ToMainGrad
+from duotone.linear.sink import GRADIENT, Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
 from duotone.state.amax_mode import AmaxMode
 
@@ -34,8 +34,8 @@ def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
 
 def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
     if made.is_delayed:
-        return [LinearStage(made.with_slots("f", "b", "", AmaxMode.RECORD, i)) for i in range(count)]
-    return [LinearStage(made) for _ in range(count)]
+        return [LinearStage(made.with_slots("f", "b", "", AmaxMode.RECORD, i), GRADIENT) for i in range(count)]
+    return [LinearStage(made, GRADIENT) for _ in range(count)]
 
 
 def from_caches(members: list[LinearStage], caches: list[WeightCache], kind: str) -> list[LinearStage]:
@@ -69,7 +69,7 @@ def test_other_formats_keep_the_loop(name) -> None:
 def test_options_that_do_more_keep_the_loop() -> None:
     saving = stage("fp8-current", save_original_input=True)
     assert not saving.is_joint
-    calibrating = [Calibrating(one, recording=one) for one in [plan()] * 3]
+    calibrating = [Calibrating(one, GRADIENT, one) for one in [plan()] * 3]
     assert not GroupedStage.of(calibrating, SHAPE).is_joint
     quantizer = plan().weight.quantizer
     assert not stage(weight_held=quantizer).is_joint

@@ -12,7 +12,6 @@ import duotone
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.recipes import DelayedScaling
-from duotone.state import delayed_slot
 from duotone.state.delayed import DelayedState
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -142,11 +141,22 @@ def test_states_die_with_their_module_and_its_graphs() -> None:
 # CUDA graphs
 
 
+def test_a_build_for_cuda_without_a_driver_trains(monkeypatch) -> None:
+    """Such a build, which pip installs by default, raises where it is asked about the present stream."""
+
+    def no_driver() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    train(model())
+
+
 def test_a_capture_of_delayed_scaling_is_one_clear_error(monkeypatch) -> None:
     """A replay would compute under scales that never move. Evaluation records nothing and may be captured."""
     m = train(model())
     before = duotone.recipe_state(m)
-    monkeypatch.setattr(delayed_slot, "HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(UserError, match="delayed scaling cannot be captured in a CUDA graph") as caught:
         m(torch.randn(8, 16))

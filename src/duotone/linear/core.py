@@ -28,10 +28,11 @@ class LinearStage(Stage):
     """x (*lead, K), weight (N, K), bias (N,) or None, seed int64 (1,) or None -> y (*lead, N) in x's dtype.
 
     `sink` says where the gradient of the weight goes. A plan that rounds stochastically needs the seed.
+    No field has an object as its default: traces build such stages, which torch 2.11 then refuses.
     """
 
     plan: LinearPlan
-    sink: Sink = GRADIENT
+    sink: Sink
     arity = (3,)
 
     @property

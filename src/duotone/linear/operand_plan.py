@@ -17,7 +17,7 @@ from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.traced_slot import TracedSlot
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -164,8 +164,8 @@ class OperandPlan:
     usage: Usage
     """The planes that are encoded together."""
 
-    context: QuantizeContext = LOCAL
-    backward: BackwardOperand = BACKWARD_OPERANDS[None]
+    context: QuantizeContext
+    backward: BackwardOperand
     """What is kept for the GEMM of backward that reads the operand."""
 
     is_kept: bool = False

@@ -70,6 +70,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
             source_of_plain(gradient),
             Usage(input_grad, weight_grad),
             _context(request, layout.grad_shard, gradient),
+            BACKWARD_OPERANDS[None],
             stream=streams[2],
         ),
         output=quantizers["output"],

@@ -47,7 +47,7 @@ class PackedLinear(Op):
         linears = self.linears
         weight = joined([linear.weight for linear in linears])
         bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])  # type: ignore[misc]
-        require_fit(linears[0].module_name, info, weight, bias)
+        require_fit(linears[0], info, weight, bias)
         trained = any([linear.weight.requires_grad for linear in linears])
         stage = linears[0].plans.stage(info, trained, None)
         assert isinstance(stage, LinearStage)

@@ -108,7 +108,7 @@ def run(
         is_special = is_special or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
     if is_special and (special := _special_run(x, may_trace)) is not None:
         return special(ops, x, extra, first, owner)
-    info = info_of(x, owner.__dict__.get("module_name", ""), spread)
+    info = info_of(x, owner, spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     taken, linked, stages = 0, [], ()
     for op in ops:

@@ -50,22 +50,27 @@ def is_distributed(x: object) -> "TypeGuard[DTensor]":
     return hasattr(x, "device_mesh")
 
 
-def refuse_distributed(name: str) -> NoReturn:
-    raise UserError(f"{name or 'a module'} takes local tensors; got a DTensor: pass its to_local()")
+def title(owner: object) -> str:
+    """How errors name a module. Only errors ask: in a trace the name of a module would be a guard."""
+    return getattr(owner, "__dict__", {}).get("module_name", "") or "a module"
 
 
-def info_of(x: object, name: str = "", spread: "Spread | None" = None) -> TensorInfo:
+def refuse_distributed(owner: object) -> NoReturn:
+    raise UserError(f"{title(owner)} takes local tensors; got a DTensor: pass its to_local()")
+
+
+def info_of(x: object, owner: object = None, spread: "Spread | None" = None) -> TensorInfo:
     """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension.
 
     `spread` is that of the DTensor whose local tensor is `x`.
     """
     if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
-        require_dense(name or "a module", x)
+        require_dense(title(owner), x)
     if not isinstance(x, Tensor) or x.dim() == 0:
         got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-        raise UserError(f"{name or 'a module'} takes a tensor (*lead, width); got {got}")
+        raise UserError(f"{title(owner)} takes a tensor (*lead, width); got {got}")
     if type(x) is not Tensor and is_distributed(x):
-        refuse_distributed(name)
+        refuse_distributed(owner)
     device, dtype = x.device.type, x.dtype
     if dtype in CAST and device != "meta" and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -82,22 +87,22 @@ CAST = (torch.float32, torch.float16, torch.bfloat16)
 """What torch.autocast casts."""
 
 
-def require_fit(name: str, info: TensorInfo, weight: Tensor, bias: Tensor | None = None) -> None:
+def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | None = None) -> None:
     """UserError unless an input like `info` can be multiplied by `weight` (out, width), and `bias` goes with it."""
     if weight.device.type != info.device:
-        raise UserError(f"{name} is on {weight.device.type} and its input on {info.device}; move one of them")
+        raise UserError(f"{title(owner)} is on {weight.device.type} and its input on {info.device}; move one of them")
     width = weight.shape[1]
     if (info.width is not None and info.width != width) or not (
         info.dtype is weight.dtype or _casts_to(info, weight.dtype)
     ):
         raise UserError(
-            f"{name} takes (..., {width}) in {weight.dtype}; "
+            f"{title(owner)} takes (..., {width}) in {weight.dtype}; "
             f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
         )
     # Kernels see the address of a bias alone.
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise UserError(
-            f"{name}: its bias is {tuple(bias.shape)} on {bias.device}; "
+            f"{title(owner)}: its bias is {tuple(bias.shape)} on {bias.device}; "
             f"its weight asks for ({weight.shape[0]},) on {weight.device}"
         )
 

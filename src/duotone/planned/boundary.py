@@ -31,7 +31,7 @@ def run_with_boundary(
     `fp8_grad`, which stays as it is under a backward override.
     """
     warn_without_role(module, fp8_output, fp8_grad)
-    signal = info_of(x, module.module_name)
+    signal = info_of(x, module)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)
     plan: LinearPlan = stage.plan  # type: ignore[attr-defined]

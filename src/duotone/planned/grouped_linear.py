@@ -11,6 +11,7 @@ from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
+from duotone.linear.sink import GRADIENT
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.stage import Stage
@@ -67,7 +68,7 @@ class PlannedGroup(Planned):
                 f"{self.module_name} takes a plain tensor; got one quantized to {signal.quantizer}: dequantize it"
             )
         weights, biases = self.weights, self.biases
-        require_fit(self.module_name, signal, weights[0])
+        require_fit(self, signal, weights[0])
         if len(weights) != self.num_gemms:
             raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
         if not self.single_grouped_weight:
@@ -100,7 +101,7 @@ class PlannedGroup(Planned):
         plans = [
             plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
         ]
-        stage: Any = GroupedStage.of([LinearStage(one) for one in plans], self.weights[0].shape)
+        stage: Any = GroupedStage.of([LinearStage(one, GRADIENT) for one in plans], self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
@@ -237,7 +238,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
     ) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
-        signal = info_of(x, self.module_name)
+        signal = info_of(x, self)
         stage, made, *_ = self.link(signal, first)
         if out is not None:
             check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))

@@ -88,7 +88,7 @@ class PlannedLinear(Planned):
         layout = None
         if type(weight) not in LOCAL and is_distributed(weight):
             layout, weight, bias = distributed_linear.local_operands(self, info.spread, weight, bias)
-        require_fit(self.module_name, info, weight, bias)
+        require_fit(self, info, weight, bias)
         quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
         stage = self.plans.stage(info, weight.requires_grad, quantizer, layout)
         if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:

@@ -15,7 +15,7 @@ from duotone.linear.layout import Layout
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
-from duotone.linear.sink import main_grad
+from duotone.linear.sink import GRADIENT, main_grad
 from duotone.pipeline.op import KEEPS, CallRegion
 from duotone.pipeline.tensor_info import TensorInfo
 from duotone.planned import delayed_states
@@ -208,7 +208,7 @@ class Planner:
             seeds.warn_of_load(planner.module, plan.seeds)
         members = range(len(module.weights))
         plans = [plan.with_traced_slots(name, member) if plan.is_delayed else plan for member in members]
-        return module.make_stage([LinearStage(each) for each in plans])
+        return module.make_stage([LinearStage(each, GRADIENT) for each in plans])
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module that stands where a template names one."""
@@ -265,12 +265,12 @@ class Planner:
         if plans[0].is_delayed:
             delayed_states.require_reduction(module.module_name, plans[0], group)
         if recorded is None:
-            return module.make_stage([LinearStage(plan) for plan in plans])
+            return module.make_stage([LinearStage(plan, GRADIENT) for plan in plans])
         calibrated = self.bind(recorded, Call(call.device, call.dtype, (False, False)), group, AmaxMode.RECORD)
         if calibrated[0].is_delayed:
             delayed_states.require_reduction(module.module_name, calibrated[0], group)
         pairs = zip(plans, calibrated, strict=True)
-        return module.make_stage([Calibrating(plan, recording=other) for plan, other in pairs])
+        return module.make_stage([Calibrating(plan, GRADIENT, other) for plan, other in pairs])
 
     def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
         """The plan of each linear of the module, with its places in the delayed states."""

@@ -25,8 +25,6 @@ from duotone.state.rolling import pending
 from duotone.state.torch_private import is_faking
 from duotone.tensor.context import Slot
 
-HAS_CUDA = torch.backends.cuda.is_built()
-
 
 @dataclass(frozen=True)
 class DelayedSlot(Slot):
@@ -100,7 +98,8 @@ class DelayedSlot(Slot):
         state, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        if mode is not AmaxMode.USE and HAS_CUDA and torch.cuda.is_current_stream_capturing():
+        # A build for CUDA on a machine without a driver raises where it is asked for the stream.
+        if mode is not AmaxMode.USE and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UserError(
                 "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
                 "capture under fp8-current, or leave this module out of the graph"

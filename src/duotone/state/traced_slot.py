@@ -57,7 +57,7 @@ def _scale(x: Tensor, *where: Any) -> Tensor:
     return measured_scale(_slot(*where), x)
 
 
-def _meta_scale(x: Tensor, *_: object) -> Tensor:
+def _fake_scale(x: Tensor, *_: object) -> Tensor:
     return x.new_empty((1,), dtype=torch.float32)
 
 
@@ -67,12 +67,13 @@ def _planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     return cast_planes(x, row, col, propagate, scale, live)
 
 
-def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     *_, row, col, _ = arguments
     return empty_planes(x, row, col)
 
 
-# The handle is on the CPU and x may be elsewhere, so the key is that of x or, for both, that of all devices.
-for _name, _kernel, _fake in (("traced_scale", _scale, _meta_scale), ("traced_planes", _planes, _meta_planes)):
-    for _key, _one in (("CPU", _kernel), ("CUDA", _kernel), ("Meta", _fake)):
-        _LIBRARY.impl(_name, _one, _key)
+for _name, _kernel, _fake in (("traced_scale", _scale, _fake_scale), ("traced_planes", _planes, _fake_planes)):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel, _key)
+    # Not for the key "Meta": the handle and x may lie on two devices, which fake tensors refuse there.
+    torch.library.register_fake(f"duotone::{_name}", _fake, lib=_LIBRARY)
