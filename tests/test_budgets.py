@@ -12,9 +12,9 @@ import duotone
 
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-TOOLS = frozenset({"lab", "report", "cli"})
-LIBRARY_LINES = 27247
-TOOL_LINES = 4613
+TOOLS = frozenset({"integrations", "lab", "report", "cli"})
+LIBRARY_LINES = 27256
+TOOL_LINES = 4854
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -26,6 +26,7 @@ BUDGETS = {
     "conversion": (2423, 28, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
+    "integrations": (241, 12, 0),
     "kernels": (3658, 0, 0),
     "lab": (2218, 7, 0),
     "linear": (1727, 5, 0),
@@ -38,7 +39,7 @@ BUDGETS = {
     "planned": (2021, 40, 8),
     "recipes": (1989, 27, 0),
     "report": (1331, 0, 0),
-    "serving": (1052, 2, 0),
+    "serving": (1061, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (1937, 13, 0),
 }

@@ -12,10 +12,10 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 ORDER = (
     "errors renamed text numbered formats kernels comm dispatch tensor recipes state pipeline linear planned ops "
-    "modules attention optim conversion observe compat serving lab report cli __init__ __main__"
+    "modules attention optim conversion observe compat serving integrations lab report cli __init__ __main__"
 ).split()
 FILES = sorted(ROOT.rglob("*.py"))
-TOOLS = {"lab", "report", "cli"}
+TOOLS = {"lab", "report", "cli", "integrations"}
 LIBRARY = [path for path in FILES if path.relative_to(ROOT).parts[0] not in TOOLS | {"__main__.py"}]
 EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "transformers"}
 MOST_MODULES = 300
@@ -96,7 +96,7 @@ before = len(sys.modules)
 import duotone
 loaded = len(sys.modules) - before
 heavy = {"triton", "torch._inductor", "click", "rich", "jinja2", "safetensors"}
-heavy |= {"duotone.lab", "duotone.cli", "duotone.report"}
+heavy |= {"duotone.lab", "duotone.cli", "duotone.report", "duotone.integrations"}
 print(sorted(heavy & set(sys.modules)))
 assert not torch.cuda.is_initialized()
 assert loaded < MODULES, loaded

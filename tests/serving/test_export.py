@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from causal import mixtral
 from safetensors.torch import load_file
 from torch import nn
 from toy import TOKENS, toy
@@ -169,6 +170,21 @@ def test_heads_rules_and_ignored_linears_are_bf16_and_listed(tmp_path) -> None:
         assert torch.equal(saved[f"{name}.weight"], model.get_submodule(name).weight.bfloat16())
     assert saved["step"].dtype == torch.int64 and saved["layers.0.o_proj.bias"].dtype == torch.bfloat16
     assert not [name for name in saved if "duotone" in name]
+
+
+@pytest.mark.parametrize("convert", [False, True])
+def test_what_servers_do_not_read_as_linears_is_refused_unless_ignored(convert: bool, tmp_path) -> None:
+    model = mixtral()
+    if convert:
+        duotone.convert(model, "mxfp8")
+    with pytest.raises(duotone.UserError, match=r"experts.* holds what no server reads [^\n]*; ignore="):
+        duotone.export(model, tmp_path / "x", scheme="FP8_DYNAMIC")
+    report = duotone.export(model, tmp_path / "x", scheme="FP8_DYNAMIC", ignore=["*experts*"])
+    saved = load_file(tmp_path / "x" / "model.safetensors")
+    assert len(report.rows) == 8 and saved["model.layers.0.mlp.experts.down_proj"].dtype == torch.bfloat16
+    grouped = duotone.convert(nn.Sequential(duotone.GroupedLinear(2, 32, 32)), "mxfp8")
+    with pytest.raises(duotone.UserError, match=r"^0 \(GroupedLinear\) holds what no server reads"):
+        duotone.export(grouped, tmp_path / "y", scheme="MXFP8")
 
 
 def test_delayed_states_stay_out_and_ties_are_stored_once(tmp_path) -> None:

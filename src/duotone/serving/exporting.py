@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from duotone.conversion.adapters import adapters
+from duotone.conversion.experts import holds_experts
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model
 from duotone.conversion.output_heads import heads
+from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
 from duotone.planned.planned import Planned
@@ -124,10 +126,17 @@ def _weights(
     excluded = {*left_alone(model), *heads(model)}
     weights = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or name in excluded or "weight" not in module._parameters:
-            continue
         fmt = _trained_format(module)
-        if fmt != IDENTITY and not any(fnmatchcase(name, pattern) for pattern in ignore):
+        if fmt == IDENTITY or any(fnmatchcase(name, pattern) for pattern in ignore):
+            continue
+        if not isinstance(module, nn.Linear) or "weight" not in module._parameters:
+            if isinstance(module, Planned) or is_transposed(module) or holds_experts(module):
+                owner = module.__dict__.get("_owner", module)  # of experts
+                raise UserError(
+                    f"{name} ({type(owner).__name__}) holds what no server reads as the weight of a linear; "
+                    f"ignore={[name]!r} stores it in bf16"
+                )
+        elif fmt is not None or name not in excluded:
             usual = fmt is not None and scheme.agrees(fmt) and not fmt.is_delayed and not fmt.is_stochastic
             encoder = fmt if usual and fmt is not None else scheme.format
             weights[name] = ExportedWeight(name, module.weight, scheme, encoder, masters.get(f"{name}.weight"))

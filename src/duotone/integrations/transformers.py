@@ -1,0 +1,197 @@
+"""Hugging Face transformers: a quantization config for `from_pretrained`, and a callback for Trainer."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from duotone.conversion import convert, convert_parameters, revert
+from duotone.errors import UserError
+from duotone.integrations.run_state import KEY, load_packed_state, packed_state, without_states
+from duotone.planned.planned import Planned
+from duotone.recipes.recipe import RecipeLike, as_recipe
+from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.recipes.schedule import Schedule
+from duotone.state.autocast_context import autocast
+from duotone.tensor import QuantizedTensor
+
+OLDEST = 5
+INSTALL = f"pip install 'transformers>={OLDEST}'"
+try:
+    VERSION = version("transformers")
+except PackageNotFoundError:
+    raise UserError(f"duotone.integrations.transformers needs transformers: {INSTALL}") from None
+if int(VERSION.split(".")[0]) < OLDEST:
+    raise UserError(f"transformers {VERSION} is too old: {INSTALL}")
+
+import transformers  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from transformers.quantizers import HfQuantizer  # noqa: E402
+from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
+
+METHOD = "duotone"
+
+
+class DuotoneConfig(QuantizationConfigMixin):
+    """`from_pretrained(..., quantization_config=DuotoneConfig("mxfp8"))`: the model follows the recipe.
+
+    - `recipe` and `rules` are those of `duotone.convert`. With `quantize_parameters` weights exist as planes only.
+    - The weights come from a checkpoint in high precision, and `save_pretrained` writes such a one, without a
+      quantization_config. Seeds and delayed scales travel in the metadata of its files, and come back if the recipe is
+      the same.
+    """
+
+    def __init__(
+        self,
+        recipe: RecipeLike,
+        rules: Sequence[Rule] = OUTPUT_HEAD,
+        *,
+        quantize_parameters: bool = False,
+        quant_method: str = METHOD,
+    ) -> None:
+        self.quant_method = quant_method  # type: ignore[assignment]
+        self.recipe = as_recipe("DuotoneConfig", recipe)
+        self.rules = tuple(rules)
+        self.quantize_parameters = quantize_parameters
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "quant_method": METHOD,
+            "recipe": self.recipe.name,
+            "rules": [rule.to_dict() for rule in self.rules],
+            "quantize_parameters": self.quantize_parameters,
+        }
+
+
+class DuotoneQuantizer(HfQuantizer):
+    """Converts a model after its weights are loaded: hooks, devices and ties are settled by then."""
+
+    checkpoint_files: Sequence[str] = ()
+
+    @property
+    def config(self) -> DuotoneConfig:
+        return cast(DuotoneConfig, self.quantization_config)
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
+    ) -> None:
+        self.checkpoint_files = [str(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
+        config = self.config
+        convert(model, config.recipe, config.rules)
+        if config.quantize_parameters:
+            convert_parameters(model, config.recipe)
+        if getattr(model.config, "quantization_config", None) is config:
+            del model.config.quantization_config  # what is saved is in high precision
+        for file in self.checkpoint_files[:1]:
+            with safe_open(file, framework="pt") as opened:
+                saved = opened.metadata() or {}
+            if saved.get(f"{KEY}_recipe") == config.recipe.name:
+                load_packed_state(model, saved[KEY])
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.config.recipe.name}
+        return without_states(model), metadata
+
+    def _dequantize(self, model: nn.Module, dtype: object = None) -> nn.Module:
+        return revert(convert_parameters(model, "bf16"))
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+register_quantization_config(METHOD)(DuotoneConfig)
+register_quantizer(METHOD)(DuotoneQuantizer)
+
+
+class DuotoneCallback(transformers.TrainerCallback):
+    """For Trainer: converts its model, follows a schedule, and resumes with the bits of a run that went on.
+
+    - `recipe` and `rules` are those of `duotone.convert`; None leaves the model as it is, converted before.
+    - `schedule` gives each optimizer step its recipe. Fractions count from Trainer's number of steps.
+    - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
+      restores them.
+    """
+
+    def __init__(
+        self,
+        recipe: RecipeLike | None = None,
+        rules: Sequence[Rule] = OUTPUT_HEAD,
+        *,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self.recipe = None if recipe is None else as_recipe("DuotoneCallback", recipe)
+        self.rules, self.schedule = tuple(rules), schedule
+        self.step = 0
+        self.regions: list[autocast] = []
+        self.hooks: list[Any] = []
+
+    def on_init_end(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+        if self.schedule is not None and self.recipe is None:
+            self.recipe = self.schedule.phases[0].recipe
+        if self.recipe is not None:
+            convert(model, self.recipe, self.rules, schedule=self.schedule)
+
+    def on_train_begin(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+        if not any(isinstance(module, Planned) for module in model.modules()):
+            raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
+        saved = state.stateful_callbacks.pop(KEY, None)
+        if saved is not None:
+            load_packed_state(model, saved)
+            if any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
+                warnings.warn(
+                    "quantized parameters were encoded again from the values of the checkpoint; a run that went on may "
+                    "have other bits",
+                    stacklevel=2,
+                )
+        elif state.global_step:
+            raise UserError("no DuotoneCallback saved the seeds and scales of this checkpoint; start from its weights")
+        if self.schedule is not None:
+            self.schedule = self.schedule.over(state.max_steps)
+            self.hooks = [
+                model.register_forward_pre_hook(self._enter),
+                model.register_forward_hook(self._leave, always_call=True),
+            ]
+
+    def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
+        self.step = state.global_step
+
+    def on_step_end(self, args: object, state: Any, control: Any, model: Any = None, **kwargs: object) -> None:
+        if control.should_save:
+            state.stateful_callbacks[KEY] = packed_state(model)
+
+    on_epoch_end = on_step_end
+
+    def on_save(self, args: object, state: Any, control: object, **kwargs: object) -> None:
+        state.stateful_callbacks.pop(KEY, None)
+
+    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, inputs: object) -> None:
+        assert self.schedule is not None
+        if module.training:
+            self.regions.append(autocast(recipe=self.schedule.at(self.step)))
+            self.regions[-1].__enter__()
+
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
+        if self.regions:
+            self.regions.pop().__exit__(*sys.exc_info())

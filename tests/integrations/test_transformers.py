@@ -1,0 +1,203 @@
+"""DuotoneConfig loads models that follow a recipe. DuotoneCallback converts, follows a schedule and resumes."""
+
+import importlib.metadata
+import importlib.util
+import json
+import types
+
+import pytest
+import torch
+from causal import assert_same_bits, batch, llama
+from packages import require
+
+import duotone
+from duotone.recipes import Phase, Rule, Schedule
+
+transformers = require("transformers")
+from duotone.integrations.transformers import DuotoneCallback, DuotoneConfig  # noqa: E402
+
+RECIPES = ["mxfp8", "nvfp4", "fp8-delayed"]
+AUTO = transformers.AutoModelForCausalLM
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """The folder of a plain model."""
+    llama().save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def load(path, recipe="mxfp8", **options):
+    return AUTO.from_pretrained(path, quantization_config=DuotoneConfig(recipe, **options), output_loading_info=True)
+
+
+def step(model, at: int) -> torch.Tensor:
+    loss = model.train()(input_ids=batch(at), labels=batch(at)).loss
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_loaded_model_is_the_converted_one(recipe: str, plain) -> None:
+    model, info = load(plain, recipe)
+    converted = duotone.convert(llama(), recipe)
+    assert not any(info.values())
+    assert str(duotone.plan(model.train())) == str(duotone.plan(converted))
+    duotone.load_rng_state(converted, duotone.rng_state(model))
+    for at in range(2):
+        assert torch.equal(step(model, at), step(converted, at))
+    assert_same_bits(*({name: p.grad for name, p in m.named_parameters()} for m in (model, converted)))
+
+
+def test_rules_and_quantized_parameters_are_those_of_the_config(plain) -> None:
+    rules = (*duotone.recipes.OUTPUT_HEAD, Rule(module="*.down_proj", format="identity"))
+    model, _ = load(plain, rules=rules, quantize_parameters=True)
+    mlp = model.model.layers[0].mlp
+    assert isinstance(mlp.up_proj.weight, duotone.QuantizedTensor)
+    assert not isinstance(mlp.down_proj.weight, duotone.QuantizedTensor)
+    assert torch.isfinite(model(batch(0)).logits).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_saved_is_a_plain_model_that_keeps_seeds_and_delayed_scales(recipe: str, plain, tmp_path) -> None:
+    model, _ = load(plain, recipe)
+    for at in range(2):
+        step(model, at)
+    model.save_pretrained(tmp_path / "x", max_shard_size="100KB")
+    assert "quantization_config" not in json.loads((tmp_path / "x" / "config.json").read_text())
+    same, info = AUTO.from_pretrained(tmp_path / "x", output_loading_info=True)
+    assert not any(info.values()) and type(same.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert_same_bits(dict(same.named_parameters()), dict(model.named_parameters()))
+    again, info = load(tmp_path / "x", recipe)
+    assert not any(info.values())
+    assert_same_bits(duotone.rng_state(again), duotone.rng_state(model))
+    assert_same_bits(duotone.recipe_state(again), duotone.recipe_state(model))
+    assert torch.equal(step(again, 2), step(model, 2))
+    other, _ = load(tmp_path / "x", "fp8-current")  # another recipe starts with states of its own
+    assert torch.isfinite(step(other, 0))
+
+
+def test_hooks_of_devices_are_on_converted_modules(plain) -> None:
+    require("accelerate")
+    model = AUTO.from_pretrained(plain, quantization_config=DuotoneConfig("mxfp8"), device_map={"": "cpu"})
+    wanted, _ = load(plain)
+    assert torch.equal(model(batch(0)).logits, wanted(batch(0)).logits)
+
+
+def test_dequantize_gives_a_plain_model(plain) -> None:
+    model, _ = load(plain, quantize_parameters=True)
+    values = {name: p.dequantize() if hasattr(p, "planes") else p for name, p in model.named_parameters()}
+    model.dequantize()
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert_same_bits(dict(model.named_parameters()), values)
+
+
+def test_wrong_recipes_are_one_line(plain) -> None:
+    with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
+        load(plain, "mxfp9")
+
+
+def test_an_old_or_absent_package_is_one_line(monkeypatch) -> None:
+    from duotone.integrations import transformers as ours
+
+    def again() -> None:
+        importlib.util.spec_from_file_location("again", ours.__file__).loader.exec_module(types.ModuleType("again"))
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
+    with pytest.raises(duotone.UserError, match=r"^transformers 4.57.1 is too old: pip install 'transformers>=5'$"):
+        again()
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", absent)
+        with pytest.raises(duotone.UserError, match=r"^duotone.integrations.transformers needs transformers: pip "):
+            again()
+
+
+def absent(name: str) -> str:
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+# Trainer
+
+
+def trainer(path, callback, steps: int = 4, model=None, **options):
+    require("accelerate")
+    data = [{"input_ids": row, "labels": row} for at in range(2) for row in batch(at)]
+    arguments = transformers.TrainingArguments(
+        path, max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2, lr_scheduler_type="constant",
+        save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **options,
+    )  # fmt: skip
+    model = llama() if model is None else model
+    return transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+
+
+SCHEDULE = Schedule(phases=(Phase("nvfp4", 0), Phase("fp8-delayed", 0.75)))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, SCHEDULE], ids=[*RECIPES, "schedule"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(recipe, tmp_path) -> None:
+    def callback():
+        return DuotoneCallback(schedule=recipe) if isinstance(recipe, Schedule) else DuotoneCallback(recipe)
+
+    whole = trainer(tmp_path, callback())
+    whole.train()
+    again = trainer(tmp_path / "again", callback())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_bits(dict(again.model.named_parameters()), dict(whole.model.named_parameters()))
+    assert_same_bits(duotone.rng_state(again.model), duotone.rng_state(whole.model))
+    assert_same_bits(duotone.recipe_state(again.model), duotone.recipe_state(whole.model))
+
+
+def test_a_schedule_decides_each_step(tmp_path, monkeypatch) -> None:
+    asked = []
+
+    def at(schedule: Schedule, step: int):
+        asked.append((schedule.phase(step).recipe.name, step))
+        return schedule.phase(step).recipe
+
+    monkeypatch.setattr(Schedule, "at", at)
+    run = trainer(tmp_path, DuotoneCallback(schedule=SCHEDULE), gradient_accumulation_steps=2)
+    run.train()
+    names = [("nvfp4", 0), ("nvfp4", 1), ("nvfp4", 2), ("fp8-delayed", 3)]
+    assert asked == [pair for pair in names for _ in range(2)]
+    run.model.train()(input_ids=batch(0))
+    assert len(asked) == 8  # nothing follows the schedule after training
+
+
+def test_a_checkpoint_without_states_and_a_plain_model_are_refused(tmp_path) -> None:
+    converted = duotone.convert(llama(), "mxfp8")
+    trainer(tmp_path, transformers.TrainerCallback(), 2, converted).train()
+    with pytest.raises(duotone.UserError, match=r"^no DuotoneCallback saved the seeds and scales[^\n]*$"):
+        trainer(tmp_path, DuotoneCallback("mxfp8")).train(resume_from_checkpoint=True)
+    with pytest.raises(duotone.UserError, match=r"^nothing in the model follows recipes: give .* a recipe$"):
+        trainer(tmp_path / "x", DuotoneCallback()).train()
+
+
+def test_states_of_another_recipe_and_damaged_ones_are_refused(tmp_path) -> None:
+    trainer(tmp_path, DuotoneCallback("fp8-delayed"), 2).train()
+    file = tmp_path / "checkpoint-2" / "trainer_state.json"
+    state = json.loads(file.read_text())
+    state["stateful_callbacks"]["duotone"] = "no states"
+    file.write_text(json.dumps(state))
+    with pytest.raises(duotone.UserError, match=r"^the seeds and scales of a checkpoint cannot be read[^\n]*$"):
+        trainer(tmp_path, DuotoneCallback("fp8-delayed")).train(resume_from_checkpoint=True)
+    trainer(tmp_path / "other", DuotoneCallback("mxfp8"), 2).train()
+    with pytest.raises(duotone.UserError, match=r"^the checkpoint has seeds and scales of another model or recipe"):
+        trainer(tmp_path / "other", DuotoneCallback("fp8-delayed")).train(resume_from_checkpoint=True)
+
+
+def test_a_model_of_a_config_trains_under_trainer(plain, tmp_path) -> None:
+    model, _ = load(plain, "nvfp4")
+    run = trainer(tmp_path / "run", DuotoneCallback(), 2, model)
+    run.train()
+    _, info = AUTO.from_pretrained(tmp_path / "run" / "checkpoint-2", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_quantized_parameters_resume_with_a_warning(tmp_path) -> None:
+    def converted():
+        return duotone.convert_parameters(duotone.convert(llama(), "mxfp8"), "mxfp8")
+
+    trainer(tmp_path, DuotoneCallback(), 2, converted()).train()
+    with pytest.warns(UserWarning, match="quantized parameters were encoded again from the values of the checkpoint"):
+        trainer(tmp_path, DuotoneCallback(), 4, converted()).train(resume_from_checkpoint=True)
