@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
@@ -289,6 +290,68 @@ def sequence_parallel_blocks_equal_one_process(folder: Path) -> None:
             for (key, p), q in zip(cut.named_parameters(), whole.parameters(), strict=True):
                 close(p.grad.full_tensor(), q.grad, 3e-2, f"{name}: gradient of {key}")
                 assert norm is nn.LayerNorm or p.grad.placements == p.placements
+
+
+def cut_network(name: str) -> nn.Sequential:
+    return parallelize_module(network(name), mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+@check
+def shards_draw_random_numbers_of_their_own(folder: Path) -> None:
+    """Both ranks hold the same rows of dy and of the weight. Rank 0 rounds like one process."""
+    torch.manual_seed(5)
+    x, half = torch.randn(TOKENS, 64).bfloat16(), torch.randn(TOKENS, 32).bfloat16()
+    alone, cut = linear("nvfp4", 32), linear("nvfp4")
+    with torch.no_grad():
+        cut[0].weight.copy_(torch.cat([alone[0].weight] * 2))
+    distribute(cut[0], Shard(0), Shard(0))
+    want = run(alone, x, half)[2]
+    dy = distribute_tensor(torch.cat([half, half], 1), mesh(), [Shard(1)])
+    first, second = run(cut, distribute_tensor(x, mesh(), [Replicate()]), dy)[2].full_tensor().chunk(2)
+    same(first, want, "rank 0")
+    assert not torch.equal(second, want)
+    close(second, want, 0.3, "rank 1")
+
+
+@check
+def recomputes_microbatches_and_taps_change_no_bit(folder: Path) -> None:
+    """A checkpoint recomputes with the seeds and scales of its forward; cached planes are those of the weight."""
+    x, _ = data("mxfp8")
+    for name in ("fp8-delayed", "nvfp4"):
+        plain, again, tapped = (cut_network(name) for _ in range(3))
+        tap = duotone.observe.with_statistics(RECIPES[name], duotone.observe.Tap())
+        for m, call in (
+            (plain, plain),
+            (again, lambda t, m=again: checkpoint(m, t, use_reentrant=False)),
+            (tapped, tapped),
+        ):
+            with duotone.autocast(recipe=tap if m is tapped else RECIPES[name]):
+                y = call(x.clone().requires_grad_())
+            y.float().square().mean().backward()
+        for p, q, r in zip(plain.parameters(), again.parameters(), tapped.parameters(), strict=True):
+            same(q.grad.to_local(), p.grad.to_local(), f"{name}: checkpoint")
+            same(r.grad.to_local(), p.grad.to_local(), f"{name}: tap")
+    m = cut_network("fp8-current")
+    for first in (True, False, True):
+        same(m[2](m[1](m[0](x, is_first_microbatch=first)), is_first_microbatch=first), m(x), f"microbatch {first}")
+
+
+@check
+def models_are_planned_measured_saved_and_reverted(folder: Path) -> None:
+    x, _ = data("mxfp8")
+    m = cut_network("fp8-delayed")
+    keys = network("fp8-delayed").state_dict().keys()
+    assert m.state_dict().keys() == keys and any("duotone_forward" in key for key in keys)
+    y = m(x)
+    assert len(duotone.plan(m)) == len(duotone.plan(network("fp8-delayed")))
+    assert duotone.observe.ledger(m, lambda: m(x).float().mean()) is not None
+    loaded = cut_network("fp8-delayed")
+    loaded.load_state_dict(m.state_dict())
+    with torch.no_grad():
+        same(copy.deepcopy(loaded)(x), m(x), "a copy of what was loaded")
+    duotone.revert(m)
+    assert type(m[0]) is nn.Linear and m[0].weight.placements == (Shard(0),)
+    close(m(x), y, 0.1, "high precision")
 
 
 @check

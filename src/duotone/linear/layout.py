@@ -35,6 +35,10 @@ class Layout:
     def grad_shard(self) -> ShardContext | None:
         return None
 
+    def stream(self, stream: int, shard: ShardContext | None) -> int:
+        """The random numbers of an operand, of which this rank has a shard or all."""
+        return stream
+
     def gather_input(self, plane: Plane, dim: int) -> Plane:
         """The input of the product from this rank's plane, whose `dim` holds the rows of the activation."""
         return plane
@@ -132,6 +136,10 @@ class Sharded(Layout):
         """On the first rank alone if outputs are summed over the ranks."""
         return bias if self.weight_dim != 1 or group_rank(self.group) == 0 else None
 
+    def stream(self, stream: int, shard: ShardContext | None) -> int:
+        """Ranks draw other numbers for their shards: errors of equal numbers would not average out in sums."""
+        return stream if shard is None else stream + group_rank(self.group) * STREAMS
+
     def _shard(self, dim: int | None) -> ShardContext | None:
         return None if dim is None else ShardContext(self.group, dim)
 
@@ -149,6 +157,9 @@ class GatheringShards(Sharded):
     def reduce_grad_input(self, dx: Tensor) -> Tensor:
         return reduce_scatter(dx, self.group)
 
+
+STREAMS = 1 << 40
+"""From the seeds of one rank to those of the next."""
 
 WHOLE = Layout()
 LAYOUTS = {None: Layout, "column": ColumnParallel, "row": RowParallel}

@@ -50,8 +50,9 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
         quantizers, sources = _with_held(request, dict.fromkeys(quantizers, Quantizer()))
         gemms = [replace(gemm, reason=reason) for gemm in _gemms(request, override, quantizers)]
     draws = [quantizers[kind].is_stochastic for kind in TENSOR_TYPES]
-    streams = [sum(draws[:i]) if stochastic else None for i, stochastic in enumerate(draws)]
     input_grad, weight_grad, layout = request.input_grad, request.weight_grad, request.layout
+    shards = layout.input_shard, layout.weight_shard, layout.grad_shard
+    streams = [layout.stream(sum(draws[:i]), shards[i]) if stochastic else None for i, stochastic in enumerate(draws)]
 
     def forward_operand(
         kind: str, backward: BackwardOperand, owed: bool, shard: ShardContext | None, stream: int | None
@@ -63,13 +64,13 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
     weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
     gradient = quantizers["grad_output"]
     return LinearPlan(
-        input=forward_operand("input", input_backward, weight_grad, layout.input_shard, streams[0]),
-        weight=forward_operand("weight", weight_backward, input_grad, layout.weight_shard, streams[1]),
+        input=forward_operand("input", input_backward, weight_grad, shards[0], streams[0]),
+        weight=forward_operand("weight", weight_backward, input_grad, shards[1], streams[1]),
         gradient=OperandPlan(
             gradient,
             source_of_plain(gradient),
             Usage(input_grad, weight_grad),
-            _context(request, layout.grad_shard, gradient),
+            _context(request, shards[2], gradient),
             BACKWARD_OPERANDS[None],
             stream=streams[2],
         ),

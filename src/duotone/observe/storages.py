@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storages that hold the values of `tensor`; those of its parts when it is a wrapper subclass."""
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages(getattr(tensor, name))
+        for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):  # a DTensor names its mesh too
+                yield from storages(part)
     else:
         yield tensor.untyped_storage()
 

@@ -106,6 +106,11 @@ class PlannedLinear(Planned):
             delayed_states.save(self)
             self.forget_plans()
 
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        if self.saved_states and is_distributed(self._parameters.get("weight")):
+            self.plans.prepare(self.recipe)  # states that `register_parameter` put aside
+        super()._save_to_state_dict(*args, **options)
+
     def spread(self, x: "Spread") -> "Spread":
         return distributed_linear.placed(self, x).output
 
