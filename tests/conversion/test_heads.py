@@ -8,7 +8,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 import duotone
 from duotone import recipes
-from duotone.conversion.output_heads import heads
+from duotone.conversion.default_rules import heads
 from duotone.recipes import OUTPUT_HEAD, Rule, RuleRecipe
 
 MXFP8 = recipes.load("mxfp8")

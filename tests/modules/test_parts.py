@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import ops, recipes
 from duotone.errors import UserError
-from duotone.modules.routing import Routing
+from duotone.modules.moe import Routing
 
 
 class Doubled(nn.Module):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duotone.errors import RecipeError
-from duotone.recipes.patterns import LARGEST, Expression, glob
+from duotone.recipes.conditions import LARGEST, Expression, glob
 
 ATOMS = st.sampled_from(["a", "b", r"\.", ".", "[ab]", "[^a]", r"\w", r"\d", "^", "$", r"\b", r"\Z", "(?:)"])
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.attention.layout import check_layout, from_heads, to_heads, token_axis
+from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
 from duotone.errors import RecipeError, UserError

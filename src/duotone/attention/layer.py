@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.attention.heads import NORMS
-from duotone.attention.layout import check_layout, token_axis
+from duotone.attention.heads import NORMS, check_layout, token_axis
 from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from duotone.attention.layout import check_layout, token_axis
+from duotone.attention.heads import check_layout, token_axis
 from duotone.attention.masks import packed
 from duotone.errors import UserError
 

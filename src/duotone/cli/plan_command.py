@@ -28,7 +28,7 @@ def plan(recipe: str, strict: bool, arch: str | None, **typed: str | None) -> No
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
     from duotone.cli.table import print_table
-    from duotone.conversion.plan_table import COLUMNS
+    from duotone.conversion.model_plan import COLUMNS
     from duotone.lab.comparison import planned
 
     config = config_from(typed)

@@ -1,5 +1,8 @@
-"""Collectives on a group that is given by its c10d name: a string can be pickled, hashed and compiled in."""
+"""Collectives on a group by its c10d name, and shards: a string can be pickled, hashed and compiled in."""
 
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,3 +54,48 @@ def _resolve(group: str) -> Any:
         raise UserError(
             f"process group {group!r} does not exist here ({reason}); pass a group of this process"
         ) from None
+
+
+SHOWN = 240
+"""Bytes of each rank's names that an error can show."""
+
+
+def require_same(names: Sequence[str], device: torch.device, group: str) -> None:
+    """UserError on every rank of the group unless all ranks come with the same names, in the same order.
+
+    A collective of two numbers on `device`, which the host waits for.
+    """
+    if group_size(group) == 1:
+        return
+    digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    if all_reduce(extremes, "max", group).tolist() == [digest, -digest]:
+        return
+    text = ", ".join(names).encode()[:SHOWN].ljust(SHOWN)
+    shown = all_gather(torch.tensor([list(text)], dtype=torch.uint8, device=device), group).tolist()
+    mine = group_rank(group)
+    other = next((rank for rank, row in enumerate(shown) if row != shown[mine]), mine)
+    ran = [bytes(shown[rank]).decode(errors="replace").strip() for rank in (mine, other)]
+    raise UserError(
+        f"the ranks of group {group!r} did not record the same amaxes: rank {mine} those of [{ran[0]}], rank {other} "
+        f"those of [{ran[1]}]; run the same modules on all its ranks, or set reduce_amax to false"
+    )
+
+
+@dataclass(frozen=True)
+class ShardContext:
+    """This rank holds one piece along `dim` (0 rows, 1 columns of the matrix), the others are on the ranks of `group`.
+
+    An argument of a quantize, never part of a quantizer. Formats decide what has to agree: a scale that spans the
+    sharded dimension reduces its amax, aligned blocks reduce nothing.
+    """
+
+    group: str
+    dim: int = 0
+
+    def max(self, amax: Tensor) -> Tensor:
+        """The maximum over the ranks; a rank without elements contributes 0."""
+        return all_reduce(amax, "max", self.group)
+
+    def transposed(self) -> "ShardContext":
+        return ShardContext(self.group, 1 - self.dim)

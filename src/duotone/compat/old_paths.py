@@ -14,6 +14,8 @@ from types import ModuleType
 import torch
 
 MOVED = {
+    "duotone.comm.shard": "duotone.comm.collectives",
+    "duotone.conversion.plan_table": "duotone.conversion.model_plan",
     "duotone.convert.experts": "duotone.conversion.experts",
     "duotone.convert.kept": "duotone.conversion.default_rules",
     "duotone.convert.parameters": "duotone.conversion.parameters",
@@ -30,6 +32,7 @@ MOVED = {
     "duotone.linear.plan_request": "duotone.linear.plan",
     "duotone.linear.source": "duotone.linear.operand_plan",
     "duotone.linear.stage": "duotone.pipeline.stage",
+    "duotone.modules.routing": "duotone.modules.moe",
     "duotone.observe.ledger": "duotone.observe.memory_ledger",
     "duotone.observe.tap": "duotone.observe.tapped_recipe",
     "duotone.ops.again": "duotone.pipeline.second_order",

@@ -2,9 +2,8 @@
 
 from duotone.conversion.converting import convert, revert
 from duotone.conversion.fusing import fuse
-from duotone.conversion.model_plan import plan
+from duotone.conversion.model_plan import Plan, PlanDiff, PlanRow, plan
 from duotone.conversion.naming import assign_names
 from duotone.conversion.parameters import convert_parameters
-from duotone.conversion.plan_table import Plan, PlanDiff, PlanRow
 
 __all__ = ["Plan", "PlanDiff", "PlanRow", "assign_names", "convert", "convert_parameters", "fuse", "plan", "revert"]

@@ -12,7 +12,7 @@ from torch import nn
 from duotone.attention import DotProductAttention
 from duotone.conversion import experts, forwards
 from duotone.conversion.default_rules import with_default_rules
-from duotone.conversion.fast_path import close_fast_paths, open_fast_paths
+from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.fusing import unfuse
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import require_model, sites_of

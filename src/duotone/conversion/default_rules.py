@@ -1,16 +1,184 @@
-"""What the default rules of convert keep in high precision besides what they name: output heads and adapters."""
+"""What the default rules of convert keep in high precision besides what they name: output heads and adapters.
 
+And the table of all reasons why a module stays in high precision, which plans and warnings show.
+"""
+
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
 from torch import nn
 
-from duotone.conversion.adapters import adapters
-from duotone.conversion.output_heads import heads
-from duotone.conversion.reasons import Reason, Why
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
+
+
+class Reason(Enum):
+    """The words of a reason; {} takes a detail."""
+
+    BYPASSED = "its owner uses the weight without calling the module"
+    TIED_EMBEDDING = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
+    REPLACED = "its forward was replaced on the instance by {}"
+    LAZY = "it has no weight before its first forward; run one, then call duotone.convert again"
+    OTHER_FORWARD = "{} has a forward of its own"
+    MATRICES = "{} itself; convert covers nn.Linear"
+    EXPERTS = "{}"
+    OUTPUT_HEAD = "an output head, as {}: kept in high precision unless a rule names it"
+    ADAPTER = "a low-rank adapter of rank {}: kept in high precision unless a rule names it"
+    NOT_CONVERTED = "not converted"
+    LOOK_UP = "an embedding is a look-up, not a GEMM"
+    FAST_PATH = "its fast path, which would go around its converted linears in evaluation, is off"
+    DECLARED = "{}"
+
+
+SURPRISING = (Reason.REPLACED, Reason.LAZY)
+"""Reasons for which a plain nn.Linear is left alone."""
+
+
+class Why(NamedTuple):
+    """A reason, its detail, and the matrices that a module holds itself."""
+
+    reason: Reason
+    detail: object = ""
+    matrices: str = ""
+
+    @property
+    def text(self) -> str:
+        text = self.reason.value.format(self.detail)
+        return f"{self.matrices} itself, and {text}" if self.matrices else text
+
+
+STEPS = ("lora_A", "lora_B", "lora_a", "lora_b", "lora_down", "lora_up")
+"""What libraries call the two linears of an adapter, or what holds them."""
+
+PEFT = "peft.tuners."
+FULL = ("base_layer", "modules_to_save", "original_module")
+"""What PEFT's layers hold besides adapters: linears of the model."""
+
+LOW = 4
+"""How many times a rank fits into the sizes of the linear beside it, at least."""
+
+Linears = dict[str, nn.Linear]
+
+
+def adapters(model: nn.Module) -> dict[str, int]:
+    """The rank of each linear of a low-rank adapter, by full name."""
+    modules = dict(model.named_modules())
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    low_rank = {name for name in linears if set(STEPS) & set(name.split("."))}
+    for owner, parts in _by_owner(linears, modules).items():
+        low_rank |= set(_beside_their_product(parts))
+        if type(modules[owner]).__module__.startswith(PEFT):
+            low_rank |= {n for n, linear in parts.items() if _is_low(linear) and not set(FULL) & set(n.split("."))}
+    return {n: min(linear.in_features, linear.out_features) for n, linear in linears.items() if n in low_rank}
+
+
+def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, Linears]:
+    """The linears of each module that holds some, directly or in lists and dictionaries."""
+    owners: dict[str, Linears] = {}
+    for name, linear in linears.items():
+        owner = name.rpartition(".")[0]
+        while owner and isinstance(modules[owner], nn.ModuleDict | nn.ModuleList):
+            owner = owner.rpartition(".")[0]
+        if not isinstance(modules[owner], nn.ModuleDict | nn.ModuleList | nn.Sequential):
+            owners.setdefault(owner, {})[name] = linear
+    return owners
+
+
+def _beside_their_product(linears: Linears) -> Iterator[str]:
+    """Two linears (in, rank) and (rank, out) of a module that holds one of (in, out) too."""
+    sizes = {(linear.in_features, linear.out_features) for linear in linears.values()}
+    for down_name, down in linears.items():
+        for up_name, up in linears.items():
+            rank, product = down.out_features, (down.in_features, up.out_features)
+            if rank == up.in_features and LOW * rank <= min(product) and product in sizes:
+                yield from (down_name, up_name)
+
+
+def _is_low(linear: nn.Linear) -> bool:
+    small, large = sorted((linear.in_features, linear.out_features))
+    return LOW * small <= large
+
+
+NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score")
+"""What the last linear of a whole model is called where it is its head."""
+
+PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
+"""How names of parts of a layer end: one that is all that a model holds is a part still, and no wrapper of a model."""
+
+
+def heads(model: nn.Module) -> dict[str, str]:
+    """Output heads by full name, with the evidence. They include embeddings that serve as heads."""
+    modules = dict(model.named_modules())
+    return _named(model) | _sized(modules) | _tied(modules) | _declared(modules)
+
+
+def _declared(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What `get_output_embeddings` of any module returns (Hugging Face's name). A wrapper of adapters contains it."""
+    finders = (getattr(module, "get_output_embeddings", None) for module in modules.values())
+    declared = {id(getattr(head, "base_layer", head)) for head in [find() for find in finders if callable(find)]}
+    return {name: "get_output_embeddings() gives it" for name, module in modules.items() if id(module) in declared}
+
+
+def _tied(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    embeddings = {id(module.weight): name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    owners = {name: embeddings.get(id(module._parameters.get("weight"))) for name, module in linears.items()}
+    return {name: f"its weight is that of {owner}" for name, owner in owners.items() if owner is not None}
+
+
+def _sized(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Linears with as many outputs as an embedding has entries.
+
+    If a linear also has so many inputs, the number is a width of the model too. Then only the last linear counts, and
+    only for the largest embedding. Linears at the same place of several layers are no heads.
+    """
+    entries = {module.num_embeddings: name for name, module in modules.items() if isinstance(module, nn.Embedding)}
+    linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    widths = {module.in_features for module in linears.values()}
+    sized = [name for name, module in linears.items() if module.out_features in entries]
+    at_place, result = Counter(_place(name) for name in sized), {}
+    for name in sized:
+        outputs = linears[name].out_features
+        last = name == next(reversed(linears)) and outputs == max(entries)
+        if last or (outputs not in widths and at_place[_place(name)] == 1):
+            result[name] = f"it has {outputs} outputs, as many as {entries[outputs]} has entries"
+    return result
+
+
+def _place(name: str) -> str:
+    """The name without the numbers of the layers that contain it."""
+    return re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name)
+
+
+def _named(model: nn.Module) -> dict[str, str]:
+    """The last linear registered directly in the root, or in its only wrapper, where it is called as heads are."""
+    name, root = _unwrapped(model)
+    linears = [child for child, module in root.named_children() if isinstance(module, nn.Linear)]
+    if not linears or linears[-1] not in NAMES or name.lower().endswith(PARTS):
+        return {}
+    full = f"{name}.{linears[-1]}" if name else linears[-1]
+    return {full: f"it is the last linear of the model and is called {linears[-1]}"}
+
+
+def _unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside of wrappers (DistributedDataParallel, a compiled module...), which hold one module each."""
+    name, root = "", model
+    while True:
+        children = [(child, module) for child, module in root.named_children() if _holds_parameters(module)]
+        is_model = any(True for _ in root.parameters(recurse=False))
+        if is_model or len(children) != 1 or isinstance(children[0][1], nn.Linear):
+            return name, root
+        child, root = children[0]
+        name = f"{name}.{child}" if name else child
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

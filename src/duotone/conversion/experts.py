@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from duotone.conversion import forwards
 from duotone.errors import UserError
-from duotone.modules.routing import Routing
+from duotone.modules.moe import Routing
 from duotone.planned.grouped_linear import PlannedGroup
 from duotone.planned.quantized_parameters import mark_entries
 from duotone.recipes.roles import Site

@@ -5,12 +5,14 @@ Both are methods of the class that the module had then.
 """
 
 import functools
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from duotone.planned.planned import Planned
 from duotone.state import seeds
 
 PLACES = ("forward", "_old_forward")
@@ -75,3 +77,38 @@ def _execution_device(module: nn.Module) -> torch.device | None:
     hook = hooked.__dict__.get("_hf_hook")
     devices = (getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,)))
     return next((torch.device(device) for device in devices if device is not None), None)
+
+
+SWITCH = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}
+BEFORE = "_fast_path_before"
+
+
+def close_fast_paths(model: nn.Module) -> None:
+    """Let encoder layers of torch that hold converted linears call them, in evaluation too.
+
+    Their fast path multiplies by the weights of its linears itself, without a warning. Torch takes it only if
+    `activation_relu_or_gelu` is set, which nothing else reads. An encoder packs padded batches for it if
+    `use_nested_tensor` is set.
+    """
+    for module, switch in _switches(model):
+        if BEFORE not in module.__dict__ and any(isinstance(part, Planned) for part in module.modules()):
+            module.__dict__[BEFORE] = getattr(module, switch)
+            setattr(module, switch, type(getattr(module, switch))(0))
+
+
+def open_fast_paths(model: nn.Module) -> None:
+    """Undo `close_fast_paths`."""
+    for module, switch in _switches(model):
+        if BEFORE in module.__dict__:
+            setattr(module, switch, module.__dict__.pop(BEFORE))
+
+
+def is_fast_path_closed(module: nn.Module) -> bool:
+    return BEFORE in module.__dict__
+
+
+def _switches(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    for module in model.modules():
+        for kind, switch in SWITCH.items():
+            if isinstance(module, kind) and hasattr(module, switch):
+                yield module, switch

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from duotone.conversion import forwards
-from duotone.conversion.adapters import FULL, adapters
 from duotone.conversion.dataflow import Flows
+from duotone.conversion.default_rules import FULL, adapters
 from duotone.conversion.fused_modules import FUSED, FusedMLP, FusedNorm, MLPPipeline, NormReaders, plain_class
 from duotone.conversion.naming import require_model
 from duotone.conversion.patterns import MLP, NoMatch, Norm, mlp_of, norm_of

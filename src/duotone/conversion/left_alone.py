@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from duotone.conversion import experts, forwards
-from duotone.conversion.output_heads import heads
-from duotone.conversion.reasons import Reason, Why
+from duotone.conversion.default_rules import Reason, Why, heads
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY

@@ -1,23 +1,177 @@
-"""The table of what runs: every GEMM of every module that follows plans, and what stays in high precision and why."""
+"""The plan of a model: every GEMM of every module that follows plans, and what stays in high precision and why.
 
-from collections.abc import Iterator
+A `Plan` is a value: its rows print as a table, filter, compare with another plan, and go to JSON.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatchcase
+from typing import overload
 
 import torch
 from torch import nn
 
 from duotone.attention import DotProductAttention, MultiheadAttention
-from duotone.conversion import fast_path
+from duotone.conversion.default_rules import Reason, Why
+from duotone.conversion.forwards import is_fast_path_closed
 from duotone.conversion.fusing import fused_row
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import unmatched_rules
-from duotone.conversion.plan_table import Plan, PlanRow
-from duotone.conversion.reasons import Reason, Why
 from duotone.conversion.targets import trains
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.traced_stages import Call
+from duotone.text import aligned
+
+COLUMNS = ("module", "gemm", "a", "b", "kernel", "runs", "reason")
+RUNS = ("native", "emulated", "high precision")
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One GEMM of one module, or one module that stays as it is (`gemm` is "-").
+
+    `a` and `b` are the formats of the operands. `native` kernels multiply the codes themselves, others decode first.
+    """
+
+    module: str
+    gemm: str
+    a: str
+    b: str
+    kernel: str
+    native: bool
+    reason: str
+
+    @property
+    def runs(self) -> str:
+        """ "native", "emulated", or "high precision" where an operand is not quantized."""
+        if "identity" in (self.a, self.b):
+            return "high precision"
+        return "native" if self.native else "emulated"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts of `COLUMNS`."""
+        return self.module, self.gemm, self.a, self.b, self.kernel, self.runs, self.reason
+
+    def to_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Sequence[PlanRow]):
+    """The rows of a model in the order of its modules. `str(plan)` is a table."""
+
+    rows: tuple[PlanRow, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> PlanRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Plan": ...
+
+    def __getitem__(self, index: int | slice) -> "PlanRow | Plan":
+        return Plan(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+
+    def __str__(self) -> str:
+        return "\n".join(aligned([COLUMNS, *(row.cells for row in self.rows)], [False] * len(COLUMNS)))
+
+    def __repr__(self) -> str:
+        counts = Counter(row.runs for row in self.rows)
+        return f"Plan({len(self)} rows: {', '.join(f'{counts[runs]} {runs}' for runs in RUNS)})"
+
+    def filter(
+        self,
+        module: str = "*",
+        *,
+        gemm: str | None = None,
+        runs: str | None = None,
+        reason: str | None = None,
+    ) -> "Plan":
+        """The rows that meet every condition; None asks nothing.
+
+        `module` is a pattern for the whole name ("layers.0.*"), `gemm` a name ("fprop"), `runs` is "native",
+        "emulated" or "high precision", `reason` a part of the reason. UserError where `runs` is unknown.
+        """
+        if runs is not None and runs not in RUNS:
+            raise UserError(f"runs {runs!r} is unknown; allowed are {', '.join(map(repr, RUNS))}")
+        return Plan(
+            tuple(
+                row
+                for row in self.rows
+                if fnmatchcase(row.module, module)
+                and gemm in (None, row.gemm)
+                and runs in (None, row.runs)
+                and (reason is None or reason in row.reason)
+            )
+        )
+
+    def diff(self, other: "Plan") -> "PlanDiff":
+        """What `other` has instead of the rows of this plan, by module and GEMM."""
+        if not isinstance(other, Plan):
+            raise UserError(f"diff takes a Plan; got {type(other).__name__}: give what duotone.plan returned")
+        before, after = dict(_numbered(self.rows)), dict(_numbered(other.rows))
+        pairs = ((before.get(key), after.get(key)) for key in before | after)
+        return PlanDiff(tuple((old, new) for old, new in pairs if old != new))
+
+    def to_json(self) -> str:
+        """A list of one object per row, which `from_json` reads back."""
+        return json.dumps([row.to_dict() for row in self.rows], indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote. UserError where the text is of another kind."""
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"a plan is a JSON list of rows; this is no JSON: {error}") from None
+        if not isinstance(table, list):
+            raise UserError(f"a plan is a JSON list of rows; got {type(table).__name__}")
+        return cls(tuple(_row_of(row) for row in table))
+
+
+@dataclass(frozen=True, repr=False)
+class PlanDiff:
+    """Pairs of rows (before, after) that differ; None where one plan has no such row. `str(diff)` is a table."""
+
+    pairs: tuple[tuple[PlanRow | None, PlanRow | None], ...]
+
+    def __iter__(self) -> Iterator[tuple[PlanRow | None, PlanRow | None]]:
+        return iter(self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __str__(self) -> str:
+        signed = [(sign, row) for pair in self.pairs for sign, row in zip("-+", pair, strict=True) if row is not None]
+        rows = [("", *COLUMNS), *((sign, *row.cells) for sign, row in signed)]
+        return "\n".join(aligned(rows, [False] * len(rows[0]))) if signed else "the plans are the same"
+
+    def __repr__(self) -> str:
+        return f"PlanDiff({len(self)} rows differ)"
+
+
+def _numbered(rows: Sequence[PlanRow]) -> Iterator[tuple[tuple[str, str, int], PlanRow]]:
+    """Rows by module, GEMM and how many of these came before."""
+    counts = Counter[tuple[str, str]]()
+    for row in rows:
+        place = row.module, row.gemm
+        yield (*place, counts[place]), row
+        counts[place] += 1
+
+
+def _row_of(table: object) -> PlanRow:
+    wanted = {field.name: bool if field.name == "native" else str for field in fields(PlanRow)}
+    if not isinstance(table, dict) or {key: type(value) for key, value in table.items()} != wanted:
+        raise UserError(f"a row of a plan has {', '.join(wanted)}; got {str(table)[:60]}")
+    return PlanRow(**table)
 
 
 def plan(
@@ -104,7 +258,7 @@ def _why(module: nn.Module) -> Why | None:
         return Why(Reason.NOT_CONVERTED)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return Why(Reason.LOOK_UP)
-    if fast_path.is_closed(module):
+    if is_fast_path_closed(module):
         return Why(Reason.FAST_PATH)
     declared = getattr(module, "stays_in_high_precision", None)
     return None if declared is None else Why(Reason.DECLARED, declared)

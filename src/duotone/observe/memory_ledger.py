@@ -7,7 +7,7 @@ calls of modules, in bytes, with each storage counted once:
     backward of a call   fixed + saved up to its end + gradients of the modules after it + its workspace
 
 where fixed = weights + caches + inputs of the step that live on. The workspace of a planned linear is found from its
-plan and shapes (`workspace.py`): quantized planes, decoded operands, results and gradients. That of other modules is
+plan and shapes (`census.py`): quantized planes, decoded operands, results and gradients. That of other modules is
 their results and what they saved of their own making, and in backward the gradients of both, of inputs and of
 parameters. Operators outside of modules, such as a loss, count only with what they save: a step whose peak lies there
 is predicted too low.
@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.observe.census import OUTSIDE, Census
 from duotone.observe.forecast import Moment, forecast
-from duotone.observe.holdings import Holdings, as_before, device_of, holdings
-from duotone.observe.storages import LiveStorages, sizes
+from duotone.observe.storages import Holdings, LiveStorages, as_before, device_of, holdings, sizes
 from duotone.text import aligned, in_units
 
 Step = Callable[[], Tensor]

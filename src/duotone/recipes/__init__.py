@@ -16,7 +16,7 @@ from duotone.recipes.recipe import Recipe, RecipeLike, align_size
 from duotone.recipes.roles import QuantizerRole, Site
 from duotone.recipes.rules import OUTPUT_HEAD, Rule, RuleRecipe, first_match, unmatched
 from duotone.recipes.schedule import Phase, Schedule
-from duotone.recipes.writing import dumps
+from duotone.recipes.tables import dumps
 
 __all__ = [
     "OUTPUT_HEAD", "CustomRecipe", "DelayedScaling", "DelayedScalingRequest", "Float8BlockScaling",

@@ -1,12 +1,20 @@
-"""Conditions of rules besides names: the layer, counted from either end, and the sizes of the weight."""
+"""Conditions of rules: patterns on names, the layer, counted from either end, and the sizes of the weight.
+
+Patterns are globs and a part of Python's regular expressions. Python's own matcher may take exponential time, and a
+recipe file can come from anywhere. An `Expression` follows all ways through its pattern at once (Thompson, "Regular
+expression search algorithm", 1968), in time proportional to the name.
+"""
 
 import difflib
+import functools
 import operator
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase, translate
+from importlib import import_module
+from typing import Any
 
 from duotone.errors import RecipeError
 from duotone.recipes.roles import TENSORS_OF_MODULES
@@ -72,3 +80,167 @@ def is_size(condition: str, size: int) -> bool:
     match = SIZE.fullmatch(condition)
     assert match is not None
     return COMPARE[match[1]](size, int(match[2]))
+
+
+_compiler, _constants, _parser = (import_module(f"re.{name}") for name in ("_compiler", "_constants", "_parser"))
+
+LARGEST = 2000
+"""States of an expression: a name is compared with each of them at each of its characters."""
+
+REMEMBERED = 8192
+"""States of the moves that an expression remembers, each from some states by one character."""
+
+ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
+CHARACTERS: tuple[Any, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
+REPEATS: tuple[Any, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+AHEAD: tuple[Any, ...] = (_constants.ASSERT, _constants.ASSERT_NOT)
+
+
+@functools.lru_cache(maxsize=16384)
+def glob(pattern: str) -> "re.Pattern[str]":
+    """The glob as a regular expression; no star of it is tried twice, so that its time is bounded."""
+    return re.compile(translate(pattern))
+
+
+@functools.lru_cache(maxsize=16384)
+def expression(pattern: str) -> "Expression":
+    """The regular expression; RecipeError where it is none, or not one that has a bound on its time."""
+    return Expression(pattern)
+
+
+class Expression:
+    """As `re.fullmatch`, for characters, classes, groups, `|`, repeats, positions, and lookaheads at the very start.
+
+    RecipeError where the pattern is no regular expression, is longer than LARGEST states with its repeats written out,
+    or has back references, lookbehinds, lookaheads elsewhere, flags of a group, possessive or atomic parts.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            parsed = _parser.parse(pattern)
+            nodes: list[Any] = list(parsed)
+            self._conditions: list[tuple[_Automaton, bool]] = []
+            while nodes and nodes[0][0] in AHEAD and nodes[0][1][0] > 0:
+                kind, (_, condition) = nodes.pop(0)
+                self._conditions.append((_Automaton(condition, parsed.state), kind is _constants.ASSERT))
+            self._whole = _Automaton(nodes, parsed.state)
+        except (re.error, OverflowError) as error:
+            raise RecipeError(
+                f"module_regex {pattern!r} is no regular expression: {error}; correct it, or use module"
+            ) from None
+        except RecursionError:
+            raise RecipeError(f"module_regex {pattern[:40]!r}... is nested too deep: simplify it") from None
+        except _RefusedError as error:
+            raise RecipeError(f"module_regex {pattern!r} has {error}: leave that out, or write several rules") from None
+
+    def matches(self, text: str) -> bool:
+        """Whether the expression matches the whole text."""
+        if not all(condition.run(text, whole=False) is wanted for condition, wanted in self._conditions):
+            return False
+        return self._whole.run(text, whole=True)
+
+
+class _RefusedError(Exception):
+    """Something of a regular expression that has no bound on its time."""
+
+
+class _Automaton:
+    """States, each what it waits for, the test of that, and the states after it; the first one is the end."""
+
+    def __init__(self, nodes: Iterable[Any], parsed: Any) -> None:
+        self._parsed = parsed
+        self._states: list[tuple[str, re.Pattern[str] | None, tuple[int, ...]]] = [(END, None, ())]
+        self._start = self._sequence(nodes, 0)
+        self._is_local = all(waits_for != AT for waits_for, _, _ in self._states)
+        self._room = REMEMBERED
+        self._moves: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+
+    def run(self, text: str, *, whole: bool) -> bool:
+        """Whether the whole text matches, or else a part of it from the start on."""
+        states = self._reachable([self._start], text, 0)
+        for place in range(len(text)):
+            if not states or (0 in states and not whole):
+                break
+            states = self._move(states, text, place)
+        return 0 in states
+
+    def _move(self, states: frozenset[int], text: str, place: int) -> frozenset[int]:
+        """The states after the character at `place`; remembered, as names have much in common."""
+        key = states, text[place]
+        if key in self._moves:
+            return self._moves[key]
+        after: list[int] = []
+        for state in states:
+            waits_for, test, following = self._states[state]
+            if waits_for == ONE and test is not None and test.match(text, place):
+                after += following
+        reached = self._reachable(after, text, place + 1)
+        if self._is_local and len(reached) < self._room:
+            self._room -= len(reached) + 1
+            self._moves[key] = reached
+        return reached
+
+    def _reachable(self, states: list[int], text: str, place: int) -> frozenset[int]:
+        """The states and those after them that wait for no character."""
+        reached: set[int] = set()
+        while states:
+            state = states.pop()
+            if state in reached:
+                continue
+            reached.add(state)
+            waits_for, test, following = self._states[state]
+            if waits_for == SPLIT or (waits_for == AT and test is not None and test.match(text, place)):
+                states += following
+        return frozenset(reached)
+
+    def _add(self, waits_for: str, test: "re.Pattern[str] | None", *following: int) -> int:
+        if len(self._states) == LARGEST:
+            raise _RefusedError(f"more than {LARGEST} states with its repeats written out")
+        self._states.append((waits_for, test, following))
+        return len(self._states) - 1
+
+    def _sequence(self, nodes: Iterable[Any], after: int) -> int:
+        """The first state of nodes in a row that lead to the state `after`."""
+        for kind, value in reversed(list(nodes)):
+            after = self._node(kind, value, after)
+        return after
+
+    def _node(self, kind: Any, value: Any, after: int) -> int:
+        if kind in CHARACTERS:
+            return self._add(ONE, self._test(kind, value), after)
+        if kind is _constants.AT:
+            return self._add(AT, self._test(kind, value), after)
+        if kind is _constants.BRANCH:
+            return self._add(SPLIT, None, *(self._sequence(branch, after) for branch in value[1]))
+        if kind in REPEATS:
+            least, most, body = value
+            return self._repeat(least, most, body, after)
+        if kind is _constants.SUBPATTERN and not value[1] and not value[2]:
+            return self._sequence(value[3], after)
+        if kind is _constants.FAILURE:
+            return self._add(SPLIT, None)
+        if kind in AHEAD:
+            raise _RefusedError("a lookaround that is no lookahead at the start")
+        named = "flags of a group" if kind is _constants.SUBPATTERN else str(kind).lower().replace("_", " ")
+        raise _RefusedError(f"{named}, which Duotone does not match")
+
+    def _repeat(self, least: int, most: int, body: Any, after: int) -> int:
+        if most is _constants.MAXREPEAT:
+            start = self._add(SPLIT, None)
+            self._states[start] = (SPLIT, None, (after, self._sequence(body, start)))
+        else:
+            start = self._copies(body, most - least, after, after)
+        return self._copies(body, least, start)
+
+    def _copies(self, body: Any, count: int, after: int, way_out: int | None = None) -> int:
+        """`count` times the body, each of which may be left out where there is a way out."""
+        for _ in range(count):
+            before = len(self._states)
+            start = self._sequence(body, after)
+            if len(self._states) == before:  # an empty body, however often
+                return after
+            after = start if way_out is None else self._add(SPLIT, None, start, way_out)
+        return after
+
+    def _test(self, kind: Any, value: Any) -> "re.Pattern[str]":
+        return _compiler.compile(_parser.SubPattern(self._parsed, [(kind, value)]))

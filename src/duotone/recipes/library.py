@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from duotone.errors import RecipeError
-from duotone.recipes import reading
+from duotone.recipes import tables
 from duotone.recipes.builtin import BUILTIN
 from duotone.recipes.limits import (
     BASES,
@@ -121,7 +121,7 @@ class _Loading:
 
         try:
             check_table(data)
-            return reading.read(data, resolve, default_name)
+            return tables.read(data, resolve, default_name)
         except _ReferenceError:
             raise
         except (RecipeError, TypeError) as error:

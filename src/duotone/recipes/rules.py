@@ -6,9 +6,8 @@ from typing import ClassVar, NamedTuple
 
 from duotone import formats
 from duotone.errors import RecipeError, shown_fields
-from duotone.recipes.conditions import check_layer, check_module_type, check_size, is_layer, is_size
+from duotone.recipes.conditions import check_layer, check_module_type, check_size, expression, glob, is_layer, is_size
 from duotone.recipes.limits import BASES, RULES, Table, check_number, check_text, check_title
-from duotone.recipes.patterns import expression, glob
 from duotone.recipes.recipe import Recipe, as_recipe, one_of, plain
 from duotone.recipes.roles import (
     ANYWHERE,

@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.adapters import adapters
+from duotone.conversion.default_rules import adapters, heads
 from duotone.conversion.experts import holds_experts
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model
-from duotone.conversion.output_heads import heads
 from duotone.conversion.transposed import is_transposed
 from duotone.errors import UserError
 from duotone.formats import IDENTITY, Format
