@@ -55,6 +55,9 @@ PREAMBLES = {
     ("docs/parallel.md", 3): "from torch.distributed.tensor.parallel import ColwiseParallel",
 }
 
+NEEDS = {("docs/hugging-face.md", 0): "transformers", ("docs/hugging-face.md", 1): "accelerate"}
+"""Packages that blocks import, or that what they import needs."""
+
 EACH_FOR_ITSELF = {("README.md", 2)}
 """Blocks of which the page says that each paragraph stands for itself."""
 
@@ -71,8 +74,13 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("page", "number", "code"), BLOCKS, ids=[f"{page}-{number}" for page, number, _ in BLOCKS])
-def test_a_block_runs_as_it_is_written(page: str, number: int, code: str, one_rank: None) -> None:
-    """In a namespace of its own, and nothing that Duotone warns of."""
+def test_a_block_runs_as_it_is_written(
+    page: str, number: int, code: str, one_rank: None, tmp_path, monkeypatch
+) -> None:
+    """In a namespace of its own and a folder of its own, and nothing that Duotone warns of."""
+    if (page, number) in NEEDS:
+        pytest.importorskip(NEEDS[page, number], reason="pip install 'duotone[integrations]'")
+    monkeypatch.chdir(tmp_path)
     for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:
         names: dict[str, object] = {"__name__": "reader"}
         exec(compile(PREAMBLES.get((page, number), ""), f"preamble of {page}", "exec"), names)
@@ -82,7 +90,7 @@ def test_a_block_runs_as_it_is_written(page: str, number: int, code: str, one_ra
 
 
 def test_preambles_are_for_blocks_that_are_there() -> None:
-    assert PREAMBLES.keys() <= {(page, number) for page, number, _ in BLOCKS}
+    assert PREAMBLES.keys() | NEEDS.keys() <= {(page, number) for page, number, _ in BLOCKS}
 
 
 LONGEST = 30

@@ -11,6 +11,7 @@ from toy import TOKENS, toy
 
 import duotone
 from duotone import formats
+from duotone.observe.storages import LiveStorages, total_bytes
 from duotone.serving import exported_weight
 
 SCHEMES = {
@@ -298,3 +299,12 @@ def test_an_export_that_died_between_its_renames_is_undone(tmp_path) -> None:
         export(toy(), tmp_path / "x", "MXFP5")
     export(toy(), tmp_path / "x", "FP8_DYNAMIC")
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+def test_memory_follows_the_shard_and_one_weight_not_the_model(tmp_path) -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(24)))
+    weights, shard = list(model.parameters()), 2**20
+    with LiveStorages(weights) as live:
+        report = duotone.export(model, tmp_path / "x", scheme="MXFP8", max_shard_bytes=shard)
+    assert report.bytes > 6 * shard
+    assert live.peak - total_bytes(weights) <= shard + 6 * weights[0].nbytes
