@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27186
+LIBRARY_LINES = 27222
 TOOL_LINES = 4854
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,14 +29,14 @@ BUDGETS = {
     "integrations": (241, 12, 0),
     "kernels": (3658, 0, 0),
     "lab": (2218, 7, 0),
-    "linear": (1739, 5, 0),
+    "linear": (1756, 5, 0),
     "modules": (508, 15, 0),
     "observe": (898, 11, 0),
     "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1326, 62, 1),
-    "planned": (2026, 42, 8),
+    "pipeline": (1328, 62, 1),
+    "planned": (2043, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1331, 0, 0),
     "serving": (1060, 2, 0),

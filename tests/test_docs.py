@@ -52,7 +52,9 @@ PREAMBLES = {
     ("docs/parallel.md", 0): MODEL + "model = build_model()\ndel fully_shard",
     ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')\ndel group",
     ("docs/parallel.md", 2): MODEL + "del model, group",
-    ("docs/parallel.md", 3): "from torch.distributed.tensor.parallel import ColwiseParallel",
+    ("docs/parallel.md", 3): MODEL
+    + "model = [None, None, duotone.Linear(32, 32)]\n"
+    + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
 }
 
 NEEDS = {("docs/hugging-face.md", 0): "transformers", ("docs/hugging-face.md", 1): "accelerate"}

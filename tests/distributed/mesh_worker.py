@@ -173,6 +173,28 @@ def shards_of_tokens_are_gathered_as_codes(folder: Path) -> None:
             assert got[1].placements == (Shard(dim),) and got[2].placements == (Shard(0),)
 
 
+@check
+def sums_are_scattered_over_tokens(folder: Path) -> None:
+    """Codes of the gradient of the output are gathered: those that one process makes."""
+    for name in ("fp8-current", "fp8-rowwise", "mxfp8", "nvfp4-row-scaled-fwd-high-precision-bwd", "fp8-delayed"):
+        for lead, dim in (((2 * TOKENS,), 0), ((2, 2 * TOKENS), 1), ((2 * TOKENS, 2), -3)):
+            torch.manual_seed(5)
+            x, dy = torch.randn(*lead, 64).bfloat16(), torch.randn(*lead, 64).bfloat16()
+            whole = linear(name)
+            cut = copy.deepcopy(whole)
+            distribute(cut[0], Shard(1), Replicate())
+            cut[0].scatter_dim = dim
+            want = run(whole, x, dy)
+            rows = Shard(dim % x.dim())
+            got = run(cut, distribute_tensor(x, mesh(), [Shard(-1)]), distribute_tensor(dy, mesh(), [rows]))
+            what = f"{name} {lead}"
+            assert [g.placements[0] for g in got] == [rows, Shard(x.dim() - 1), Shard(1), Replicate()]
+            close(got[0].full_tensor(), want[0], 2.0**-7, f"{what}: output")
+            same(got[1].full_tensor(), want[1], f"{what}: gradient of the input")
+            close(got[2].full_tensor(), want[2], 2.0**-8, f"{what}: gradient of the weight")
+            close(got[3].full_tensor(), want[3], 2.0**-7, f"{what}: gradient of the bias")
+
+
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(64, SIZES.get(name, 128)), nn.ReLU(), nn.Linear(SIZES.get(name, 128), 64)).bfloat16()
@@ -386,7 +408,14 @@ def placements_that_do_not_go_together_are_refused(folder: Path) -> None:
     distribute(cut[0], Shard(0), Shard(0))
     refused(lambda: cut(x), "its input is not")
     refused(lambda: cut(distribute_tensor(x, mesh(), [Shard(1)])), "allowed are an input of Shard(-1) with Shard(1)")
-    refused(lambda: cut(distribute_tensor(x[:7], mesh(), [Shard(0)])), "7 do not divide over 2 ranks")
+    refused(
+        lambda: cut(distribute_tensor(x[:7], mesh(), [Shard(0)])),
+        "has no dimension 0 before its last that divides over 2 ranks",
+    )
+    rows = linear("mxfp8")
+    distribute(rows[0], Shard(1), Replicate())
+    for rows[0].scatter_dim in (0, 1, -1, 2):
+        refused(lambda: rows(distribute_tensor(x[:7], mesh(), [Shard(1)])), "before its last that divides over 2 ranks")
     partial = DTensor.from_local(x, mesh(), [Partial()])
     refused(lambda: cut(partial), "Replicate() or Shard(dim)")
     odd = linear("mxfp8")

@@ -158,6 +158,23 @@ class GatheringShards(Sharded):
         return reduce_scatter(dx, self.group)
 
 
+@dataclass(frozen=True)
+class ScatteringShards(Sharded):
+    """in_features are cut: the sum of y is scattered along its rows, and codes of dy are gathered.
+
+    Rows of the input are those of one rank after the other.
+    """
+
+    def gather_grad(self, plane: Plane, dim: int) -> Plane:
+        return gather(plane, dim, self.group, group_size(self.group))
+
+    def reduce_output(self, y: Tensor, bias: Tensor | None) -> Tensor:
+        return reduce_scatter(y, self.group)
+
+    def reduce_grad_bias(self, db: Tensor) -> Tensor:
+        return all_reduce(db, "sum", self.group)
+
+
 STREAMS = 1 << 40
 """From the seeds of one rank to those of the next."""
 

@@ -75,6 +75,8 @@ def run_spread(ops: Sequence[Any], x: DTensor, extra: Sequence[object], first: b
         # A sum over columns that are cut into shards is owed by whoever replicated the input.
         cut = spread.dim is None and output.dim is not None
         local = to_local(x, Partial() if cut else spread.placement)
+        if output.dim and spread.cuts_last and not output.cuts_last:  # to be scattered: (ranks * first dimension, ...)
+            local = local.unflatten(output.dim, (x.device_mesh.size(), -1)).movedim(output.dim, 0).flatten(0, 1)
         y = pipeline.run((one,), local, (), first, owner, False, spread)
         if spread.dim and not spread.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
             y = y.unflatten(0, (-1, spread.shape[0])).movedim(0, spread.dim).flatten(spread.dim, spread.dim + 1)

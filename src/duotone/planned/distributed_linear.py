@@ -7,8 +7,10 @@
 | Replicate() | Replicate() | Replicate() | Replicate() |
 | Shard(dim) | Replicate() | Shard(dim) | Shard(dim) |
 | Shard(dim) | Shard(0) | Shard(-1) | Shard(dim) |
+| Shard(-1) | Shard(1) | Shard(dim) | Shard(-1) |
 
-In the last row codes of the input are gathered, and in others nothing. `dim` is not the last.
+`dim` is not the last. In the last two rows codes are gathered, those of the input and of the gradient of the output;
+the last one takes a module whose `scatter_dim` is `dim`.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear.layout import GatheringShards, Sharded
+from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
 from duotone.pipeline.tensor_info import is_distributed, refuse_distributed
 
 if TYPE_CHECKING:
@@ -50,19 +52,32 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
             return Placed(Sharded(group), y, Replicate())
         case None, Shard(dim=0):
             return Placed(Sharded(group, weight_dim=0, grad_dim=1), columns, Shard(0))
+        case dim, Shard(dim=1) if dim == x.last and module.scatter_dim is not None:
+            rows = _even(module, x, module.scatter_dim)
+            layout = ScatteringShards(group, input_dim=1, weight_dim=1, grad_dim=0)
+            return Placed(layout, y._replace(placement=Shard(rows)), Replicate())
         case dim, Shard(dim=1) if dim == x.last:
             return Placed(Sharded(group, input_dim=1, weight_dim=1), y._replace(placement=Partial()), Replicate())
         case dim, Replicate() if dim != x.last:
             return Placed(Sharded(group, input_dim=0, grad_dim=0), y, Replicate(), Partial())
         case dim, Shard(dim=0) if dim is not None and dim != x.last:
-            if x.shape[dim] % x.mesh.size():
-                odd = f"{x.shape[dim]} do not divide over {x.mesh.size()} ranks"
-                raise UserError(f"{name}: {odd}; give it the whole input, or pad")
+            _even(module, x, dim)
             return Placed(GatheringShards(group, input_dim=0, weight_dim=0, grad_dim=1), columns, Shard(0))
     raise UserError(
         f"{name}: its input is {x.placement!r} and its weight {weight!r}; allowed are an input of Shard(-1) with "
         "Shard(1), and any other with Shard(0) or Replicate()"
     )
+
+
+def _even(module: "PlannedLinear", x: "Spread", dim: int) -> int:
+    """`dim` from 0 on. UserError if it is the last one, or if the ranks do not divide it."""
+    at = dim + len(x.shape) if dim < 0 else dim
+    if not 0 <= at < x.last or x.shape[at] % x.mesh.size():
+        raise UserError(
+            f"{module.module_name}: an input {x.shape} has no dimension {dim} before its last that divides over "
+            f"{x.mesh.size()} ranks; pad it, or take the whole of it"
+        )
+    return at
 
 
 def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread", "Placement"]:

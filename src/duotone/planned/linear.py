@@ -42,6 +42,8 @@ class PlannedLinear(Planned):
     bias: nn.Parameter | None
     module_type = "linear"
     return_bias = False
+    scatter_dim: int | None = None
+    """The dimension of outputs that is cut over the ranks after their sum, if the weight is a DTensor of Shard(1)."""
     stored_weight = "weight"
     """The parameter that is the weight (out_features, in_features). "" if `linear_weight` computes it."""
 

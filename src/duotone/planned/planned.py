@@ -27,7 +27,7 @@ from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import tell_shards
 
 UNNAMED = Site(named=False)
-CONFIGURATION = ("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans")
+CONFIGURATION = ("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim")
 """Attributes that `adopt` gives and `release` takes away."""
 
 GONE = ("_stages", "_variants", "_last", "_given", "_region", "_number", "_warned")
