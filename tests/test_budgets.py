@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27222
+LIBRARY_LINES = 27228
 TOOL_LINES = 4854
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -39,7 +39,7 @@ BUDGETS = {
     "planned": (2043, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1331, 0, 0),
-    "serving": (1060, 2, 0),
+    "serving": (1066, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (1937, 13, 0),
 }

@@ -57,7 +57,11 @@ PREAMBLES = {
     + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
 }
 
-NEEDS = {("docs/hugging-face.md", 0): "transformers", ("docs/hugging-face.md", 1): "accelerate"}
+NEEDS = {
+    ("docs/hugging-face.md", 0): "transformers",
+    ("docs/hugging-face.md", 1): "accelerate",
+    ("docs/serving.md", 2): "transformers",
+}
 """Packages that blocks import, or that what they import needs."""
 
 EACH_FOR_ITSELF = {("README.md", 2)}

@@ -233,7 +233,8 @@ def test_models_and_arguments_that_cannot_be_exported_are_one_line(tmp_path) -> 
         "is on meta": lambda: export(toy().to("meta"), tmp_path / "x", "MXFP8"),
         "give calibrate=.*or export scheme FP8_DYNAMIC": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8"),
         "did not run": lambda: duotone.export(toy(), tmp_path / "x", scheme="FP8", calibrate=lambda: None),
-        "is a file": lambda: export(toy(), __file__, "MXFP8"),
+        "cannot be replaced; give another$": lambda: export(toy(), __file__, "MXFP8"),
+        " cannot be replaced; ": lambda: export(toy(), ".", "MXFP8"),
     }
     for message, call in cases.items():
         with pytest.raises(duotone.UserError, match=message) as raised:
@@ -283,9 +284,13 @@ def test_a_new_export_replaces_its_files_and_keeps_those_of_others(tmp_path) -> 
     export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=100_000)
     (tmp_path / "x" / "tokenizer.json").write_text("mine")
     (tmp_path / "x" / "more").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    (tmp_path / "x" / "model_of_mine.safetensors").write_bytes(b"1")
     (tmp_path / "x" / "more" / "a.txt").write_text("mine too")
-    export(toy(), tmp_path / "x", "BF16")
+    export(toy(), tmp_path / "link", "BF16")
+    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 2
     names = {str(file.relative_to(tmp_path / "x")) for file in (tmp_path / "x").rglob("*") if file.is_file()}
+    names.remove("model_of_mine.safetensors")
     assert names == {"model.safetensors", "config.json", "duotone.json", "tokenizer.json", "more/a.txt"}
     assert "quantization_config" not in json.loads((tmp_path / "x" / "config.json").read_text())
 

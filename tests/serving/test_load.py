@@ -59,6 +59,19 @@ def test_a_loaded_model_computes_with_the_planes(tmp_path) -> None:
         assert torch.equal(again(TOKENS), rounded(TOKENS))
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4-1d-weight", "fp8-rowwise"])
+def test_a_model_of_quantized_parameters_trains_on(recipe: str, tmp_path) -> None:
+    export(duotone.convert(toy(), recipe), tmp_path / "x", scheme=None)
+    model = duotone.convert_parameters(duotone.convert(toy(), recipe), recipe)
+    columnwise = model.layers[0].o_proj.weight.formats[1]
+    duotone.load(tmp_path / "x", model)
+    weight = model.layers[0].o_proj.weight
+    stored = duotone.load(tmp_path / "x")["layers.0.o_proj.weight"]
+    assert torch.equal(weight.rowwise_codes, stored.rowwise_codes) and weight.formats[1] == columnwise
+    model(TOKENS).sum().backward()
+    assert torch.isfinite(weight.grad).all() and bool(weight.grad.any())
+
+
 def test_the_nominal_dtype_is_that_of_the_model(tmp_path) -> None:
     export(toy(), tmp_path / "x")
     assert duotone.load(tmp_path / "x")["layers.0.q_proj.weight"].dtype == torch.bfloat16

@@ -13,7 +13,7 @@ from duotone.errors import UserError
 from duotone.serving.tensor_file import TensorFile, TensorSpec, write_tensors
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
-WRITTEN = ("model*.safetensors", INDEX, CONFIG, NOTES, "generation_config.json")
+WRITTEN = (WHOLE, "model-?????-of-?????.safetensors", INDEX, CONFIG, NOTES, "generation_config.json")
 """What an export writes. Other files of a folder stay, such as those of a tokenizer."""
 
 
@@ -32,10 +32,11 @@ def write_folder(path: Path, items: Sequence[Item], largest: int, texts: Callabl
     `texts` are the other files, asked for when all tensors are written.
     A failure before that leaves `path` as it was.
     """
+    path = path.resolve()
+    if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):
+        raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")
     fresh = path.with_name(f".{path.name}.partial")
     _recover(path)
-    if path.exists() and not path.is_dir():
-        raise UserError(f"{path} is a file; an export is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()

@@ -101,8 +101,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     """What `export` wrote: its tensors by name, or `model` with them, in place.
 
     Weights of linears come back as quantized tensors with a rowwise plane. Their nominal dtype is bf16, or that of the
-    model's parameter. Checkpoints that others wrote in the same schemes load too. UserError, before anything changes,
-    for a checkpoint of another model or scheme, and for files that are absent or damaged.
+    model's parameter. A quantized parameter that had a columnwise plane has one of the loaded values. Checkpoints that
+    others wrote in the same schemes load too. UserError, before anything changes, for a checkpoint of another model or
+    scheme, and for files that are absent or damaged.
     """
     checkpoint = Checkpoint(Path(path))
     if model is None:
@@ -142,8 +143,11 @@ def _refuse_other(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None
 def _write(target: Tensor, value: Tensor) -> None:
     if isinstance(value, QuantizedTensor) or target.is_meta:
         device = torch.device("cpu") if target.is_meta else target.device
-        plain_dtype = value if isinstance(value, QuantizedTensor) else value.to(target.dtype)
-        replace(target, nn.Parameter(plain_dtype.to(device), requires_grad=target.requires_grad))
+        value = (value if isinstance(value, QuantizedTensor) else value.to(target.dtype)).to(device)
+        if isinstance(value, QuantizedTensor) and isinstance(target, QuantizedTensor):
+            value.quantizer = Quantizer(value.quantizer.rowwise, target.quantizer.columnwise)
+            value.materialize_usage(columnwise=target.get_usages()["columnwise"], allow_requantize=True)
+        replace(target, nn.Parameter(value, requires_grad=target.requires_grad))
     else:
         target.copy_(value)
 

@@ -49,17 +49,18 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.flush()
-        if end:
+        if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk is an error here, and a crash below
-        os.fsync(file.fileno())
-    if not end:
-        return
+        file.truncate(start + end)
     memory = torch.from_file(str(path), shared=True, size=start + end, dtype=torch.uint8)
     for name, tensor in tensors:
         if TensorSpec.of(tensor) != specs[name]:
             raise UserError(f"{name} is {tuple(tensor.shape)} in {tensor.dtype} and was planned as {specs[name]}")
         first, last = places.pop(name)
         memory[start + first : start + last].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    del memory
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
     if places:
         raise UserError(f"{path.name} lacks {next(iter(places))}; it was planned and not written")
 
