@@ -87,7 +87,7 @@ def planes() -> Check:
     """
     x = awkward()
     huge = torch.randn(17, 40) * 1e30
-    given = [(x[:64, :112].bfloat16(), "whole"), (x[1:, :79].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
+    given = [(x[:64, :112].bfloat16(), "whole"), (x[1:, :47].half(), "odd"), (x[:, :1], "column"), (huge, "huge")]
     for name, (matrix, what) in itertools.product(NAMES, given):
         fmt, matrix = formats.get(name), matrix.contiguous()
         if (what == "huge" and not fmt.scale_search) or (what == "column" and fmt.scale_search):
