@@ -13,8 +13,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27228
-TOOL_LINES = 4854
+LIBRARY_LINES = 27241
+TOOL_LINES = 4837
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,17 +28,17 @@ BUDGETS = {
     "formats": (1453, 0, 0),
     "integrations": (241, 12, 0),
     "kernels": (3658, 0, 0),
-    "lab": (2218, 7, 0),
+    "lab": (2220, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (508, 15, 0),
-    "observe": (898, 11, 0),
+    "observe": (911, 11, 0),
     "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1328, 62, 1),
     "planned": (2043, 42, 8),
     "recipes": (1978, 27, 0),
-    "report": (1331, 0, 0),
+    "report": (1312, 0, 0),
     "serving": (1066, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (1937, 13, 0),

@@ -20,7 +20,7 @@ from duotone.tensor.quantizer import encode_plane
 
 BF16 = torch.bfloat16
 ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}
-ROWS |= {"amaxes_skipped", "spikes_clamped"}
+ROWS |= {"amaxes_skipped", "spikes_clamped", "bias", "cosine"}
 
 
 def step(m: nn.Module, recipe: recipes.Recipe, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -155,6 +155,8 @@ def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor)
         "snr_db": 10 * np.log10(np.sum(given**2) / np.sum((given - got) ** 2)),
         "underflow": np.sum((given != 0) & (got == 0)) / size.size,
         "saturation": np.mean(np.abs(given) > most),
+        "bias": np.sum(got - given) / np.sum(size),
+        "cosine": np.dot(given, got) / np.linalg.norm(given) / np.linalg.norm(got),
         "amax": size.max(),
         "dynamic_range_bits": np.log2(size.max() / size.min()),
     }

@@ -68,8 +68,6 @@ def test_the_charts_are_there_with_real_points(
     charts = {
         "Loss over steps": ("path.line", 6),
         "Gap to bf16 over steps": ("path.line", 6),
-        "Signal-to-noise in dB of nvfp4": ("rect", 16 * 6),
-        "Share of underflow": ("rect", 4 * 6),
         "Gap and speed on an NVIDIA H200": (".mark", 5),
         "Gap and peak memory": (".mark", 5),
     }
@@ -107,6 +105,25 @@ def test_a_broken_result_is_a_whole_page(
     assert visit.overflow() <= 0
     assert visit.said == []
     visit.page.close()
+
+
+def test_a_choice_of_quantity_and_of_layers_needs_no_script(
+    browser: Any, result: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    write_report(result, path)
+    page = Visit(browser, path, 1280, "light").page
+    table = page.get_by_role("region", name="Planes of nvfp4")
+    assert table.locator("i.m0:visible").count() == 4 * 6 and table.locator("i.m1:visible").count() == 0
+    page.get_by_label("underflow").focus()
+    page.keyboard.press("Space")
+    assert table.locator("i.m0:visible").count() == 0 and table.locator("i.m1:visible").count() == 4 * 6
+    table.get_by_label("layers.*.mlp.down (4)").check()
+    assert table.locator("i.m1:visible").count() == (4 + 4) * 6
+    colours = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+    page.get_by_role("radio", name="signal-to-noise").check()
+    assert "rgba(0, 0, 0, 0)" not in table.locator("i.m0:visible").evaluate_all(colours)
+    page.close()
 
 
 def test_dark_mode_has_dark_ground_and_print_is_whole_and_on_white(

@@ -18,7 +18,7 @@ from duotone.report import render, write_report
 Result = dict[str, Any]
 HOSTILE = "<script>alert('x')</script>\"&"
 ODD = (None, math.nan, math.inf, -math.inf, 0.0, 3e38)
-VOID = {"meta", "link", "br", "col"}
+VOID = {"meta", "link", "br", "col", "input"}
 
 
 class Page(HTMLParser):
@@ -62,7 +62,7 @@ class Page(HTMLParser):
         return next(row for row in clean if row and row[0].startswith(name))
 
     def charts(self) -> list[str]:
-        return [attributes["aria-label"] or "" for tag, attributes in self.elements if tag == "svg"]
+        return [attributes["aria-label"] or "" for _, attributes in self.elements if attributes.get("role") == "img"]
 
 
 def run_named(result: Result, name: str) -> Result:
@@ -106,17 +106,41 @@ def test_each_chart_is_an_image_with_a_name(result: Result) -> None:
         "Gap and peak memory",
     ):
         assert sum(label.startswith(start) for label in page.charts()) == 1, start
-    maps = [label for label in page.charts() if label.startswith("Signal-to-noise in dB of")]
-    assert len(maps) == 4
+    tables = [attributes.get("aria-label") or "" for _, attributes in page.elements]
+    assert sum(label.startswith("Planes of ") for label in tables) == 4
     assert "bf16: all planes are exact" in page.text.replace(" :", ":")
 
 
-def test_a_cell_of_the_heat_map_shows_its_value(result: Result) -> None:
+def test_a_cell_shows_every_quantity_of_its_plane(result: Result) -> None:
     entry = run_named(result, "hybrid")["statistics"][7]
     entry |= {"snr_db": 27.3456, "underflow": 0.0123, "saturation": 0.5, "amax": 1234.5, "samples": 17}
+    entry |= {"dynamic_range_bits": 21.25, "bias": -0.02, "cosine": 0.999}
     page = render(result)
     title = f"{entry['format']}, underflow 1.2 %, saturation 50.0 %, amax 1,234, samples 17"
-    assert re.search(rf"<title>{re.escape(title)}</title></rect><text [^>]*>27.3</text>", page)
+    (cells,) = re.findall(rf'<td title="{re.escape(title)}">(.*?)</td>', page)
+    values = re.findall(r'<i class="m(\d)[^"]*">([^<]*)</i>', cells)
+    assert values == list(zip("0123456", ("27.3", "1.2", "50.0", "21.2", "2.0", "1,000", "–"), strict=True))  # noqa: RUF001
+
+
+def test_a_kind_of_module_shows_the_worst_of_its_layers_and_each_of_them(result: Result) -> None:
+    statistics = run_named(result, "mxfp8")["statistics"]
+    weak = next(entry for entry in statistics if (entry["module"], entry["role"]) == ("layers.2.mlp.down", "weight"))
+    weak |= {"snr_db": -3.21, "underflow": math.nan}
+    page = render(result)
+    table = page[page.index("Planes of mxfp8") :]
+    kind = table[table.index("layers.*.mlp.down (4)") :]
+    assert '<i class="m0 v1">−3.2</i><i class="m1 bad">NaN</i>' in kind[: kind.index("</tr>")]  # noqa: RUF001
+    assert "lowest in layers.2.mlp.down: " in kind[: kind.index("</tr>")]
+    members = kind[: kind.index("</tbody>")]
+    assert [members.count(f"layers.{index}.mlp.down</th>") for index in range(4)] == [1] * 4
+
+
+def test_gradients_below_the_square_root_of_three_times_their_noise_are_marked(result: Result) -> None:
+    for entry, signal in zip(run_named(result, "nvfp4")["statistics"][4:6], (4.7, 4.8), strict=True):
+        assert entry["role"] == "grad_output"
+        entry["snr_db"] = signal
+    page = render(result)
+    assert '<i class="m6 bad">1.72</i>' in page and '<i class="m6">1.74</i>' in page
 
 
 def test_spikes_and_amaxes_that_are_not_finite_are_told(result: Result) -> None:
@@ -319,20 +343,28 @@ def test_a_large_result_stays_below_one_megabyte_with_everything_in_it(build: Ca
             entry["snr_db"] = entry["snr_db"] or 30.0
     text = render(result)
     assert len(text.encode()) < 1_000_000
-    assert "samples 3</title>" in text
+    assert 'samples 3">' in text
     assert "reason 182:" in text
-    assert "worst value of any" not in text
+    assert "layers.14.mlp.down</th>" in text
 
 
-def test_a_huge_result_is_merged_and_says_so(build: Callable[..., Result]) -> None:
-    result = build(steps=200, layers=60)
-    run = run_named(result, "mxfp8")
-    next(entry for entry in run["statistics"] if entry["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
+def test_a_model_of_eighty_layers_stays_below_one_megabyte_with_each_layer(build: Callable[..., Result]) -> None:
+    result = build(steps=200, layers=80)
+    next(e for e in run_named(result, "mxfp8")["statistics"] if e["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
     text = render(result)
     assert len(text.encode()) < 1_000_000
-    assert "with the worst value of any of them" in text
-    assert ">−3.2</text>" in text  # noqa: RUF001
-    assert "layers.*.mlp.down" in text
+    row = text[text.index("layers.7.mlp.down</th>", text.index("Planes of mxfp8")) :]
+    assert ">−3.2</i>" in row[: row.index("</tr>")]  # noqa: RUF001
+    assert "layers.*.mlp.down (80)" in text and "tick it to see each" in text
+
+
+def test_a_huge_result_shows_kinds_alone(build: Callable[..., Result]) -> None:
+    result = build(steps=200, layers=400)
+    next(e for e in run_named(result, "mxfp8")["statistics"] if e["module"] == "layers.7.mlp.down")["snr_db"] = -3.21
+    text = render(result)
+    assert len(text.encode()) < 1_000_000
+    kinds = text[text.index("Planes of mxfp8") :]
+    assert ">−3.2</i>" in kinds and "layers.7.mlp.down</th>" not in kinds and "tick it" not in text  # noqa: RUF001
 
 
 def test_write_report_leaves_the_page_and_nothing_else(result: Result, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from duotone.report import module_names, numbers, plan_table, planes, series
+from duotone.report import metrics, module_names, numbers, plan_table, planes, series
 from duotone.report.axis import Axis, round_out, round_step
-from duotone.report.palette import ViridisScale, WarningScale, styles
+from duotone.report.palette import styles
 
 
 @pytest.mark.parametrize(
@@ -95,18 +95,23 @@ def test_modules_with_one_different_reason_are_not_gathered() -> None:
     assert [group.rows[0][0]["reason"] for group in plan_table.groups(rows)] == ["same", "other"]
 
 
-def test_merging_keeps_the_worst_of_each_field() -> None:
+def test_a_row_of_several_layers_has_the_worst_of_each_quantity() -> None:
     row = {"role": "input", "plane": "rowwise", "format": "nvfp4", "amax": 1.0, "samples": 3}
     signals, lost = (20.0, 5.0, None), (0.1, 0.0, math.nan)
     entries = [
         {**row, "module": f"layers.{index}.mlp", "snr_db": signal, "underflow": share, "saturation": 0.0}
         for index, (signal, share) in enumerate(zip(signals, lost, strict=True))
     ]
-    (entry,) = planes.merged(entries)
-    assert (entry["module"], entry["snr_db"], entry["samples"]) == ("layers.*.mlp", 5.0, 9)
-    assert math.isnan(entry["underflow"])
+    (whole,) = planes.rows(entries, (0.0, 20.0), members=1, hover=False)
+    assert whole.name == "layers.*.mlp (3)"
+    assert [cell.text for cell in whole.cells[0][0]] == ["5.0", "NaN", "0", *["–"] * 4]  # noqa: RUF001
+    assert [member.cells[0][0] for member in whole.members] == [
+        [metrics.Cell("20.0", "v9")],
+        [metrics.Cell("5.0", "v2")],
+        [metrics.Cell("exact")],
+    ]
     exact = [{**entry, "snr_db": None} for entry in entries]
-    assert planes.merged(exact)[0]["snr_db"] is None
+    assert planes.rows(exact, (0.0, 20.0), members=0, hover=False)[0].cells[0][0][0].text == "exact"
 
 
 def test_events_of_delayed_histories_are_told_with_the_module_that_has_most() -> None:
@@ -128,14 +133,6 @@ def test_numbers_are_rounded_with_their_unit() -> None:
     assert numbers.size(0) == "0\N{NO-BREAK SPACE}B"
     assert numbers.significant(22345.6) == "22,346"
     assert numbers.listing(["a", "b", "c"]) == "a, b and c"
-
-
-def test_the_colour_scale_runs_from_violet_to_yellow_with_readable_text() -> None:
-    scale = ViridisScale(10.0, 30.0)
-    assert scale.paint(5.0) == ({"fill": "#440154"}, "on-dark")
-    assert scale.paint(30.0) == ({"fill": "#fde725"}, "on-bright")
-    assert scale.paint(None)[0] == {"class": "blank"}
-    assert WarningScale(0.0, 8.0).paint(4.0)[0]["fill-opacity"] == "0.30"
 
 
 def test_many_runs_get_styles_that_differ() -> None:

@@ -34,6 +34,8 @@ class PlaneEntry(TypedDict):
     underflow: float | None
     saturation: float | None
     amax: float | None
+    bias: NotRequired[float | None]
+    cosine: NotRequired[float | None]
     dynamic_range_bits: NotRequired[float | None]
     amaxes_skipped: NotRequired[int]
     spikes_clamped: NotRequired[int]

@@ -19,8 +19,8 @@ from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements")
-"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, counts."""
+FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements", "decoded", "magnitude", "drift")
+"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, four counts, x_q^2, |x|, x_q - x."""
 
 
 def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
@@ -44,6 +44,9 @@ def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
             (nonzero & (decoded == 0)).sum().to(torch.float64),
             saturated.sum().to(torch.float64),
             finite.sum().to(torch.float64),
+            decoded.square().sum(),
+            original.abs().sum(),
+            (decoded - original).sum(),
         ]
     )
     return sums, _extremes(original.abs(), nonzero)
@@ -57,7 +60,7 @@ def _extremes(magnitude: Tensor, nonzero: Tensor) -> Tensor:
 
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
     """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, -inf where a finite
-    element became infinite; `dynamic_range_bits` is None where nothing was nonzero."""
+    element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None where nothing was nonzero."""
     total = dict(zip(FIELDS, sums, strict=True))
     largest, smallest = extremes[0], -extremes[1]
     snr = None
@@ -68,9 +71,18 @@ def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]
         "snr_db": snr,
         "underflow": total["underflowed"] / max(1.0, total["nonzero"]),
         "saturation": total["saturated"] / max(1.0, total["elements"]),
+        "bias": total["drift"] / total["magnitude"] if total["magnitude"] > 0 else None,
+        "cosine": _cosine(total["signal"], total["decoded"], total["noise"]),
         "amax": largest,
         "dynamic_range_bits": math.log2(largest) - math.log2(smallest) if largest > 0 else None,
     }
+
+
+def _cosine(signal: float, decoded: float, noise: float) -> float | None:
+    """Between x and x_q, of their squared norms and that of their difference; None where one of them is zero."""
+    if not signal > 0 < decoded or math.isinf(noise):
+        return None
+    return (signal + decoded - noise) / (2 * math.sqrt(signal) * math.sqrt(decoded))
 
 
 T = TypeVar("T")
@@ -120,6 +132,7 @@ class Tap:
         - `snr_db`: the ratio of signal to noise. None if nothing was lost.
         - `underflow`: the share of nonzero elements that became 0.
         - `saturation`: the share of elements larger than their scale can represent.
+        - `bias`: the sum of the errors over the sum of the magnitudes. `cosine`: between the tensor and its codes.
         - `amax`: the largest finite magnitude. `dynamic_range_bits`: log2 of amax over the smallest nonzero magnitude,
           None if all was 0.
         - `amaxes_skipped`, `spikes_clamped`: amaxes that did not enter the history of a delayed scale unchanged, in all

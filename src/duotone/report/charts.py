@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.report.axis import round_out
 from duotone.report.choice import Hardware
-from duotone.report.heat_map import HeatMap
 from duotone.report.line_chart import Curve, LineChart
 from duotone.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
-from duotone.report.palette import Style, ViridisScale, WarningScale
-from duotone.report.planes import SHARES, is_exact, share_grid, signal_grid
+from duotone.report.palette import Style
 from duotone.report.scatter import Dot, Scatter
 from duotone.report.series import first_broken, gaps, pieces, quantile, smooth, window_of
 from duotone.report.verdict import compared, gap_text, noise_gap, reference_of
@@ -74,30 +72,6 @@ def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list
         lean.append(Dot(*common, peak / scale if finite(peak) else None, f"{cost}, {size(peak)}"))
     charts = [Scatter(f"Gap and speed on an {where.name}", "speed over bf16", fast)]
     return [*charts, Scatter("Gap and peak memory", f"peak memory of a step ({unit})", lean)]
-
-
-def signal_maps(runs: Sequence[RunEntry], hover: bool) -> list[HeatMap | None]:
-    """A heat map of each run, all on one scale; None for a run without an inexact plane."""
-    inexact = [bool(run["statistics"]) and not is_exact(run) for run in runs]
-    entries = [entry for run, shown in zip(runs, inexact, strict=True) if shown for entry in run["statistics"]]
-    values = [entry["snr_db"] for entry in entries if finite(entry["snr_db"])]
-    scale = ViridisScale(*round_out(min(values, default=0.0), max(values, default=1.0)))
-    return [
-        HeatMap(signal_grid(run["statistics"]), scale, hover) if shown else None
-        for run, shown in zip(runs, inexact, strict=True)
-    ]
-
-
-def share_maps(runs: Sequence[RunEntry]) -> list[tuple[str, HeatMap]]:
-    """For underflow and saturation: its name, and the map of recipes by planes."""
-    shown = [run for run in runs if run["statistics"] and not is_exact(run)]
-    grids = [(field, share_grid(shown, field)) for field in SHARES]
-    result = []
-    for field, grid in grids:
-        values = [cell.value for cell in grid.cells.values() if finite(cell.value)]
-        if values:
-            result.append((field, HeatMap(grid, WarningScale(0.0, round_out(0.0, max(values) or 1.0)[1]))))
-    return result
 
 
 def _curve(run: RunEntry, style: Style, train: Losses, heldout: Losses, end: str | None, window: int) -> Curve:

@@ -11,6 +11,7 @@ from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
 from duotone.report import charts, choice, numbers, plan_table, planes, verdict, worst
+from duotone.report.metrics import COLOURS, METRICS
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
@@ -19,14 +20,17 @@ FILTERS = "broken finite listing moment number percent power px share shorten si
 
 @dataclass(frozen=True)
 class Detail:
-    """How much a page says. Big results get less of it, and the page tells so."""
+    """How much a page says. Big results get less of it, and the page tells so.
+
+    `members` are the quantities that each layer of a kind shows, none for no row of its own.
+    """
 
     hover: bool
-    merge: bool
+    members: int
     plan_groups: int
 
 
-LEVELS = (Detail(True, False, 2000), Detail(False, False, 60), Detail(False, True, 30))
+LEVELS = (Detail(True, len(METRICS), 2000), Detail(False, 1, 60), Detail(False, 0, 30))
 
 
 def render(result: Document) -> str:
@@ -75,15 +79,13 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
     """Everything that the template shows, computed."""
     runs: list[RunEntry] = result["runs"]
     looks = styles(runs)
-    if detail.merge:
-        runs = [{**run, "statistics": planes.merged(run["statistics"])} for run in runs]
     where = choice.hardware(result)
-    maps = charts.signal_maps(runs, detail.hover)
-    rows = [
-        _row(run, detail) | _remedies(whole, result["runs"]) for run, whole in zip(runs, result["runs"], strict=True)
-    ]
-    for row, run, look, signal_map in zip(rows, runs, looks, maps, strict=True):
-        row |= {"colour": look.colour, "signal_map": signal_map, "trouble": verdict.trouble(result, run)}
+    limits = planes.signal_limits(runs)
+    columns = planes.columns([entry for run in runs for entry in run["statistics"]])
+    rows = [_row(run, detail, limits) | _remedies(run, runs) for run in runs]
+    for row, run, look in zip(rows, runs, looks, strict=True):
+        row["colour"], row["trouble"] = look.colour, verdict.trouble(result, run)
+        row["overview"] = planes.overview(run, columns, limits)
     return {
         "result": result,
         "detail": detail,
@@ -98,18 +100,21 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "confidence": choice.confidence(result),
         "where": where,
         "scatters": charts.scatters(result, looks, where),
-        "share_maps": charts.share_maps(runs),
+        "metrics": METRICS,
+        "colours": COLOURS,
+        "limits": limits,
+        "columns": columns,
         "rows": rows,
     }
 
 
 def _remedies(run: RunEntry, runs: list[RunEntry]) -> dict[str, object]:
-    """The worst planes of a run and what would be better there; from statistics that were not merged."""
+    """The worst planes of a run and what would be better there."""
     weak = worst.worst(run, [other for other in runs if other is not run])
     return {"weak": weak, "rules": worst.rules(run, weak)}
 
 
-def _row(run: RunEntry, detail: Detail) -> dict[str, object]:
+def _row(run: RunEntry, detail: Detail, limits: tuple[float, float]) -> dict[str, object]:
     """One run with what is derived from it."""
     groups = plan_table.groups(run["plan"])
     return {
@@ -118,9 +123,9 @@ def _row(run: RunEntry, detail: Detail) -> dict[str, object]:
         "plan": groups[: detail.plan_groups],
         "plan_left_out": sum(group.count for group in groups[detail.plan_groups :]),
         "exact": planes.is_exact(run),
+        "planes": planes.rows(run["statistics"], limits, members=detail.members, hover=detail.hover),
+        "columns": planes.columns(run["statistics"]),
         "formats": planes.formats(run["statistics"]),
         "events": planes.events(run["statistics"]),
-        "share_columns": planes.columns(run["statistics"]),
-        "share_rows": planes.share_rows(run["statistics"]),
         "recipe": json.dumps(run["recipe"], indent=2, ensure_ascii=False),
     }

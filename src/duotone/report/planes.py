@@ -1,22 +1,31 @@
-"""Statistics of quantized planes, arranged for heat maps and tables: role and plane across, modules down."""
+"""Statistics of quantized planes as tables: role and plane across, layers of one kind in a row that unfolds."""
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 from duotone.lab.schema import PlaneEntry, RunEntry
-from duotone.report.heat_map import Cell, Column, Grid
+from duotone.report.axis import round_out
+from duotone.report.metrics import METRICS, Cell, Metric
 from duotone.report.module_names import pattern
-from duotone.report.numbers import finite, number, share, significant
+from duotone.report.numbers import finite, share, significant
+
+Column = tuple[str, str]
+"""A role and a plane."""
 
 COLUMNS: tuple[Column, ...] = tuple(
     (role, plane) for role in ("input", "weight", "grad_output") for plane in ("rowwise", "columnwise")
 )
-Share = Literal["underflow", "saturation"]
-SHARES: tuple[Share, ...] = ("underflow", "saturation")
-SHADES = (0.001, 0.01, 0.05, 0.2)
-"""A share is shaded one step more above each of these."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module, or all of one kind: for each column the cells of the metrics and a text for hovering."""
+
+    name: str
+    cells: list[tuple[list[Cell], str]]
+    members: "list[Row]"
 
 
 def is_exact(run: RunEntry) -> bool:
@@ -24,45 +33,62 @@ def is_exact(run: RunEntry) -> bool:
     return bool(run["statistics"]) and all(entry["snr_db"] is None for entry in run["statistics"])
 
 
-def merged(statistics: Sequence[PlaneEntry]) -> list[PlaneEntry]:
-    """One entry for all modules whose names differ in numbers alone: the worst value of each field.
+def signal_limits(runs: Iterable[RunEntry]) -> tuple[float, float]:
+    """The ends of the colour scale of signal-to-noise, which all runs share."""
+    values = [value for run in runs for entry in run["statistics"] if finite(value := entry["snr_db"])]
+    return round_out(min(values, default=0.0), max(values, default=1.0))
 
-    A NaN counts as the worst. `samples` and events are summed.
-    """
-    groups: dict[tuple[str, str, str], list[PlaneEntry]] = defaultdict(list)
+
+def rows(statistics: Sequence[PlaneEntry], limits: tuple[float, float], *, members: int, hover: bool) -> list[Row]:
+    """One row for each kind of module, with the worst value of its layers; `members` metrics of each layer below."""
+    across, kinds = columns(statistics), defaultdict(list)
     for entry in statistics:
-        groups[pattern(entry["module"]), entry["role"], entry["plane"]].append(entry)
-    result: list[PlaneEntry] = []
-    for (module, role, plane), entries in groups.items():
-        noise = _largest(-entry["snr_db"] for entry in entries if entry["snr_db"] is not None)
-        result.append(
-            {
-                "module": module,
-                "role": role,
-                "plane": plane,
-                "format": ", ".join(sorted({entry["format"] for entry in entries})),
-                "samples": sum(entry["samples"] or 0 for entry in entries),
-                "snr_db": None if noise is None else -noise,
-                "underflow": _largest(entry["underflow"] for entry in entries),
-                "saturation": _largest(entry["saturation"] for entry in entries),
-                "amax": _largest(entry["amax"] for entry in entries),
-                "amaxes_skipped": sum(_events(entry)[0] for entry in entries),
-                "spikes_clamped": sum(_events(entry)[1] for entry in entries),
-            }
-        )
+        kinds[pattern(entry["module"])].append(entry)
+    result = []
+    for kind, entries in kinds.items():
+        modules = defaultdict(list)
+        for entry in entries:
+            modules[entry["module"]].append(entry)
+        several = len(modules) > 1
+        below = modules.items() if several and members else ()
+        shown = METRICS[:members]
+        layers = [Row(name, _cells(part, across, limits, shown, hover), []) for name, part in below]
+        name = f"{kind} ({len(modules)})" if several else entries[0]["module"]
+        result.append(Row(name, _cells(entries, across, limits, METRICS, hover), layers))
     return result
 
 
-def signal_grid(statistics: Sequence[PlaneEntry]) -> Grid:
-    """Signal-to-noise in dB per module and plane. An exact plane is a cell without colour."""
-    cells = {}
-    for entry in statistics:
-        is_exact = entry["snr_db"] in (None, math.inf)
-        shares = f"underflow {share(entry['underflow'])} %, saturation {share(entry['saturation'])} %"
-        title = f"{entry['format']}, {shares}, amax {significant(entry['amax'])}, samples {entry['samples']}"
-        value, text = (None, "exact") if is_exact else (entry["snr_db"], number(entry["snr_db"], 1))
-        cells[entry["module"], _column(entry)] = Cell(value, text, title)
-    return Grid(_modules(statistics), columns(statistics), cells)
+def overview(run: RunEntry, across: Sequence[Column], limits: tuple[float, float]) -> Row:
+    """The worst values of all modules of a run."""
+    return Row(run["name"], _cells(run["statistics"], across, limits, METRICS, True), [])
+
+
+def _cells(
+    entries: Sequence[PlaneEntry],
+    across: Sequence[Column],
+    limits: tuple[float, float],
+    metrics: Sequence[Metric],
+    hover: bool,
+) -> list[tuple[list[Cell], str]]:
+    by_column: dict[Column, list[PlaneEntry]] = defaultdict(list)
+    for entry in entries:
+        by_column[_column(entry)].append(entry)
+    parts = [by_column[column] for column in across]
+    return [
+        ([metric.draw(metric.worst(part), limits) for metric in metrics], _title(part) if hover else "")
+        if part
+        else ([Cell("")], "")
+        for part in parts
+    ]
+
+
+def _title(entries: Sequence[PlaneEntry]) -> str:
+    """Formats, shares and extremes; of several modules the one with the lowest signal-to-noise by name."""
+    formats_used = ", ".join(sorted({entry["format"] for entry in entries}))
+    worst = min(entries, key=lambda entry: math.inf if entry["snr_db"] is None else entry["snr_db"])
+    shares = f"underflow {share(worst['underflow'])} %, saturation {share(worst['saturation'])} %"
+    where = f"lowest in {worst['module']}: " if len(entries) > 1 else ""
+    return f"{formats_used}, {where}{shares}, amax {significant(worst['amax'])}, samples {worst['samples']}"
 
 
 def events(statistics: Sequence[PlaneEntry]) -> str:
@@ -74,34 +100,6 @@ def events(statistics: Sequence[PlaneEntry]) -> str:
     parts = [f"{skipped} amaxes were not finite"] if skipped else []
     parts += [f"{clamped} were spikes and entered as less"] if clamped else []
     return f"delayed scaling: {', '.join(parts)}; most of them in {worst['module']} ({' '.join(_column(worst))})"
-
-
-def share_grid(runs: Sequence[RunEntry], field: Share) -> Grid:
-    """Mean over modules of `underflow` or `saturation` in percent, per run and plane; the worst module."""
-    cells = {}
-    for run in runs:
-        groups: dict[Column, list[tuple[float, str]]] = defaultdict(list)
-        for entry in run["statistics"]:
-            if (value := entry[field]) is not None:
-                groups[_column(entry)].append((value, entry["module"]))
-        for column, shares in groups.items():
-            mean = sum(value for value, _ in shares) / len(shares)
-            worst, module = max(shares, key=lambda pair: _rank(pair[0]))
-            title = f"{run['name']}, {' '.join(column)}: worst {share(worst)} % in {module}"
-            cells[run["name"], column] = Cell(100.0 * mean, share(mean), title)
-    every = [entry for run in runs for entry in run["statistics"]]
-    return Grid([run["name"] for run in runs], columns(every), cells)
-
-
-def share_rows(statistics: Sequence[PlaneEntry]) -> list[tuple[str, list[tuple[str, int]]]]:
-    """Per module: underflow and saturation of each of the `columns`, as text in percent and a shade, 0 to 4."""
-    shares = {(entry["module"], _column(entry)): [entry[field] for field in SHARES] for entry in statistics}
-    rows = []
-    for module in _modules(statistics):
-        values = [value for column in columns(statistics) for value in shares.get((module, column), (None, None))]
-        shades = [sum(value > limit for limit in SHADES) if finite(value) else 0 for value in values]
-        rows.append((module, list(zip(map(share, values), shades, strict=True))))
-    return rows
 
 
 def columns(statistics: Sequence[PlaneEntry]) -> list[Column]:
@@ -131,16 +129,3 @@ def _events(entry: PlaneEntry) -> tuple[int, int]:
 
 def _column(entry: PlaneEntry) -> Column:
     return entry["role"], entry["plane"]
-
-
-def _modules(statistics: Sequence[PlaneEntry]) -> list[str]:
-    return list(dict.fromkeys(entry["module"] for entry in statistics))
-
-
-def _rank(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _largest(values: Iterable[float | None]) -> float | None:
-    """The largest value, NaN if there is one, None if there is none at all."""
-    return max((value for value in values if value is not None), key=_rank, default=None)
