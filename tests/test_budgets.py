@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27241
+LIBRARY_LINES = 27275
 TOOL_LINES = 4837
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -21,7 +21,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (1049, 16, 0),
     "cli": (1064, 3, 0),
-    "comm": (114, 1, 0),
+    "comm": (129, 1, 0),
     "compat": (738, 1, 0),
     "conversion": (2403, 28, 0),
     "dispatch": (2403, 0, 0),
@@ -35,8 +35,8 @@ BUDGETS = {
     "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1328, 62, 1),
-    "planned": (2043, 42, 8),
+    "pipeline": (1340, 63, 1),
+    "planned": (2050, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1312, 0, 0),
     "serving": (1066, 2, 0),

@@ -255,6 +255,9 @@ def delayed_scales_are_those_of_the_whole(folder: Path) -> None:
     alone = duotone.convert(linear("bf16"), recipes.DelayedScaling(reduce_amax=False), rules=())
     distribute(alone[0], Shard(0), Shard(0))
     refused(lambda: alone(distribute_tensor(x, mesh(), [Replicate()])), "keep reduce_amax", RecipeError)
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    with duotone.autocast(recipe=RECIPES["fp8-delayed"], amax_reduction_group=group):
+        refused(lambda: alone(distribute_tensor(x, mesh(), [Replicate()])), "contains the tensor-parallel", RecipeError)
 
 
 @check

@@ -5,9 +5,19 @@ from duotone.comm.collectives import (
     all_gather,
     all_reduce,
     group_rank,
+    group_ranks,
     group_size,
     reduce_scatter,
     require_same,
 )
 
-__all__ = ["ShardContext", "all_gather", "all_reduce", "group_rank", "group_size", "reduce_scatter", "require_same"]
+__all__ = [
+    "ShardContext",
+    "all_gather",
+    "all_reduce",
+    "group_rank",
+    "group_ranks",
+    "group_size",
+    "reduce_scatter",
+    "require_same",
+]

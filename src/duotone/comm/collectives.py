@@ -22,6 +22,11 @@ def group_rank(group: str) -> int:
     return _resolve(group).rank()
 
 
+def group_ranks(group: str) -> set[int]:
+    """The ranks of the group, as numbers of the whole program."""
+    return set(dist.get_process_group_ranks(_resolve(group)))
+
+
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     """The elementwise "sum" or "max" over the ranks, as a new tensor."""
     _resolve(group)

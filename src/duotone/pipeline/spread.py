@@ -91,8 +91,20 @@ def to_local(x: DTensor, gradient: Placement, stored: Placement | None = None) -
 
 def without_wait(x: Tensor) -> Tensor:
     """The tensor itself, after a collective that still fills it: kernels read its address."""
-    wait = getattr(x, "trigger_wait", None)
-    return x if wait is None else wait()  # type: ignore[no-any-return]
+    return Waited.apply(x) if hasattr(x, "trigger_wait") else x  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Waited(torch.autograd.Function):
+    """The result of a collective, once it is there."""
+
+    @staticmethod
+    def forward(ctx: object, x: Any) -> Tensor:
+        result: Tensor = x.trigger_wait()
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class ToLocal(torch.autograd.Function):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from duotone.comm import group_ranks
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
@@ -36,11 +37,17 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
         (layout.weight_shard, plan.weight),
         (layout.grad_shard, plan.gradient),
     )
-    alone = not group or not agreed_history(plan).reduce_amax
-    if alone and any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
+    if not any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
+        return
+    if not group or not agreed_history(plan).reduce_amax:
         raise RecipeError(
             f"{name}: delayed scaling of shards of one tensor needs one scale on all ranks; keep reduce_amax and "
             "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
+        )
+    if group != layout.group and not group_ranks(layout.group) <= group_ranks(group):
+        raise RecipeError(
+            f"{name}: amax_reduction_group {group!r} leaves out ranks that hold shards of the same tensors; give a "
+            "group that contains the tensor-parallel one"
         )
 
 
