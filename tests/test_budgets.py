@@ -14,13 +14,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27275
-TOOL_LINES = 4837
+TOOL_LINES = 4876
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1049, 16, 0),
-    "cli": (1064, 3, 0),
+    "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
     "compat": (738, 1, 0),
     "conversion": (2403, 28, 0),
@@ -28,7 +28,7 @@ BUDGETS = {
     "formats": (1453, 0, 0),
     "integrations": (241, 12, 0),
     "kernels": (3658, 0, 0),
-    "lab": (2220, 7, 0),
+    "lab": (2233, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (508, 15, 0),
     "observe": (911, 11, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "pipeline": (1340, 63, 1),
     "planned": (2050, 42, 8),
     "recipes": (1978, 27, 0),
-    "report": (1312, 0, 0),
+    "report": (1325, 0, 0),
     "serving": (1066, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (1937, 13, 0),

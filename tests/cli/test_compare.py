@@ -14,7 +14,7 @@ def test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table(duotone, text_
     out = tmp_path / "runs" / "a"
     arguments = [*TINY, "--data", text_file, "--recipes", "mxfp8", "bf16", "--seed", "3", "--out", out]
     code, text, progress = duotone(*arguments)
-    assert code == 0 and sorted(os.listdir(out)) == ["report.html", "result.json"]
+    assert code == 0 and sorted(os.listdir(out)) == ["planes.csv", "report.html", "result.json"]
     result = json.loads((out / "result.json").read_text())
     assert [run["name"] for run in result["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
     settings = result["settings"]

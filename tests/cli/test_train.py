@@ -42,7 +42,12 @@ def stop_after(monkeypatch, steps, number=signal.SIGINT):
 
 def test_it_leaves_checkpoints_and_a_report(duotone, arguments, tmp_path):
     code, text, progress = duotone(*arguments, "--save-every", "2", "--out", tmp_path / "a")
-    assert code == 0 and sorted(os.listdir(tmp_path / "a")) == ["checkpoints", "report.html", "result.json"]
+    assert code == 0 and sorted(os.listdir(tmp_path / "a")) == [
+        "checkpoints",
+        "planes.csv",
+        "report.html",
+        "result.json",
+    ]
     assert sorted(os.listdir(tmp_path / "a" / "checkpoints")) == [f"step-0000000{step}" for step in (2, 4, 6)]
     (run,) = json.loads((tmp_path / "a" / "result.json").read_text())["runs"]
     assert run["gap_percent"] is None and len(run["train_loss"]) == 6
@@ -182,7 +187,7 @@ def test_a_folder_in_use_is_refused_and_its_user_named(duotone, refused, stopped
     assert contents(stopped) == before
     (stopped / files.LOCK).write_text("process 1 on a machine that is off")
     assert duotone("train", "--resume", "--out", stopped)[0] == 0
-    assert sorted(os.listdir(stopped)) == ["checkpoints", "report.html", "result.json"]
+    assert sorted(os.listdir(stopped)) == ["checkpoints", "planes.csv", "report.html", "result.json"]
 
 
 def test_a_new_run_in_a_folder_in_use_is_refused(refused, arguments, tmp_path):

@@ -32,7 +32,8 @@ def test_the_document_is_json_and_has_the_fields_of_the_report(result):
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert list(result["settings"]) == SETTINGS
     assert all(list(run) == RUN for run in result["runs"])
-    assert set(result["machine"]) == {"torch", "device", "processor", "threads", "compiled_casts"}
+    machine = {"torch", "python", "commit", "device", "processor", "threads", "compiled_casts"}
+    assert set(result["machine"]) == machine
     assert result["partial"] is False
     assert result["settings"]["model"] == "gpt: 2 layers of 64, 2 heads, SwiGLU 96, tied head"
 

@@ -62,6 +62,14 @@ def test_gaps_are_percent_of_the_reference_at_the_same_step() -> None:
     assert series.gaps([[1, 3.0], [2, 1.0], [9, 1.0]], [[2, 2.0], [1, 2.0]]) == [(1, 50.0), (2, -50.0)]
 
 
+def test_gaps_of_several_seeds_are_averaged_where_all_have_a_value() -> None:
+    pairs = [
+        ([[1, 3.0], [2, 1.0], [3, 1.0]], [[1, 2.0], [2, 2.0], [3, 2.0]]),
+        ([[1, 4.0], [2, None]], [[1, 2.0], [2, 2.0]]),
+    ]
+    assert series.mean_gaps(pairs) == [(1, 75.0), (2, None)]
+
+
 @pytest.mark.parametrize(
     ("names", "expected"),
     [

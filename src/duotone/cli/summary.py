@@ -1,5 +1,7 @@
 """What a comparison or a run came to: the table at the end, and the files it leaves."""
 
+import csv
+import io
 import json
 import math
 import textwrap
@@ -14,7 +16,7 @@ from duotone.lab.schema import Document, GemmEntry, RunEntry
 from duotone.report.numbers import SPACE, shorten
 
 LONG = frozenset({"recipe", "train_loss", "heldout_loss", "repeats", "plan", "statistics"})
-REPORT, RESULT = "report.html", "result.json"
+REPORT, RESULT, PLANES = "report.html", "result.json", "planes.csv"
 WIDTH = 80
 COLUMNS: dict[str, Callable[[RunEntry], str]] = {
     "rank": lambda run: str(run.get("rank") or ""),
@@ -61,7 +63,7 @@ def require_none(folder: Path, force: bool) -> None:
 
 
 def write_result(result: Document, folder: Path, *, quiet: bool = False) -> None:
-    """Write `result.json` and `report.html` into `folder` and say so, on stderr if `quiet`.
+    """Write `result.json`, `planes.csv` and `report.html` into `folder` and say so, on stderr if `quiet`.
 
     UserError where the disk refuses it.
     """
@@ -72,13 +74,24 @@ def write_result(result: Document, folder: Path, *, quiet: bool = False) -> None
     click.echo(f"{'Partial report' if result['partial'] else 'Report'}: {folder / REPORT}", err=quiet)
 
 
+def planes_csv(result: Document) -> str:
+    """The statistics of every plane of every run, a line each under their names."""
+    rows = [{"run": run["name"], **entry} for run in result["runs"] for entry in run["statistics"]]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
 def write_numbers(result: Document, folder: Path) -> None:
-    """Write `result.json` into `folder`; UserError where the disk refuses it."""
+    """Write `result.json` and `planes.csv` into `folder`; UserError where the disk refuses it."""
     from duotone.lab import files
 
     path = folder / RESULT
     try:
         files.publish_file(path, json.dumps(_with_finite_numbers(result), indent=1, allow_nan=False).encode())
+        files.publish_file(folder / PLANES, planes_csv(result).encode(errors="replace"))
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): make room, or choose another --out") from error
 

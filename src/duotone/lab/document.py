@@ -1,6 +1,8 @@
 """The document of a comparison or a training run, of the types in `schema`."""
 
 import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,6 +67,8 @@ def machine(device: str) -> Json:
     """What the numbers were measured on."""
     return {
         "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": _commit(),
         "device": device,
         "processor": torch.cuda.get_device_name() if device == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
@@ -105,6 +109,15 @@ def _quantized(runs: Sequence[Run]) -> set[str]:
 
 def _repeat(run: Run) -> RepeatEntry:
     return {"seed": run.seed, "train_loss": run.train_loss, "heldout_loss": run.heldout_loss, "error": run.error}
+
+
+def _commit() -> str | None:
+    """The commit of the clone that Duotone runs from, None where it is installed."""
+    clone = Path(duotone.__file__).parents[2]
+    if not (clone / ".git").exists() or not (git := shutil.which("git")):
+        return None
+    told = subprocess.run([git, "-C", clone, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return told.stdout.strip() or None
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from duotone.report.line_chart import Curve, LineChart
 from duotone.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
 from duotone.report.palette import Style
 from duotone.report.scatter import Dot, Scatter
-from duotone.report.series import first_broken, gaps, pieces, quantile, smooth, window_of
+from duotone.report.series import first_broken, mean_gaps, pieces, quantile, smooth, window_of
 from duotone.report.verdict import compared, gap_text, noise_gap, reference_of
 
 
@@ -34,13 +34,17 @@ def loss_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineCh
 
 
 def gap_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineChart | None:
-    """How far each run is from the reference at the same step, in percent; None without a comparison."""
+    """How far each run is from the reference at the same step, in percent, the mean over seeds; None without one."""
     reference = reference_of(result)
     if reference is None:
         return None
     curves, others = [], []
     for run, style in zip(result["runs"], styles, strict=True):
-        train, heldout = (gaps(run[key], reference[key]) for key in ("train_loss", "heldout_loss"))
+        repeats = {repeat["seed"]: repeat for repeat in reference.get("repeats", ())}
+        by_seed = [(other, repeats[other["seed"]]) for other in run.get("repeats", ()) if other["seed"] in repeats]
+        pairs = [(run, reference), *by_seed]
+        train = mean_gaps([(curve["train_loss"], base["train_loss"]) for curve, base in pairs])
+        heldout = mean_gaps([(curve["heldout_loss"], base["heldout_loss"]) for curve, base in pairs])
         if run is reference:
             curves.append(_curve(run, style, train, [], None, smoothing(result["runs"])))
         else:

@@ -52,6 +52,15 @@ def gaps(curve: Losses, reference: Losses) -> Losses:
     ]
 
 
+def mean_gaps(pairs: Sequence[tuple[Losses, Losses]]) -> Losses:
+    """The mean of the `gaps` of several pairs of curve and reference, at the steps that all of them have."""
+    curves = [dict(gaps(curve, reference)) for curve, reference in pairs]
+    shared = [step for step in curves[0] if all(step in curve for curve in curves)]
+    values = [[value for curve in curves if (value := curve[step]) is not None] for step in shared]
+    means = [sum(known) / len(known) if len(known) == len(curves) else None for known in values]
+    return list(zip(shared, means, strict=True))
+
+
 def first_broken(curve: Losses) -> int | None:
     """The first step at which `curve` is NaN or infinite, or None."""
     return next((step for step, value in curve if broken(value)), None)
