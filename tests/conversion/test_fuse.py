@@ -80,9 +80,9 @@ def test_without_convert_the_bits_are_those_of_the_plain_model() -> None:
 def test_plan_shows_each_pattern() -> None:
     m = duotone.fuse(duotone.convert(model(1), "mxfp8"))
     assert rows(m) == {
-        "0.before": "fused: it runs in the pipeline of attention.q and attention.k and attention.v",
+        "0.before": "fused: it runs in the pipeline of attention.q + k + v",
         "0.between": "fused: it runs in the pipeline of mlp",
-        "0.mlp": "fused: gate and up, swiglu and down are one pipeline",
+        "0.mlp": "fused: gate + up, swiglu and down are one pipeline",
     }
 
 
@@ -225,3 +225,23 @@ def test_a_model_on_meta_is_fused_too() -> None:
     m = m.to_empty(device="cpu")
     m.load_state_dict(expected.state_dict())
     assert torch.equal(m(hidden_states()), expected(hidden_states()))
+
+
+def test_a_sequential_runs_what_neighbours_its_linears_in_their_pipeline() -> None:
+    torch.manual_seed(0)
+    act = nn.SiLU()
+    layers = [nn.LayerNorm(64), nn.Linear(64, 96), act, nn.Linear(96, 64), act, nn.Dropout(0.5), nn.Linear(64, 32)]
+    m = nn.Sequential(*layers, nn.Tanh()).eval()
+    x, exact = hidden_states(), gradients_of(copy.deepcopy(m).double(), hidden_states().double())
+    duotone.convert(m, "mxfp8", rules=())
+    y = gradients_of(m, x)
+    assert pipelines(m, x) == 3 and error(y, exact) < 0.1
+    duotone.fuse(m)
+    results = gradients_of(m, x)
+    assert pipelines(m, x) == 1 and torch.equal(results["y"], y["y"]) and error(results, y) < 1e-6
+    assert rows(m) == {"": "fused: 8 children are one pipeline"} and type(m[:3]) is type(m)
+    assert torch.equal(m[:4](x), nn.Sequential(*list(m)[:4])(x))
+    m.train()
+    assert pipelines(m, x) == 2  # dropout is a call of its own
+    duotone.revert(m)
+    assert type(m) is nn.Sequential

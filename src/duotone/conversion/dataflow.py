@@ -19,9 +19,11 @@ NOTHING: Names = frozenset()
 
 @dataclass
 class Reads:
-    """Who reads a value: (path of a child, index or name of its argument), and the text of other code."""
+    """Who reads a value: children, and the text of other code."""
 
-    children: list[tuple[str, int | str]] = field(default_factory=list)
+    children: list[tuple[str, int | str, bool]] = field(default_factory=list)
+    """Path, index or name of the argument, and whether every call of the forward reads the value there."""
+
     others: list[str] = field(default_factory=list)
 
 
@@ -35,23 +37,24 @@ class Flow:
     reads: dict[str, Reads]
 
 
-class Chain(Flow):
+class SequentialFlow(Flow):
     """That of nn.Sequential: each child reads the one before it."""
 
     def __init__(self, children: Sequence[str]) -> None:
         self.parameters = ["input"]
         values = ["input", *(f"self.{child}" for child in children)]
-        self.reads = {value: Reads([(child, 0)]) for value, child in zip(values, children, strict=False)}
+        self.reads = {value: Reads([(child, 0, True)]) for value, child in zip(values, children, strict=False)}
         self.reads[values[-1]] = Reads(others=["the caller"])
 
 
-class Code(Flow):
+class CodeFlow(Flow):
     """That of the source of a forward."""
 
     def __init__(self, function: ast.FunctionDef) -> None:
         self.parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)][1:]
         keyword_only = [argument.arg for argument in function.args.kwonlyargs]
         self.reads: dict[str, Reads] = {}
+        self.branches = 0
         self.values: dict[str, Names] = {name: frozenset({name}) for name in (*self.parameters, *keyword_only)}
         self.run(function.body)
 
@@ -95,11 +98,13 @@ class Code(Flow):
                 self.note(statement, self.value(part))
         before = dict(self.values)
         outcomes = [before]
+        self.branches += 1
         handlers = [handler.body for handler in getattr(statement, "handlers", ())]
         for body in (statement.body, getattr(statement, "orelse", []), *handlers, getattr(statement, "finalbody", [])):
             self.values = dict(before)
             self.run(body)
             outcomes.append(self.values)
+        self.branches -= 1
         names = set().union(*outcomes)
         self.values = {name: frozenset().union(*(one.get(name, NOTHING) for one in outcomes)) for name in names}
 
@@ -142,7 +147,8 @@ class Code(Flow):
             source = self.value(argument)
             if path:
                 for name in source:
-                    self.reads.setdefault(name, Reads()).children.append((path, place))
+                    always = not self.branches and len(source) == 1
+                    self.reads.setdefault(name, Reads()).children.append((path, place, always))
             else:
                 self.note(call, source)
         return frozenset({f"self.{path}"}) if path else NOTHING
@@ -168,42 +174,51 @@ class Flows:
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         self.is_leaf = is_leaf
         """Says of a module whether it reads a value itself. Others are entered if they pass it on to their children."""
-        self.by_forward: dict[Callable[..., object], Code | None] = {}
+        self.by_forward: dict[Callable[..., object], CodeFlow | None] = {}
 
     def of(self, module: nn.Module) -> Flow | None:
         """The flow of the forward of a module's class; None if its source cannot be read."""
         forward = plain_class(module).forward
         if forward is nn.Sequential.forward:
-            return Chain(list(module._modules))
+            return SequentialFlow(list(module._modules))
         if forward not in self.by_forward:
-            self.by_forward[forward] = _code(forward)
+            self.by_forward[forward] = _flow_of_code(forward)
         return self.by_forward[forward]
 
-    def readers(self, module: nn.Module, child: str) -> tuple[list[str], list[str]]:
-        """The paths of the modules that read the output of a child of `module`, and the other code that does."""
-        reads = list(self._reads(module, f"self.{child}"))
-        return list(dict.fromkeys(path for path, text in reads if not text)), [text for _, text in reads if text]
-
-    def _reads(self, module: nn.Module, value: str) -> Iterator[tuple[str, str]]:
-        """(path, "") of each module that reads a value, ("", text) of other code."""
+    def first_readers(self, module: nn.Module) -> list[str] | None:
+        """The children that read the first argument of a module; None if its source cannot be read."""
         flow = self.of(module)
         if flow is None:
-            yield "", f"{type(module).__name__}.forward, which has no source"
+            return None
+        reads = flow.reads.get(flow.parameters[0], Reads()) if flow.parameters else Reads()
+        return list(dict.fromkeys(path for path, _, _ in reads.children))
+
+    def readers(self, module: nn.Module, child: str) -> tuple[dict[str, bool], list[str]]:
+        """Who reads the output of a child of `module`: modules by path, with whether they always do, and other code."""
+        reads = list(self._reads(module, f"self.{child}"))
+        return {path: always for path, always, text in reads if not text}, [text for *_, text in reads if text]
+
+    def _reads(self, module: nn.Module, value: str) -> Iterator[tuple[str, bool, str]]:
+        """(path, whether always, "") of each module that reads a value, ("", False, text) of other code."""
+        flow = self.of(module)
+        if flow is None:
+            yield "", False, f"{type(module).__name__}.forward, which has no source"
             return
         reads = flow.reads.get(value, Reads())
-        yield from (("", text) for text in reads.others)
-        for path, place in reads.children:
+        yield from (("", False, text) for text in reads.others)
+        for path, place, always in reads.children:
             try:
                 reader = module.get_submodule(path)
             except AttributeError:
-                yield "", f"self.{path}"  # a method
+                if hasattr(module, path.split(".")[0]):  # a method; what is absent is in a branch for other models
+                    yield "", False, f"self.{path}"
                 continue
             parameter = None if self.is_leaf(reader) else self._parameter(reader, place)
             if parameter is None:
-                yield path, ""
+                yield path, always, ""
             else:
-                inner = self._reads(reader, parameter)
-                yield from ((f"{path}.{one}" if one else "", text) for one, text in inner)
+                for inner, sure, text in self._reads(reader, parameter):
+                    yield f"{path}.{inner}" if inner else "", always and sure, text
 
     def _parameter(self, reader: nn.Module, place: int | str) -> str | None:
         """The parameter of a module that gets an argument, if children of the module read it."""
@@ -214,10 +229,10 @@ class Flows:
         return parameter if flow.reads.get(parameter, Reads()).children else None
 
 
-def _code(forward: Callable[..., object]) -> Code | None:
+def _flow_of_code(forward: Callable[..., object]) -> CodeFlow | None:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         (function,) = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    return Code(function) if isinstance(function, ast.FunctionDef) else None
+    return CodeFlow(function) if isinstance(function, ast.FunctionDef) else None

@@ -4,18 +4,18 @@ Each call looks whether its parts are still linears under plans, without hooks o
 it cannot follow, the forward of the class runs as before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.patterns import MLP, Norm
+from duotone.conversion.patterns import MLP, Chain, Norm, children_of, is_linear
 from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
 from duotone.ops.packed_linear import FormatsDiffer, PackedLinear, why_not_in_pipeline, why_not_packed
-from duotone.ops.sequential import is_hooked
+from duotone.ops.sequential import is_hooked, run_modules
 from duotone.pipeline.deferred import Defer, DeferredOutput
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import is_transformed
@@ -58,8 +58,8 @@ class MLPPipeline:
         reason = refusal_of(self.owner, linears, self.pattern.first)
         if reason:
             return reason
-        for name, child in self.owner._modules.items():
-            if name not in linears and child is not None:
+        for name, child in children_of(self.owner).items():
+            if name not in linears:
                 if is_hooked(child):
                     return f"{name} has hooks"
                 if isinstance(child, nn.Dropout) and child.p and child.training:
@@ -69,18 +69,61 @@ class MLPPipeline:
     @property
     def words(self) -> str:
         """What runs together."""
-        return f"{' and '.join(self.pattern.first)}, {self.pattern.activation} and {self.pattern.last}"
+        return f"{' + '.join(self.pattern.first)}, {self.pattern.activation} and {self.pattern.last}"
+
+    def run(self, x: Tensor) -> Any:
+        """The output. FormatsDiffer if the first linears have to run one by one."""
+        return run(self.ops, x, (), None, self.owner)
 
 
-class FusedMLP(Fused):
-    """A module whose forward is an `MLPPipeline`."""
+class ChainPipeline:
+    """The children of an nn.Sequential in order; neighbouring linears, norms and activations are one pipeline."""
+
+    def __init__(self, owner: nn.Module, parts: Chain) -> None:
+        self.owner, self.parts = owner, parts
+        self.ops: dict[str, Op] = {}
+        for (name, child), part in zip(children_of(owner).items(), parts, strict=True):
+            if isinstance(part, Norm):
+                self.ops[name] = NormOp(child, *part)
+            elif part is not None:
+                self.ops[name] = ActivationOp(part)
+
+    @property
+    def refusal(self) -> str:
+        """Why the module runs its own forward, or ""."""
+        children = children_of(self.owner)
+        if len(children) != len(self.parts):
+            return "it has other children than before"
+        for name, child in children.items():
+            reason = "has hooks" if is_hooked(child) else why_not_in_pipeline(child) if is_linear(child) else ""
+            if reason:
+                return f"{name} {reason}"
+        return ""
+
+    @property
+    def words(self) -> str:
+        """What runs together."""
+        return f"{len(self.parts)} children"
+
+    def run(self, x: Tensor) -> Any:
+        members = [
+            self.ops.get(name, child)
+            for name, child in children_of(self.owner).items()
+            if not isinstance(child, nn.Dropout) or (child.p and child.training)
+        ]
+        y, _ = run_modules(members, x, (), None, self.owner)
+        return y
+
+
+class FusedForward(Fused):
+    """A module whose whole forward is a pipeline."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        pipeline: MLPPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
+        pipeline: MLPPipeline | ChainPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
         alone = len(inputs) == 1 and not options and not is_distributed(inputs[0])
         if pipeline is not None and alone and not pipeline.refusal:
             try:
-                return run(pipeline.ops, inputs[0], (), None, self)
+                return pipeline.run(inputs[0])
             except FormatsDiffer:
                 pass
         return super().forward(*inputs, **options)  # type: ignore[misc]
@@ -127,18 +170,13 @@ class NormReaders:
         if names:
             reason = refusal_of(owner, names, names)
             return f"{path}.{reason}" if reason and path else reason
-        return owner.__dict__[FUSED].refusal if isinstance(owner, FusedMLP) else f"{path} is not fused"
+        return owner.__dict__[FUSED].refusal if isinstance(owner, FusedForward) else f"{path} is not fused"
 
     @property
     def words(self) -> str:
-        """Who reads the norm."""
-        return " and ".join(f"{path}.{name}" if path else name for path, name in self._readers())
-
-    def _readers(self) -> Iterator[tuple[str, str]]:
-        for path, names in self.groups:
-            yield from ((path, name) for name in names)
-            if not names:
-                yield "", path
+        """Who reads the norm. Those with a plus between them are one linear."""
+        groups = [(path, " + ".join(names)) for path, names in self.groups]
+        return " and ".join(f"{path}.{names}" if path and names else path or names for path, names in groups)
 
     def takes(self, x: object) -> bool:
         """Whether an input is one for which the norm may be put off."""

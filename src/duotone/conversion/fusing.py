@@ -10,16 +10,26 @@ from torch import Tensor, nn
 from duotone.conversion import forwards
 from duotone.conversion.dataflow import Flows
 from duotone.conversion.default_rules import FULL, adapters
-from duotone.conversion.fused_modules import FUSED, FusedMLP, FusedNorm, MLPPipeline, NormReaders, plain_class
+from duotone.conversion.fused_modules import (
+    FUSED,
+    ChainPipeline,
+    FusedForward,
+    FusedNorm,
+    MLPPipeline,
+    NormReaders,
+    plain_class,
+)
 from duotone.conversion.naming import require_model
-from duotone.conversion.patterns import MLP, NoMatch, Norm, mlp_of, norm_of
+from duotone.conversion.patterns import MLP, Chain, NoMatch, Norm, chain_of, children_of, is_linear, mlp_of, norm_of
 from duotone.errors import UserError
 from duotone.ops.packed_linear import pack
+from duotone.pipeline.slot_roles import KnownRoles
 from duotone.state.autocast_context import autocast
 
 LEFT_ALONE = "_left_unfused"
 """Of a module that has the parts of a pattern: why it is left alone."""
 
+Pipeline = MLPPipeline | ChainPipeline | NormReaders
 Groups = tuple[tuple[str, tuple[str, ...]], ...]
 
 
@@ -27,9 +37,14 @@ Groups = tuple[tuple[str, tuple[str, ...]], ...]
 class Findings:
     """What of a model runs as pipelines, and what is left alone, by module."""
 
-    mlps: dict[nn.Module, MLP] = field(default_factory=dict)
+    forwards: dict[nn.Module, MLP | Chain] = field(default_factory=dict)
     norms: dict[nn.Module, tuple[Norm, nn.Module, Groups]] = field(default_factory=dict)
     left: dict[nn.Module, str] = field(default_factory=dict)
+
+    def starts_with_linear(self, module: nn.Module) -> bool:
+        """Whether a module runs as a pipeline whose first op is a linear."""
+        pattern = self.forwards.get(module)
+        return isinstance(pattern, MLP) or (pattern is not None and is_linear(next(module.children())))
 
 
 def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, object] | None = None) -> nn.Module:
@@ -47,10 +62,11 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
     require_model("fuse", model)
     findings = _find(model, {} if sample is None else _hidden_states(model, sample))
     unfuse(model)
-    for module, mlp in findings.mlps.items():
-        _change(module, FusedMLP, MLPPipeline(module, mlp))
-        if len(mlp.first) > 1:
-            pack([module.get_submodule(name) for name in mlp.first])
+    for module, pattern in findings.forwards.items():
+        is_mlp = isinstance(pattern, MLP)
+        _change(module, FusedForward, MLPPipeline(module, pattern) if is_mlp else ChainPipeline(module, pattern))
+        if is_mlp and len(pattern.first) > 1:
+            pack([module.get_submodule(name) for name in pattern.first])
     for module, (norm, parent, groups) in findings.norms.items():
         _change(module, FusedNorm, NormReaders(module, norm, parent, groups))
         for path, names in groups:
@@ -72,18 +88,18 @@ def unfuse(model: nn.Module) -> None:
 
 def fused_row(module: nn.Module) -> str:
     """What a plan says of a module that fuse has looked at, or ""."""
-    pipeline: MLPPipeline | NormReaders | None = module.__dict__.get(FUSED)
+    pipeline: Pipeline | None = module.__dict__.get(FUSED)
     if pipeline is None:
         reason = module.__dict__.get(LEFT_ALONE)
         return f"not fused: {reason}" if reason else ""
     if pipeline.refusal:
         return f"not fused: {pipeline.refusal}"
-    if isinstance(pipeline, MLPPipeline):
-        return f"fused: {pipeline.words} are one pipeline"
-    return f"fused: it runs in the pipeline of {pipeline.words}"
+    if isinstance(pipeline, NormReaders):
+        return f"fused: it runs in the pipeline of {pipeline.words}"
+    return f"fused: {pipeline.words} are one pipeline"
 
 
-def _change(module: nn.Module, mixin: type, pipeline: MLPPipeline | NormReaders) -> None:
+def _change(module: nn.Module, mixin: type, pipeline: Pipeline) -> None:
     forwards.change_class(module, forwards.planned_class(mixin, type(module)))
     module.__dict__[FUSED] = pipeline
 
@@ -91,26 +107,28 @@ def _change(module: nn.Module, mixin: type, pipeline: MLPPipeline | NormReaders)
 def _find(model: nn.Module, samples: Mapping[nn.Module, Tensor]) -> Findings:
     findings, low_rank = Findings(), adapters(model)
     parts = {id(module) for name, module in model.named_modules() if name in low_rank}
+
+    def is_leaf(reader: nn.Module) -> bool:
+        return is_linear(reader) or findings.starts_with_linear(reader) or _wrapped(reader, parts) is not None
+
+    flows = Flows(is_leaf)
     for module in model.modules():
-        reason = _wrapped_parts(module, parts)
+        if forwards.is_replaced(module) or isinstance(module, KnownRoles):  # those of Duotone are pipelines already
+            continue
+        plain, reason = plain_class(module), _wrapped_parts(module, parts)
         try:
-            if forwards.is_replaced(module):
-                continue
-            mlp = mlp_of(module, plain_class(module), samples.get(module))
+            pattern = chain_of(module, plain) or mlp_of(module, plain, flows.first_readers(module), samples.get(module))
         except NoMatch as error:
-            mlp, reason = None, str(error)
-        if mlp is not None:
-            findings.mlps[module] = mlp
+            pattern, reason = None, str(error)
+        if pattern is not None:
+            findings.forwards[module] = pattern
         elif reason:
             findings.left[module] = reason
 
-    def is_leaf(reader: nn.Module) -> bool:
-        return isinstance(reader, nn.Linear) or reader in findings.mlps or _wrapped(reader, parts) is not None
-
-    flows = Flows(is_leaf)
     for parent in model.modules():
-        for name, module in parent._modules.items():
-            if module is not None and not forwards.is_replaced(module):
+        in_chain = parent in findings.forwards and not isinstance(findings.forwards[parent], MLP)
+        for name, module in children_of(parent).items():
+            if not in_chain and not forwards.is_replaced(module):
                 _find_norm(parent, name, module, findings, flows)
     return findings
 
@@ -127,7 +145,7 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
         return
     if norm is None:
         return
-    foreign = {p: m for p, m in modules.items() if not isinstance(m, nn.Linear) and m not in findings.mlps}
+    foreign = {p: m for p, m in modules.items() if not is_linear(m) and not findings.starts_with_linear(m)}
     if others:
         findings.left[module] = f"its output is also read by `{others[0]}`"
     elif foreign:
@@ -137,19 +155,21 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
         findings.norms.pop(module, None)
         findings.left[module] = "several modules call it"
     else:
-        findings.norms[module] = norm, parent, tuple(_groups(modules, findings.mlps))
+        findings.norms[module] = norm, parent, tuple(_groups(modules, paths))
 
 
-def _groups(modules: Mapping[str, nn.Module], mlps: Mapping[nn.Module, MLP]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The linears of each owner, by its path, and fused modules."""
-    linears: dict[str, list[str]] = {}
+def _groups(modules: Mapping[str, nn.Module], always: Mapping[str, bool]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """By the path of their owner, linears that run as one: those that always read. Others are alone, or ("mlp", ())."""
+    packs: dict[str, list[str]] = {}
     for path, reader in modules.items():
-        if reader in mlps:
+        owner, _, name = path.rpartition(".")
+        if not is_linear(reader):
             yield path, ()
+        elif always[path]:
+            packs.setdefault(owner, []).append(name)
         else:
-            owner, _, name = path.rpartition(".")
-            linears.setdefault(owner, []).append(name)
-    yield from ((owner, tuple(names)) for owner, names in linears.items())
+            yield owner, (name,)
+    yield from ((owner, tuple(names)) for owner, names in packs.items())
 
 
 def _wrapped(module: nn.Module, low_rank: set[int]) -> nn.Linear | None:
@@ -165,7 +185,7 @@ def _wrapped(module: nn.Module, low_rank: set[int]) -> nn.Linear | None:
 
 def _wrapped_parts(module: nn.Module, low_rank: set[int]) -> str:
     """Why a module with the parts of an MLP is left alone: some of its linears are adapted or wrapped; or ""."""
-    children = dict(module.named_children())
+    children = children_of(module)
     wrapped = {name: child for name, child in children.items() if _wrapped(child, low_rank) is not None}
     linears = [child for child in children.values() if isinstance(child, nn.Linear) and id(child) not in low_rank]
     rest = [c for n, c in children.items() if n not in wrapped and not isinstance(c, nn.Linear)]

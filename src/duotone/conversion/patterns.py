@@ -6,16 +6,19 @@ no part, so models on meta, with weights of zero, or in few bits are compared to
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from duotone import ops
+from duotone.conversion.transposed import is_transposed
 from duotone.dispatch.activations import ACTIVATIONS
 from duotone.dispatch.norms import NORMS
 from duotone.ops.norm import NormStage
+from duotone.planned.linear import PlannedLinear
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 """Names of the number that a norm adds to the variance."""
@@ -45,28 +48,33 @@ class MLP(NamedTuple):
     last: str
 
 
+Chain = tuple[Norm | str | None, ...]
+"""For each child of an nn.Sequential, the norm or activation that it is, or None."""
+
+
 class NoMatch(Exception):
     """A module has the parts of a pattern, and cannot run as one for this reason."""
 
 
 def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     """The norm that a module is; `plain` is its class. None if it has other parts. NoMatch if it has other values."""
+    if isinstance(module, ops.RMSNorm | ops.LayerNorm):
+        return Norm(module.kind, module.eps, module.zero_centered_gamma)
     parameters, eps = module._parameters, _epsilon(module)
     gamma = parameters.get("weight")
     if eps is None or gamma is None or gamma.dim() != 1 or not set(parameters) <= {"weight", "bias"}:
         return None
     if any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
-    generator = torch.Generator().manual_seed(0)
-    twin = _twin(module, plain)
+    numbers, twin = torch.Generator().manual_seed(0), _twin(module, plain)
     twin.__dict__.update({name: eps for name in EPSILONS if name in module.__dict__})
     vectors = {
-        name: None if p is None else nn.Parameter(_random(generator, p.shape), requires_grad=False)
+        name: None if p is None else nn.Parameter(_random(p.shape, numbers), requires_grad=False)
         for name, p in parameters.items()
     }
     twin.__dict__["_parameters"] = vectors
     scales = torch.logspace(-3, 2, ROWS, dtype=torch.float64).unsqueeze(1)
-    x = _random(generator, (ROWS, gamma.shape[0])) * scales + scales
+    x = _random((ROWS, gamma.shape[0]), numbers) * scales + scales
     y = _values(twin, x)
     for kind in ("RMSNorm", "LayerNorm"):
         for zero_centered in (False, True):
@@ -76,77 +84,134 @@ def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     raise NoMatch("its values are those of no norm of duotone.ops")
 
 
-def mlp_of(module: nn.Module, plain: type[nn.Module], sample: Tensor | None = None) -> MLP | None:
+def mlp_of(
+    module: nn.Module, plain: type[nn.Module], first: Collection[str] | None, sample: Tensor | None = None
+) -> MLP | None:
     """The MLP that a module is; `plain` is its class. None if it has other parts. NoMatch if it has other values.
 
-    `sample` is an input for which the values have to be the same too, with the weights of the module.
+    `first` are the children that read the input of the module, None if that is not known. `sample` is an input for
+    which the values have to be the same too, with the weights of the module.
     """
-    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+    children = children_of(module)
+    linears = {name: child for name, child in children.items() if is_linear(child)}
+    others = [child for name, child in children.items() if name not in linears]
+    if len(linears) not in (2, 3) or _holds_tensors(module, recurse=False) or any(map(_holds_tensors, others)):
         return None
-    linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
-    others = [child for name, child in module.named_children() if name not in linears]
-    if len(linears) not in (2, 3) or any(True for child in others for _ in (*child.parameters(), *child.buffers())):
-        return None
-    candidates = list(_candidates(linears))
+    candidates = [one for one in _candidates(linears) if first is None or set(one.first) == set(first)]
     if not candidates:
         return None
-    unit = math.gcd(*(size for linear in linears.values() for size in linear.weight.shape))
-    for small in dict.fromkeys((min(unit, UNIT), unit)):
-        generator = torch.Generator().manual_seed(0)
-        twins = {name: _random_linear(linear, small, unit, generator) for name, linear in linears.items()}
-        try:
-            candidates = [one for one in candidates if _matches(module, plain, one, twins, generator)]
+    unit = math.gcd(*(size for linear in linears.values() for size in _shape(linear)))
+    for small in dict.fromkeys((min(unit, UNIT), unit)):  # a forward may insist on the sizes of its weights
+        numbers = torch.Generator().manual_seed(0)
+        twins = {name: _random_linear(linear, small, unit, numbers) for name, linear in linears.items()}
+        x = 4 * _random((2, ROWS, twins[candidates[0].first[0]].in_features), numbers)
+        matching = _Trial(module, plain, x, twins).matching(candidates)
+        if matching:
             break
-        except Exception as error:  # any code of the user; it may insist on the sizes of its weights
-            failure = error
-    else:
-        raise NoMatch(f"it cannot be called alone: {failure}".split("\n")[0])
     if sample is not None:
         twins = {name: _wide(linear) for name, linear in linears.items()}
-        candidates = [one for one in candidates if _matches(module, plain, one, twins, None, sample)]
-    if not candidates:
+        matching = _Trial(module, plain, sample.detach().double(), twins).matching(matching)
+    if not matching:
         raise NoMatch("its values are not those of linears and an activation of duotone.ops")
-    return candidates[0]
+    return matching[0]
 
 
-def _candidates(linears: Mapping[str, nn.Linear]) -> Iterator[MLP]:
-    """The MLPs that linears of these sizes may be."""
-    for *first, last in permutations(linears):
-        shapes = {tuple(linears[name].weight.shape) for name in first}
-        rows, inner = next(iter(shapes))[0], linears[last].weight.shape[1]
-        if len(shapes) == 1 and rows * len(first) in (inner, 2 * inner):
-            gated = rows * len(first) == 2 * inner
-            names = [name for name, activation in ACTIVATIONS.items() if activation.gated == gated]
-            yield from (MLP(tuple(first), name, last) for name in names)
+class _Trial(NamedTuple):
+    """A module under its plain class, with other linears, to be compared with candidates for an input."""
 
+    module: nn.Module
+    plain: type[nn.Module]
+    x: Tensor
+    linears: Mapping[str, nn.Linear]
 
-def _matches(
-    module: nn.Module,
-    plain: type[nn.Module],
-    candidate: MLP,
-    linears: Mapping[str, nn.Linear],
-    generator: torch.Generator | None,
-    sample: Tensor | None = None,
-) -> bool:
-    """Whether the module with these linears gives what the candidate gives, in evaluation and in training."""
-    first, kind, last = candidate
-    heads = [linears[name] for name in first]
-    x = sample if sample is not None else 4 * _random(generator, (2, ROWS, heads[0].in_features))
-    x = x.detach().double()
-    with torch.no_grad():
-        hidden = torch.cat([head(x) for head in heads], -1)
-        expected = linears[last](ACTIVATIONS[kind].value(hidden))
-    for training in (False, True):
-        twin = _twin(module, plain)
-        children = {name: copy.copy(child) for name, child in module._modules.items() if child is not None}
-        twin.__dict__["_modules"] = {**children, **linears}
+    def matching(self, candidates: Iterable[MLP]) -> list[MLP]:
+        """The candidates that give what the module gives, in evaluation and in training."""
+        return [one for one in candidates if all(self.matches(one, training) for training in (False, True))]
+
+    def matches(self, candidate: MLP, training: bool) -> bool:
+        first, kind, last = candidate
+        if self.linears[first[0]].in_features != self.x.shape[-1]:
+            return False
+        with torch.no_grad():
+            hidden = torch.cat([self.linears[name](self.x) for name in first], -1)
+            expected = self.linears[last](ACTIVATIONS[kind].value(hidden))
+        twin = _twin(self.module, self.plain)
+        copies = {name: copy.copy(child) for name, child in children_of(self.module).items()}
+        twin.__dict__["_modules"] = {**copies, **self.linears}
         for part in (twin, *twin.children()):
             part.training = training
             if isinstance(part, nn.Dropout):
                 part.p = 0.0  # a call with dropout runs the forward of the class
-        if not _same(_values(twin, x), expected):
+        try:
+            return _same(_values(twin, self.x), expected)
+        except Exception:  # any code of the user
             return False
-    return True
+
+
+def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
+    """The norms and activations beside the linears of an nn.Sequential; None without them, or for another class."""
+    if plain.forward is not nn.Sequential.forward:
+        return None
+    children = list(children_of(module).values())
+    linear = [False, *(is_linear(child) for child in children), False]
+    parts: list[Norm | str | None] = []
+    for i, child in enumerate(children):
+        part: Norm | str | None = None
+        if linear[i + 2]:
+            try:
+                part = norm_of(child, type(child))
+            except NoMatch:
+                part = None
+        if part is None and (linear[i] or linear[i + 2]) and not linear[i + 1]:
+            part = activation_of(child)
+        parts.append(part)
+    return tuple(parts) if any(parts) else None
+
+
+def activation_of(module: nn.Module) -> str | None:
+    """The name in `ACTIVATIONS` of the function that a module without tensors is."""
+    if _holds_tensors(module) or isinstance(module, nn.Dropout | nn.Identity):
+        return None
+    x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
+    try:
+        y = _values(module, x)
+    except Exception:  # any code of the user
+        return None
+    plain = (name for name, activation in ACTIVATIONS.items() if not activation.gated)
+    return next((name for name in plain if _same(y, ACTIVATIONS[name].value(x))), None)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module]:
+    """By name, also one that has several names."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by its weight and does nothing else."""
+    return isinstance(module, nn.Linear | PlannedLinear) or is_transposed(module)
+
+
+def _holds_tensors(module: nn.Module, recurse: bool = True) -> bool:
+    return any(True for _ in (*module.parameters(recurse), *module.buffers(recurse)))
+
+
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    """(out_features, in_features)."""
+    weight = linear.weight
+    assert isinstance(weight, Tensor)
+    rows, columns = weight.shape
+    return (rows, columns) if isinstance(linear, nn.Linear) else (columns, rows)
+
+
+def _candidates(linears: Mapping[str, nn.Module]) -> Iterator[MLP]:
+    """The MLPs that linears of these sizes may be."""
+    for *first, last in permutations(linears):
+        shapes = {_shape(linears[name]) for name in first}
+        rows, inner = next(iter(shapes))[0], _shape(linears[last])[1]
+        if len(shapes) == 1 and rows * len(first) in (inner, 2 * inner):
+            gated = rows * len(first) == 2 * inner
+            names = [name for name, activation in ACTIVATIONS.items() if activation.gated == gated]
+            yield from (MLP(tuple(first), name, last) for name in names)
 
 
 def _epsilon(module: nn.Module) -> float | None:
@@ -181,19 +246,22 @@ def _same(y: object, expected: Tensor) -> bool:
     return bool((y - expected).abs().max() <= TOLERANCE * expected.abs().max())
 
 
-def _random(generator: torch.Generator | None, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+def _random(shape: Sequence[int], numbers: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), generator=numbers, dtype=torch.float64, device="cpu")
 
 
-def _random_linear(linear: nn.Linear, small: int, unit: int, generator: torch.Generator) -> nn.Linear:
-    rows, columns = (size // unit * small for size in linear.weight.shape)
-    bias = None if linear.bias is None else _random(generator, (rows,))
-    return _linear(_random(generator, (rows, columns)) / columns**0.5, bias)
+def _random_linear(linear: nn.Module, small: int, unit: int, numbers: torch.Generator) -> nn.Linear:
+    rows, columns = (size // unit * small for size in _shape(linear))
+    bias = None if linear.bias is None else _random((rows,), numbers)
+    return _linear(_random((rows, columns), numbers) / columns**0.5, bias)
 
 
-def _wide(linear: nn.Linear) -> nn.Linear:
-    bias = None if linear.bias is None else linear.bias.detach().double()
-    return _linear(linear.weight.detach().double(), bias)
+def _wide(linear: Any) -> nn.Linear:
+    """The linear with its own weight."""
+    weight, bias = linear.weight.detach().double(), linear.bias
+    return _linear(
+        weight if isinstance(linear, nn.Linear) else weight.t(), None if bias is None else bias.detach().double()
+    )
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

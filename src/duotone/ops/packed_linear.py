@@ -46,7 +46,7 @@ class PackedLinear(Op):
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         linears = self.linears
         weight = joined([linear.weight for linear in linears])
-        bias = None if linears[0].bias is None else joined([linear.bias for linear in linears])  # type: ignore[misc]
+        bias = joined_biases(linears)
         require_fit(linears[0], info, weight, bias)
         trained = any([linear.weight.requires_grad for linear in linears])
         stage = linears[0].plans.stage(info, trained, None)
@@ -63,8 +63,9 @@ class PackedLinear(Op):
         return self.linears[0].operands(stage, info, extra, weight, bias)
 
     def split(self, y: Tensor) -> Sequence[Tensor]:
-        """The output of each linear."""
-        return y.split([linear.weight.shape[0] for linear in self.linears], -1)
+        """The output of each linear: copies, since one that is kept for backward must not hold the others in memory."""
+        sizes = [linear.weight.shape[0] for linear in self.linears]
+        return torch.split_with_sizes_copy(y, sizes, -1)  # type: ignore[no-any-return]
 
     def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
         agree = self.agreement.get(stage)
@@ -81,6 +82,19 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
         return torch.cat(list(parts))
     return Joined.apply(*parts)  # type: ignore[no-any-return]
+
+
+def joined_biases(linears: Linears) -> Tensor | None:
+    """The biases one after the other, zeros for a linear without one; None if no linear has one."""
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return None
+    return joined(
+        [
+            linear.weight.detach().new_zeros(linear.weight.shape[0]) if bias is None else bias
+            for linear, bias in zip(linears, biases, strict=True)
+        ]
+    )
 
 
 def formats(plan: LinearPlan) -> tuple[object, ...]:
@@ -108,7 +122,6 @@ def why_not_in_pipeline(linear: nn.Module | None) -> str:
 
 def why_not_packed(linears: Mapping[str, nn.Module | None]) -> str:
     """Why linears, by name, cannot run as one, or ""."""
-    biases = set()
     for name, linear in linears.items():
         assert isinstance(linear, PlannedLinear)
         weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
@@ -120,8 +133,7 @@ def why_not_packed(linears: Mapping[str, nn.Module | None]) -> str:
             return f"{name} has options of its backward"
         if linear.layout != WHOLE:
             return f"{name} is spread over ranks"
-        biases.add(bias is None)
-    return f"{' and '.join(linears)} do not all have a bias" if len(biases) > 1 else ""
+    return ""
 
 
 PLAIN = (nn.Parameter, Tensor)
