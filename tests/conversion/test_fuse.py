@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from blocks import Block, ZeroCentred, gradients_of, hidden_states, model
+from blocks import Block, GatedMLP, ZeroCentred, gradients_of, hidden_states, model
 from torch import Tensor, nn
 
 import duotone
@@ -245,3 +245,92 @@ def test_a_sequential_runs_what_neighbours_its_linears_in_their_pipeline() -> No
     assert pipelines(m, x) == 2  # dropout is a call of its own
     duotone.revert(m)
     assert type(m) is nn.Sequential
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(32), GatedMLP(32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def test_a_block_compiles_whole_with_eager_bits() -> None:
+    torch._dynamo.reset()
+    eager = duotone.fuse(duotone.convert(FeedForward(), "mxfp8"))
+    m, x = copy.deepcopy(eager), hidden_states(2, 8, width=32)
+    m.compile(fullgraph=True, backend="aot_eager")
+    left, right = gradients_of(m, x), gradients_of(eager, x)
+    assert torch.equal(left["y"], right["y"]) and error(left, right) < 1e-6
+    torch._dynamo.reset()
+
+
+class UpInHighPrecision(duotone.CustomRecipe):
+    """Another format for one of two linears that would run as one."""
+
+    def __init__(self) -> None:
+        mxfp8, bf16 = duotone.recipes.load("mxfp8"), duotone.recipes.load("bf16")
+        super().__init__(qfactory=lambda role: (bf16 if role and role.name.endswith(("up", "k")) else mxfp8)(role))
+
+
+@pytest.mark.parametrize("by", ["rules", "autocast"])
+def test_linears_of_different_formats_run_one_by_one(by: str) -> None:
+    names = (
+        duotone.recipes.Rule(module="*.up", format="identity"),
+        duotone.recipes.Rule(module="*.k", format="identity"),
+    )
+    rules = names if by == "rules" else ()
+    m = duotone.convert(model(norm=nn.LayerNorm), "mxfp8", rules=rules)
+    fused, x = duotone.fuse(copy.deepcopy(m)), hidden_states()
+    recipe = duotone.recipes.load("mxfp8") if by == "rules" else UpInHighPrecision()
+    with duotone.autocast(recipe):
+        left, right = gradients_of(fused, x), gradients_of(m, x)
+        assert torch.equal(left["y"], right["y"]) and error(left, right) < 1e-6
+        assert pipelines(fused, x) == 2 * 7
+    if by == "autocast":
+        assert pipelines(fused, x) == 2 * 3
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_without_gradients(mode) -> None:
+    m, x = duotone.fuse(duotone.convert(model(), "mxfp8")), hidden_states()
+    expected = m(x)
+    with mode():
+        assert torch.equal(m.eval()(x), expected) and pipelines(m, x) == 6
+
+
+def test_a_linear_of_two_parents_and_tied_weights() -> None:
+    def build() -> nn.Sequential:
+        m = model(norm=nn.LayerNorm)
+        m[1].mlp.down = m[0].mlp.down  # one module, two parents
+        m[1].mlp.up.weight = m[0].mlp.up.weight  # one parameter, two modules
+        m[1].attention.k.weight = m[1].attention.q.weight  # in one GEMM
+        return m
+
+    m, x = duotone.convert(build(), "mxfp8"), hidden_states()
+    fused = duotone.fuse(copy.deepcopy(m))
+    left, right = gradients_of(fused, x), gradients_of(m, x)
+    assert torch.equal(left["y"], right["y"]) and error(left, right) < 1e-6 and pipelines(fused, x) == 6
+    assert fused[1].mlp.up.weight is fused[0].mlp.up.weight
+
+
+def test_weights_of_one_gemm_lie_side_by_side_and_are_not_copied() -> None:
+    m = duotone.fuse(duotone.convert(model(1), "mxfp8"))
+    gate, up = m[0].mlp.gate.weight, m[0].mlp.up.weight
+    assert up.data_ptr() == gate.data_ptr() + gate.numel() * 4
+    assert up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()
+    moved = copy.deepcopy(m).double().float()  # apart again, and still right
+    assert torch.equal(moved(hidden_states()), m(hidden_states()))
+
+
+def test_under_torch_autocast_a_norm_computes_by_itself() -> None:
+    m, x = duotone.convert(model(1, norm=nn.LayerNorm), "mxfp8"), hidden_states()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = m(x)
+        assert torch.equal(duotone.fuse(m)(x), expected)
+
+
+def test_convert_can_fuse() -> None:
+    m = duotone.convert(model(1), "mxfp8", fuse=True)
+    assert len(rows(m)) == 3 and pipelines(m, hidden_states()) == 3

@@ -10,10 +10,9 @@ from typing import Any
 from torch import nn
 
 from duotone.attention import DotProductAttention
-from duotone.conversion import experts, forwards
+from duotone.conversion import experts, forwards, fusing
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import close_fast_paths, open_fast_paths
-from duotone.conversion.fusing import unfuse
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
@@ -28,13 +27,19 @@ from duotone.tensor import Quantizer
 
 
 def convert(
-    model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule] = OUTPUT_HEAD, *, schedule: Schedule | None = None
+    model: nn.Module,
+    recipe: RecipeLike,
+    rules: Sequence[Rule] = OUTPUT_HEAD,
+    *,
+    schedule: Schedule | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """Make every nn.Linear, and all linears of experts, follow `recipe`, in place, and return the model.
 
     - `rules` go before any recipe, also before that of an enclosing autocast. The default keeps the output head in high
       precision. A rule that matches nothing gives a warning and a row of `plan`.
     - `schedule` starts with the recipe. All its phases are checked; `autocast(recipe=schedule.at(step))` follows it.
+    - `fuse` also runs norms, linears and activations as pipelines, as `duotone.fuse` does.
     - Modules of Duotone take the recipe, the rules and their full names too.
     - Subclasses of nn.Linear with another forward, and other modules that hold matrices, are left alone. `plan` shows
       them. Under `strict` they are an error unless a rule or the recipe asks for high precision.
@@ -60,7 +65,7 @@ def convert(
         target.adopt(recipe, all_rules, slots)
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
-    return model
+    return fusing.fuse(model) if fuse else model
 
 
 def _checked(target: Target, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
@@ -91,7 +96,7 @@ def revert(model: nn.Module) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
-    unfuse(model)
+    fusing.unfuse(model)
     open_fast_paths(model)
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):

@@ -170,7 +170,7 @@ def chain_of(module: nn.Module, plain: type[nn.Module]) -> Chain | None:
 
 def activation_of(module: nn.Module) -> str | None:
     """The name in `ACTIVATIONS` of the function that a module without tensors is."""
-    if _holds_tensors(module) or isinstance(module, nn.Dropout | nn.Identity):
+    if _holds_tensors(module):
         return None
     x = torch.linspace(-8, 8, 128, dtype=torch.float64, device="cpu").view(2, 64)
     try:
