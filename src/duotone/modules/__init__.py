@@ -1,7 +1,6 @@
 """nn.Modules: names, parameters and tuples of the stages in `ops/`."""
 
-from duotone.modules.layer_norm_linear import LayerNormLinear
-from duotone.modules.layer_norm_mlp import LayerNormMLP
+from duotone.modules.layer_norm import LayerNormLinear, LayerNormMLP
 from duotone.modules.moe import MoE
 from duotone.ops import GroupedLinear, LayerNorm, Linear, RMSNorm
 

@@ -20,8 +20,7 @@ from duotone.ops.activation import (
     SReLU,
     SwiGLU,
 )
-from duotone.ops.basic import Bias, ConstantScale, Dropout, Identity, Reshape
-from duotone.ops.collective import AllGather, AllReduce, ReduceScatter
+from duotone.ops.basic import AllGather, AllReduce, Bias, ConstantScale, Dropout, Identity, ReduceScatter, Reshape
 from duotone.ops.extra_tensors import AddExtraInput, MakeExtraOutput
 from duotone.ops.norm import L2Normalization, LayerNorm, RMSNorm
 from duotone.ops.quantize_op import Quantize
