@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27433
+LIBRARY_LINES = 27404
 TOOL_LINES = 4876
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BUDGETS = {
     "attention": (1049, 16, 0),
     "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
-    "compat": (738, 1, 0),
+    "compat": (741, 1, 0),
     "conversion": (2549, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
@@ -30,9 +30,9 @@ BUDGETS = {
     "kernels": (3658, 0, 0),
     "lab": (2233, 7, 0),
     "linear": (1756, 5, 0),
-    "modules": (508, 15, 0),
-    "observe": (911, 11, 0),
-    "ops": (1407, 5, 0),
+    "modules": (496, 15, 0),
+    "observe": (903, 11, 0),
+    "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1340, 63, 1),

@@ -61,7 +61,7 @@ def _extremes(magnitude: Tensor, nonzero: Tensor) -> Tensor:
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
     """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, -inf where a finite
     element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None where nothing was nonzero."""
-    total = dict(zip(FIELDS, sums, strict=True))
+    total = dict.fromkeys(FIELDS, 0.0) | dict(zip(FIELDS, sums, strict=False))  # older taps have the first six
     largest, smallest = extremes[0], -extremes[1]
     snr = None
     if total["noise"] > 0 < total["signal"]:
