@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from causal import batch, llama
+from causal import batch, llama, mixtral
 from packages import require
+from safetensors.torch import load_file
 
 import duotone
 from duotone.serving.schemes import SCHEMES
@@ -77,3 +78,55 @@ def test_we_read_what_compressed_tensors_compresses(scheme: str, tmp_path) -> No
     for name in ours.keys() & theirs.keys():
         if hasattr(ours[name], "planes"):
             assert torch.equal(ours[name].dequantize(torch.bfloat16), theirs[name].dequantize(torch.bfloat16)), name
+
+
+MOE = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "NVFP4A16", "BF16"])
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_experts_are_stored_as_linears_under_the_names_of_published_checkpoints(scheme, recipe, tmp_path) -> None:
+    from duotone.integrations.transformers import export
+
+    model = mixtral(**MOE)
+    if recipe is not None:
+        duotone.convert(model, recipe)
+    report = export(model, tmp_path, scheme=scheme)
+    stored = duotone.load(tmp_path)
+    mixtral(**MOE).save_pretrained(tmp_path / "published")
+    published = load_file(tmp_path / "published" / "model.safetensors")
+    assert stored.keys() == published.keys()
+    for name, tensor in stored.items():
+        values = tensor.dequantize(torch.float32) if hasattr(tensor, "planes") else tensor.float()
+        assert torch.linalg.vector_norm(values - published[name]) <= 0.12 * torch.linalg.vector_norm(published[name])
+    config = json.loads((tmp_path / "config.json").read_text())
+    if scheme != "BF16":
+        assert len(report.rows) == 2 * (4 + 3 * 4)
+        routers = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
+        assert config["quantization_config"]["ignore"] == ["lm_head", *routers]
+    if scheme == "NVFP4A16":
+        place = "model.layers.0.block_sparse_moe.experts.1"
+        one, three = (stored[f"{place}.{name}.weight"].planes.rowwise.parts["amax"] for name in ("w1", "w3"))
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "BF16"])
+def test_transformers_loads_experts_with_equal_weights(scheme: str, tmp_path) -> None:
+    from duotone.integrations.transformers import export
+
+    export(mixtral(**MOE), tmp_path, scheme=scheme)
+    if scheme != "BF16":
+        set_dequantize(tmp_path, True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info.values())
+    stored = duotone.load(tmp_path)
+    experts = model.model.layers[0].mlp.experts
+    for at in range(4):
+        place = f"model.layers.0.block_sparse_moe.experts.{at}"
+        parts = [stored[f"{place}.{name}.weight"] for name in ("w1", "w3", "w2")]
+        values = [part.dequantize(torch.bfloat16) if hasattr(part, "planes") else part for part in parts]
+        assert torch.equal(experts.gate_up_proj[at], torch.cat(values[:2])) and torch.equal(
+            experts.down_proj[at], values[2]
+        )

@@ -4,6 +4,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Schedule
+from duotone.serving.export_report import ExportReport
+from duotone.serving.exporting import ExportOptions, write_export
 from duotone.state.autocast_context import autocast
 from duotone.tensor import QuantizedTensor
 
@@ -29,6 +32,7 @@ if int(VERSION.split(".")[0]) < OLDEST:
 
 import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
+from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
@@ -195,3 +199,21 @@ class DuotoneCallback(transformers.TrainerCallback):
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.regions:
             self.regions.pop().__exit__(*sys.exc_info())
+
+
+def export(model: transformers.PreTrainedModel, path: str | Path, **options: Any) -> ExportReport:
+    """As `duotone.export`, in the layout of published checkpoints: with their names, and experts split into linears.
+
+    UserError for a model whose layout joins several of its tensors.
+    """
+
+    def names(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return revert_weight_conversion(model, {name: tensor})
+
+    tensors = {name: t.to("meta") for name, t in without_states(model).items() if type(t) is Tensor}
+    whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
+    pieces = {n: tuple(piece.shape) for name, tensor in tensors.items() for n, piece in names(name, tensor).items()}
+    if whole != pieces:
+        odd = min(whole.keys() ^ pieces.keys() or whole)
+        raise UserError(f"the layout of {type(model).__name__} makes {odd} of several tensors; use duotone.export")
+    return write_export(model, Path(path), ExportOptions(**options), names)

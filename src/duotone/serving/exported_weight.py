@@ -31,6 +31,8 @@ class ExportedWeight:
     master: Tensor | None = None
     amax: Tensor | None = None
     input_amax: Tensor | None = None
+    is_rounded: bool = False
+    """Whether the weight has the values of planes."""
     note: Callable[[ExportRow, Mapping[str, Tensor]], None] = field(default=lambda row, parts: None)
 
     @property
@@ -44,7 +46,7 @@ class ExportedWeight:
     @property
     def plane(self) -> Plane | None:
         """The plane along K that the weight holds, if the scheme stores its codes."""
-        if not isinstance(self.weight, QuantizedTensor):
+        if not isinstance(self.weight, QuantizedTensor) or self.weight.dim() != 2:
             return None
         row, col = self.weight.planes
         plane = row or (col and col.transposed())
@@ -54,7 +56,8 @@ class ExportedWeight:
     def source(self) -> str:
         if self.plane is not None and self.amax is None:
             return "planes"
-        return "re-encoded" if isinstance(self.weight, QuantizedTensor) and self.master is None else "encoded"
+        is_rounded = self.is_rounded or isinstance(self.weight, QuantizedTensor)
+        return "re-encoded" if is_rounded and self.master is None else "encoded"
 
     @property
     def values(self) -> Tensor:
@@ -68,11 +71,18 @@ class ExportedWeight:
 
     def refuse(self, allow_requantize: bool) -> None:
         """UserError where the weight cannot be exported so."""
+        self.refuse_shape()
+        self.refuse_source(allow_requantize)
+
+    def refuse_shape(self) -> None:
         unfit = self.scheme.reason_unfit(self.shape)
         if unfit:
             raise UserError(f"{self.name} cannot be served as {self.scheme.name}: {unfit}; ignore={[self.name]!r}")
+
+    def refuse_source(self, allow_requantize: bool) -> None:
         if self.master is not None and self.master.shape != self.weight.shape:
-            raise UserError(f"the master of {self.name} is {tuple(self.master.shape)}, its weight {self.shape}")
+            shapes = tuple(self.master.shape), tuple(self.weight.shape)
+            raise UserError(f"the master of {self.name} is {shapes[0]}, and its weight {shapes[1]}")
         if self.source == "re-encoded" and not allow_requantize:
             why = "shares its global scale with others" if self.plane is not None else f"holds {self.weight!r}"
             remedy = "give masters= (of the optimizer), or allow_requantize=True, which rounds a second time"

@@ -1,0 +1,105 @@
+"""Which weights of a model are stored quantized, and what cannot be exported."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from duotone.conversion.default_rules import adapters, heads
+from duotone.conversion.experts import PREFIX, holds_experts, linear_names
+from duotone.conversion.left_alone import left_alone
+from duotone.conversion.transposed import is_transposed
+from duotone.errors import UserError
+from duotone.formats import IDENTITY, Format
+from duotone.planned.planned import Planned
+from duotone.serving.exported_weight import ExportedWeight
+from duotone.serving.schemes import Scheme, scheme_for
+from duotone.serving.stored_tensors import ExportedExperts, StoredNames, stored_name
+from duotone.tensor import QuantizedTensor
+
+Weights = dict[str, ExportedWeight | ExportedExperts]
+
+
+def selected_weights(
+    model: nn.Module, scheme: Scheme, ignore: Sequence[str], masters: Mapping[str, Tensor], names: StoredNames
+) -> Weights:
+    """What is stored quantized, by the full name of the parameter."""
+    excluded = {*left_alone(model), *heads(model)}
+    weights: Weights = {}
+    for owner, module in model.named_modules():
+        if any(fnmatchcase(owner, pattern) for pattern in ignore):
+            continue
+        for name, fmt in _matrices(owner, module):
+            if fmt == IDENTITY or (fmt is None and isinstance(module, nn.Linear) and owner in excluded):
+                continue
+            parameter = model.get_parameter(name)
+            usual = fmt is not None and scheme.agrees(fmt) and not fmt.is_delayed and not fmt.is_stochastic
+            encoder = fmt if usual and fmt is not None else scheme.format
+            is_linear = parameter.dim() == 2
+            stored = stored_name(names, name).removesuffix(".weight") if is_linear else name
+            weight = ExportedWeight(stored, parameter, scheme, encoder, masters.get(name))
+            weights[name] = weight if is_linear else ExportedExperts(weight, names)
+            if is_linear and not isinstance(module, nn.Linear):
+                _refuse_module(owner, module)
+    return weights
+
+
+def _matrices(owner: str, module: nn.Module) -> Iterator[tuple[str, Format | None]]:
+    """The full names of the weights of a module, with the format that fprop reads; None if it follows no plan."""
+    if holds_experts(module):
+        if any(part not in module._parameters for part in linear_names(module)):
+            _refuse_module(owner, module)
+        for part in linear_names(module):
+            yield f"{owner}.{part}", trained_format(module._modules.get(f"{PREFIX}{part}"))
+    elif isinstance(module, nn.Linear) or is_transposed(module) or isinstance(module, Planned):
+        fmt = trained_format(module)
+        if "weight" in module._parameters:
+            yield f"{owner}.weight".removeprefix("."), fmt
+        elif fmt not in (None, IDENTITY) and "_owner" not in module.__dict__:  # which experts have
+            _refuse_module(owner, module)
+
+
+def _refuse_module(owner: str, module: nn.Module) -> None:
+    kind = type(module).__name__
+    raise UserError(
+        f"{owner} ({kind}) holds what no server reads as the weight of a linear; ignore={[owner]!r} stores it in bf16"
+    )
+
+
+def trained_format(module: nn.Module | None) -> Format | None:
+    """The format in which fprop reads the weight; None if the module follows no plan."""
+    if not isinstance(module, Planned):
+        return None
+    weight = module.weight
+    plane = weight.planes.rowwise if isinstance(weight, QuantizedTensor) else None
+    return module.plans.plan(module.recipe).weight.quantizer.rowwise if plane is None else plane.format
+
+
+def scheme_of_recipe(model: nn.Module) -> Scheme | None:
+    """The scheme of most weights; None if all are in high precision."""
+    formats = [fmt for module in model.modules() if (fmt := trained_format(module)) not in (None, IDENTITY)]
+    counts = Counter(fmt.name for fmt in formats if fmt is not None)
+    most = max(counts, key=lambda name: counts[name], default="")
+    return next((scheme_for(fmt) for fmt in formats if fmt is not None and fmt.name == most), None)
+
+
+def refuse_model(model: nn.Module) -> None:
+    """UserError for a model that is not whole."""
+    for name in adapters(model):
+        raise UserError(f"{name} is a low-rank adapter; merge the adapters into the model, then export it")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if hasattr(tensor, "to_local") or (isinstance(tensor, Tensor) and tensor.is_meta):
+            where = "on meta" if tensor.is_meta else "sharded"
+            raise UserError(f"{name} is {where}; export a model whose tensors are whole, as on one rank")
+
+
+def refuse_arguments(model: nn.Module, weights: Weights, masters: Mapping[str, Tensor], ignore: Sequence[str]) -> None:
+    """UserError for names that the model, or the export, does not have."""
+    unknown = set(masters) - weights.keys()
+    if unknown:
+        raise UserError(f"masters has {min(unknown)!r}, which is no weight that is exported quantized")
+    names = [name for name, _ in model.named_modules()]
+    for pattern in ignore:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"ignore has {pattern!r}, which matches no module of the model")

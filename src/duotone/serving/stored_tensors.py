@@ -1,0 +1,91 @@
+"""What a file stores for a tensor of a model: itself under its name, or pieces under the names of another layout."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from duotone.errors import UserError
+from duotone.serving.exported_weight import ExportedWeight, share_global_scales
+from duotone.serving.tensor_file import TensorSpec
+from duotone.tensor.plane_tensor import plain
+
+StoredNames = Callable[[str, Tensor], Mapping[str, Tensor]]
+"""The full name of a tensor, and the tensor, which may be on meta -> its pieces by the names that files give them."""
+
+
+def own_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
+    """The layout of the model itself."""
+    return {name: tensor}
+
+
+def stored_name(names: StoredNames, name: str) -> str:
+    """The name under which a matrix is stored."""
+    return next(iter(names(name, torch.empty(2, 2, device="meta"))))
+
+
+@dataclass(frozen=True)
+class PlainTensor:
+    """A tensor in high precision, or one of integers. Parameters in fp32 become bf16."""
+
+    name: str
+    tensor: Tensor
+    names: StoredNames
+
+    @property
+    def dtype(self) -> torch.dtype:
+        is_fp32 = isinstance(self.tensor, nn.Parameter) and self.tensor.dtype == torch.float32
+        return torch.bfloat16 if is_fp32 else self.tensor.dtype
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        pieces = self.names(self.name, torch.empty(self.tensor.shape, dtype=self.dtype, device="meta"))
+        return {name: TensorSpec.of(piece) for name, piece in pieces.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        pieces = self.names(self.name, plain(self.tensor.detach()))
+        return {name: piece.to(self.dtype) for name, piece in pieces.items()}
+
+
+@dataclass(frozen=True)
+class ExportedExperts:
+    """The linears of experts, which one parameter (E, ...) holds. `like` describes the parameter as a whole."""
+
+    like: ExportedWeight
+    names: StoredNames
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        pieces = self._pieces(torch.empty(self.like.weight.shape, device="meta"))
+        return {name: spec for piece in pieces.values() for name, spec in piece.specs.items()}
+
+    def refuse(self, allow_requantize: bool) -> None:
+        """UserError where the experts cannot be exported so."""
+        like = self.like
+        if like.scheme.input_scale:
+            raise UserError(f"{like.name} is of experts, whose inputs have no static scale; choose another scheme")
+        like.refuse_source(allow_requantize)
+        for piece in self._pieces(torch.empty(like.weight.shape, device="meta")).values():
+            piece.refuse_shape()
+
+    def tensors(self) -> dict[str, Tensor]:
+        pieces = self._pieces(self.like.values)
+        share_global_scales(pieces)
+        return {name: tensor for piece in pieces.values() for name, tensor in piece.tensors().items()}
+
+    def _pieces(self, values: Tensor) -> dict[str, ExportedWeight]:
+        """Each linear by its name."""
+        like, pieces = self.like, self.names(self.like.name, values)
+        for name, piece in pieces.items():
+            if piece.dim() != 2 or not name.endswith(".weight"):
+                raise UserError(
+                    f"{like.name} holds what no server reads as weights of linears; ignore=[...] stores a module in "
+                    "bf16, and duotone.integrations.transformers.export splits the experts of transformers"
+                )
+        is_rounded = like.source == "re-encoded"
+        linears = {name.removesuffix(".weight"): piece for name, piece in pieces.items()}
+        return {
+            name: replace(like, name=name, weight=piece, master=None, is_rounded=is_rounded)
+            for name, piece in linears.items()
+        }
