@@ -14,7 +14,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27558
-TOOL_LINES = 4898
+TOOL_LINES = 4920
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "formats": (1453, 0, 0),
     "integrations": (263, 13, 0),
     "kernels": (3658, 0, 0),
-    "lab": (2233, 7, 0),
+    "lab": (2234, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (496, 15, 0),
     "observe": (903, 11, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "pipeline": (1340, 63, 1),
     "planned": (2050, 42, 8),
     "recipes": (1978, 27, 0),
-    "report": (1325, 0, 0),
+    "report": (1346, 0, 0),
     "serving": (1220, 2, 0),
     "state": (1756, 18, 0),
     "tensor": (1937, 13, 0),

@@ -103,6 +103,22 @@ def test_modules_with_one_different_reason_are_not_gathered() -> None:
     assert [group.rows[0][0]["reason"] for group in plan_table.groups(rows)] == ["same", "other"]
 
 
+def test_what_ran_is_told_beside_what_was_asked() -> None:
+    row = {"gemm": "dgrad", "a": "nvfp4", "b": "nvfp4", "kernel": "k", "native": False, "reason": ""}
+    plan = [{**row, "module": name} for name in ("same", "other", "unseen")]
+    planes_of = {"same": ("nvfp4", "nvfp4"), "other": ("nvfp4", "mxfp8_e4m3")}
+    statistics = [
+        {"module": name, "role": role, "plane": plane, "format": fmt, "samples": 3}
+        for name, pair in planes_of.items()
+        for (role, plane), fmt in zip((("grad_output", "rowwise"), ("weight", "columnwise")), pair, strict=True)
+    ]
+    assert [one["ran"] for one in plan_table.observed(plan, statistics)] == [
+        "as asked, 3 times",
+        "NOT as asked: nvfp4 x mxfp8_e4m3",
+        "not observed",
+    ]
+
+
 def test_a_row_of_several_layers_has_the_worst_of_each_quantity() -> None:
     row = {"role": "input", "plane": "rowwise", "format": "nvfp4", "amax": 1.0, "samples": 3}
     signals, lost = (20.0, 5.0, None), (0.1, 0.0, math.nan)

@@ -20,6 +20,7 @@ class GemmEntry(TypedDict):
     kernel: str | None
     native: bool | None
     reason: str | None
+    ran: NotRequired[str]
 
 
 class PlaneEntry(TypedDict):

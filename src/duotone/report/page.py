@@ -30,7 +30,7 @@ class Detail:
     plan_groups: int
 
 
-LEVELS = (Detail(True, len(METRICS), 2000), Detail(False, 1, 60), Detail(False, 0, 30))
+LEVELS = (Detail(True, len(METRICS), 2000), Detail(True, 1, 2000), Detail(False, 1, 60), Detail(False, 0, 30))
 
 
 def render(result: Document) -> str:
@@ -116,9 +116,12 @@ def _remedies(run: RunEntry, runs: list[RunEntry]) -> dict[str, object]:
 
 def _row(run: RunEntry, detail: Detail, limits: tuple[float, float]) -> dict[str, object]:
     """One run with what is derived from it."""
-    groups = plan_table.groups(run["plan"])
+    plan = plan_table.observed(run["plan"], run["statistics"])
+    groups = plan_table.groups(plan)
     return {
         "run": run,
+        "as_asked": sum(row.get("ran", "").startswith("as asked") for row in plan),
+        "otherwise": [row["module"] for row in plan if row.get("ran", "").startswith("NOT")],
         "gemms": plan_table.counts(run["plan"]) if run["plan"] else None,
         "plan": groups[: detail.plan_groups],
         "plan_left_out": sum(group.count for group in groups[detail.plan_groups :]),

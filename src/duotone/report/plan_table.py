@@ -1,11 +1,12 @@
-"""The plan of a run, for reading: how many GEMMs run how, and modules with the same rows told once."""
+"""The plan of a run beside what ran: how many GEMMs run how, and modules with the same rows told once."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from duotone.lab.schema import GemmEntry
+from duotone.lab.schema import GemmEntry, PlaneEntry
 from duotone.report.module_names import compact
+from duotone.report.worst import GEMMS
 
 # What a plan calls an operand that is not quantized.
 HIGH_PRECISION = frozenset({None, "identity", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"})
@@ -19,6 +20,23 @@ class PlanGroup:
     modules: list[str]
     count: int
     rows: list[tuple[GemmEntry, str]]
+
+
+def observed(plan: Sequence[GemmEntry], statistics: Sequence[PlaneEntry]) -> list[GemmEntry]:
+    """The plan, each row with what the sampled steps encoded for its operands: what was asked, or something else."""
+    planes = {(entry["module"], entry["role"], entry["plane"]): entry for entry in statistics}
+    rows: list[GemmEntry] = []
+    for row in plan:
+        sides = [planes.get((row["module"], *side)) for side in GEMMS.get(row["gemm"] or "", ())]
+        seen = [side for side in sides if side is not None]
+        if len(seen) < 2:
+            ran = "not observed"
+        elif [side["format"] for side in seen] == [row["a"], row["b"]]:
+            ran = f"as asked, {min(side['samples'] or 0 for side in seen)} times"
+        else:
+            ran = f"NOT as asked: {' x '.join(side['format'] for side in seen)}"
+        rows.append({**row, "ran": ran})
+    return rows
 
 
 def kind(row: GemmEntry) -> str:
