@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27558
+LIBRARY_LINES = 27564
 TOOL_LINES = 4920
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
     "compat": (741, 1, 0),
-    "conversion": (2549, 31, 0),
+    "conversion": (2555, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1453, 0, 0),
     "integrations": (263, 13, 0),

@@ -113,6 +113,11 @@ def converted(model: Decoder, recipe: Recipe) -> Decoder:
     return model
 
 
+def fused(model: Decoder, recipe: Recipe) -> Decoder:
+    """The same, with norms and MLPs as pipelines."""
+    return duotone.fuse(converted(model, recipe))  # type: ignore[return-value]
+
+
 def of_modules(model: Decoder, recipe: Recipe) -> Decoder:
     """The blocks from LayerNormLinear, Linear and LayerNormMLP over the same parameters; attention stays torch's."""
     for block in model.layers:
@@ -158,7 +163,7 @@ def candidates(settings: Settings, shape: Shape) -> list[Candidate]:
     for name in layer.torchao_recipes():
         made.append(candidate(f"torchao {name}", lambda name=name: compile_blocks(_torchao(bench.twin(), name))))
     for recipe in settings.recipes:
-        for form, build in {"converted": converted, "modules": of_modules}.items():
+        for form, build in {"converted": converted, "fused": fused, "modules": of_modules}.items():
             model = lambda build=build, recipe=recipe: build(bench.twin(), recipe)  # noqa: E731
             made.append(candidate(f"{recipe.name}, {form}", model))
             between = lambda model=model: compile_between(model())  # noqa: E731

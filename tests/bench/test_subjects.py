@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import duotone
 from bench.subjects import cast, grouped, host, layer, linear, mlp, train
 from bench.subjects.catalog import SUBJECTS
 from bench.timing.case import DEFAULT_RECIPES, Settings, require_multiple
@@ -145,12 +146,13 @@ def test_host_calls_are_bursts_of_steps():
 def test_candidates_that_train_share_parameters_and_agree():
     bench = train.Bench.of(CPU, (32, 32, 64, 2))
     plain, converted = bench.twin(), train.converted(bench.twin(), HIGH)
-    modules = train.of_modules(bench.twin(), HIGH)
+    fused, modules = train.fused(bench.twin(), HIGH), train.of_modules(bench.twin(), HIGH)
     own = {id(parameter) for parameter in bench.model.parameters()}
-    for model in (plain, converted, modules):
+    for model in (plain, converted, fused, modules):
         assert {id(parameter) for parameter in model.parameters()} == own
-    losses = [model(bench.tokens, bench.targets).item() for model in (plain, converted, modules)]
-    assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-3)
+    losses = [model(bench.tokens, bench.targets).item() for model in (plain, converted, fused, modules)]
+    assert losses[0] == losses[1] and losses[2:] == pytest.approx(losses[:1] * 2, rel=1e-3)
+    assert [row.reason.split(":")[0] for row in duotone.plan(fused).filter(reason="fused")] == ["fused"] * 6
     assert type(plain.layers[0].attention.qkv) is torch.nn.Linear
 
 
@@ -178,7 +180,7 @@ def test_the_forms_of_a_recipe_that_trains():
     names = list(named(train.candidates(Settings("cpu", (HIGH,), compiled=True, vocabulary=64), (8, 16, 16, 1))))
     assert names[:2] == ["torch bf16 eager", "torch bf16, blocks compiled"]
     forms = ["", ", the rest compiled", ", compiled"]
-    assert names[2:] == [f"bf16, {made}{form}" for made in ("converted", "modules") for form in forms]
+    assert names[2:] == [f"bf16, {made}{form}" for made in ("converted", "fused", "modules") for form in forms]
 
 
 def test_torchao_makes_its_linears_where_it_is_installed(monkeypatch):

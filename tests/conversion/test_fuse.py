@@ -266,6 +266,30 @@ def test_a_block_compiles_whole_with_eager_bits() -> None:
     torch._dynamo.reset()
 
 
+def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    m = duotone.fuse(duotone.convert(nn.Sequential(*(FeedForward() for _ in range(3))), "fp8-current"))
+    for block in m:
+        block.compile(fullgraph=True, backend=backend)
+    m(hidden_states(2, 8, width=32).requires_grad_())
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_the_epsilon_of_a_norm_that_follows_its_dtype() -> None:
+    m = duotone.fuse(duotone.convert(model(1, norm=nn.RMSNorm), "mxfp8"))
+    assert m[0].before.eps is None and rows(m)["0.before"].startswith("fused")
+    m.bfloat16()
+    assert rows(m)["0.before"] == "not fused: it has another epsilon than when it was fused"
+    assert rows(duotone.fuse(m))["0.before"].startswith("fused")
+
+
 class UpInHighPrecision(duotone.CustomRecipe):
     """Another format for one of two linears that would run as one."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from duotone.conversion.patterns import MLP, Chain, Norm, children_of, is_linear
+from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
 from duotone.ops.packed_linear import FormatsDiffer, PackedLinear, why_not_in_pipeline, why_not_packed
@@ -21,6 +21,7 @@ from duotone.pipeline.op import Op, run
 from duotone.pipeline.second_order import is_transformed
 from duotone.pipeline.tensor_info import is_autocast, is_distributed
 
+CHANGED = "has another epsilon than when it was fused"
 FUSED = "_fused"
 """Of a fused module: its pipeline."""
 
@@ -96,6 +97,9 @@ class ChainPipeline:
             return "it has other children than before"
         for name, child in children.items():
             reason = "has hooks" if is_hooked(child) else why_not_in_pipeline(child) if is_linear(child) else ""
+            op = self.ops.get(name)
+            if isinstance(op, NormOp) and epsilon(child) != op.eps:
+                reason = CHANGED
             if reason:
                 return f"{name} {reason}"
         return ""
@@ -153,6 +157,8 @@ class NormReaders:
         """Why the norm computes its output by itself, or ""."""
         if is_hooked(self.norm):
             return "it has hooks"
+        if epsilon(self.norm) != self.pattern.eps:
+            return f"it {CHANGED}"
         return next((reason for path, names in self.groups if (reason := self._group_refusal(path, names))), "")
 
     def _group_refusal(self, path: str, names: tuple[str, ...]) -> str:

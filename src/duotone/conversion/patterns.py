@@ -60,7 +60,7 @@ def norm_of(module: nn.Module, plain: type[nn.Module]) -> Norm | None:
     """The norm that a module is; `plain` is its class. None if it has other parts. NoMatch if it has other values."""
     if isinstance(module, ops.RMSNorm | ops.LayerNorm):
         return Norm(module.kind, module.eps, module.zero_centered_gamma)
-    parameters, eps = module._parameters, _epsilon(module)
+    parameters, eps = module._parameters, epsilon(module)
     gamma = parameters.get("weight")
     if eps is None or gamma is None or gamma.dim() != 1 or not set(parameters) <= {"weight", "bias"}:
         return None
@@ -214,7 +214,7 @@ def _candidates(linears: Mapping[str, nn.Module]) -> Iterator[MLP]:
             yield from (MLP(tuple(first), name, last) for name in names)
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def epsilon(module: nn.Module) -> float | None:
     """The number that a norm adds to the variance; torch's default where it is None."""
     for name in EPSILONS:
         if name in module.__dict__:

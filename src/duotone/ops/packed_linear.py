@@ -114,7 +114,7 @@ def why_not_in_pipeline(linear: nn.Module | None) -> str:
     if linear.return_bias:
         return "returns its bias"
     if is_distributed(linear._parameters.get("weight")):
-        return "is spread over a mesh"
+        return "is spread over a mesh, under FSDP between forwards only"
     if linear._compiled_call_impl is not None:
         return "is compiled by itself"
     return "has hooks" if is_hooked(linear) else ""
