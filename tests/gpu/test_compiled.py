@@ -60,5 +60,5 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel() -> None:
     module = duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
-    assert sum("delayed_planes" in name for name in seen) == 3
-    assert not any("delayed_scale" in name for name in seen)
+    assert sum("traced_planes" in name for name in seen) == 3
+    assert not any("traced_scale" in name for name in seen)
