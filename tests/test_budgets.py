@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27564
+LIBRARY_LINES = 27575
 TOOL_LINES = 4920
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "compat": (741, 1, 0),
     "conversion": (2555, 31, 0),
     "dispatch": (2403, 0, 0),
-    "formats": (1453, 0, 0),
+    "formats": (1464, 0, 0),
     "integrations": (263, 13, 0),
     "kernels": (3658, 0, 0),
     "lab": (2234, 7, 0),

@@ -83,6 +83,24 @@ def test_a_converted_model_compiles_whole_and_equals_eager(name: str) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("fp8-delayed", "eager"), ("mxfp8", "aot_eager"), ("nvfp4", "eager")],
+    ids=str,
+)
+def test_batches_of_any_size_share_few_graphs(name: str, backend: str) -> None:
+    """dynamic=True: numbers of formats are constants of the trace. Sizes that cut a block differently compile again."""
+    eager = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipes.load(name))
+    compiled = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend(backend)
+    run = torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (64, 1, 33, 128):
+        x, dy = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
+        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(got, want)
+    assert counter.frame_count <= 4
+
+
 def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     m = duotone.convert(TwoLayers().bfloat16(), recipes.load("bf16"))
     counter = CompileCounterWithBackend("aot_eager")

@@ -34,9 +34,11 @@ class Element:
     max: float
     nan_code: int
     dtype: torch.dtype | None = None
-    bands: tuple[tuple[float, float, int], ...] = field(init=False, repr=False, compare=False)
+    bands: tuple[tuple[complex, complex, int], ...] = field(init=False, repr=False, compare=False)
     """(lower bound, step, code of the lower bound) of each run of evenly spaced magnitudes, smallest first."""
-    reciprocal: float = field(init=False, repr=False, compare=False)
+    exact_max: complex = field(init=False, repr=False, compare=False)
+    """`max`. Stages read its real part: traces make symbols of float attributes, and constants of complex ones."""
+    reciprocal: complex = field(init=False, repr=False, compare=False)
     """1/max rounded to fp32."""
     sign_code: int = field(init=False, repr=False, compare=False)
     """The sign bit. A field, not a property: compiled code may treat the widths as symbols and not shift by them."""
@@ -54,7 +56,8 @@ class Element:
         is_float = self.dtype is None or self.dtype.is_floating_point
         derived = {
             "bands": self._bands(),
-            "reciprocal": struct.unpack("f", struct.pack("f", 1.0 / self.max))[0],
+            "exact_max": complex(self.max),
+            "reciprocal": complex(struct.unpack("f", struct.pack("f", 1.0 / self.max))[0]),
             "sign_code": 1 << (bits - 1),
             "bits": bits,
             "codes_per_byte": 2 if bits == 4 else 1,
@@ -65,12 +68,12 @@ class Element:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    def _bands(self) -> tuple[tuple[float, float, int], ...]:
+    def _bands(self) -> tuple[tuple[complex, complex, int], ...]:
         rows = [(0.0, 2.0 ** (1 - self.bias - self.mantissa_bits), 0)]
         while self._top(rows[-1][1]) <= self.max:
             _, step, _ = rows[-1]
             rows.append((self._top(step), 2.0 * step, (len(rows) + 1) << self.mantissa_bits))
-        return tuple(rows)
+        return tuple([(complex(lower), complex(step), code) for lower, step, code in rows])
 
     def _top(self, step: float) -> float:
         return step * 2.0 ** (self.mantissa_bits + 1)
@@ -85,7 +88,7 @@ class Element:
 
     def narrow(self, values: Tensor) -> Tensor:
         """fp32 values -> codes as `stored_dtype`."""
-        values = values.clamp(-self.max, self.max)
+        values = values.clamp(-self.exact_max.real, self.exact_max.real)
         is_number = values == values
         if self.dtype is not None:
             # The cast keeps the sign of NaN on some backends: only a positive NaN goes in.
@@ -104,9 +107,9 @@ class Element:
         code = stored.to(torch.float32)
         negative = code >= self.sign_code
         code = torch.where(negative, code - self.sign_code, code)
-        value = code * self.bands[0][1]
+        value = code * self.bands[0][1].real
         for lower, step, first in self.bands[1:]:
-            value = torch.where(code >= first, (code - first) * step + lower, value)
+            value = torch.where(code >= first, (code - first) * step.real + lower.real, value)
         return torch.where(negative, -value, value)
 
     def round_stochastic(self, values: Tensor, bits: Tensor) -> Tensor:
@@ -119,24 +122,24 @@ class Element:
         dither = bits.to(torch.float32) * (1.0 / 256.0)
         shifted = magnitude + dither * self._step(magnitude)  # the product is exact: the step is a power of two
         step = self._step(shifted)
-        rounded = (torch.floor(shifted / step) * step).clamp(max=self.max)
-        nan = torch.nan if self.has_nan else self.max
+        rounded = (torch.floor(shifted / step) * step).clamp(max=self.exact_max.real)
+        nan = torch.nan if self.has_nan else self.exact_max.real
         return torch.where(values == values, torch.copysign(rounded, values), nan)
 
     def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""
-        inverse: Tensor | float = 1.0 / self.bands[0][1]
+        inverse: Tensor | float = 1.0 / self.bands[0][1].real
         offset: Tensor | float = 0.0
         for lower, step, first in self.bands[1:]:
-            above = magnitude >= lower
-            inverse = _where(above, 1.0 / step, inverse)
-            offset = _where(above, first - lower / step, offset)
+            above = magnitude >= lower.real
+            inverse = _where(above, 1.0 / step.real, inverse)
+            offset = _where(above, first - lower.real / step.real, offset)
         return inverse, offset
 
     def _step(self, magnitude: Tensor) -> Tensor:
-        step = torch.full_like(magnitude, self.bands[0][1])
+        step = torch.full_like(magnitude, self.bands[0][1].real)
         for lower, width, _ in self.bands[1:]:
-            step = torch.where(magnitude >= lower, width, step)
+            step = torch.where(magnitude >= lower.real, width.real, step)
         return step
 
 

@@ -83,7 +83,8 @@ class ScaleRule:
     """The error by which a block chooses between two scales. None: its amax decides."""
     accepts_scale: bool = False
     """Whether an encode scale may come from outside (delayed scaling)."""
-    divisor: float = 1.0
+    divisor: complex = 1 + 0j
+    """What a decoded product owes per operand: the real part, as the exact numbers of elements."""
 
     @property
     def name(self) -> str:

@@ -134,7 +134,9 @@ class ScaledFormat(Format):
         if values is None:
             values = self._values(parts, torch.bfloat16, self.rule.codes_scale, stages)
         rule = self.rule
-        return Factors(values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), rule.divisor)
+        return Factors(
+            values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), rule.divisor.real
+        )
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
         if not self.is_derivable:

@@ -69,7 +69,7 @@ def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: His
     if parameters.scaling_factor_compute_algo is not None:
         fp8_max = limits(tuple(largest), 0, amax.device).clone()
         return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
-    fresh = divide(limits(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX)
+    fresh = divide(limits(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX.real)
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 
 
