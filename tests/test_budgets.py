@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27575
+LIBRARY_LINES = 27584
 TOOL_LINES = 4920
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -40,7 +40,7 @@ BUDGETS = {
     "recipes": (1978, 27, 0),
     "report": (1346, 0, 0),
     "serving": (1220, 2, 0),
-    "state": (1756, 18, 0),
+    "state": (1765, 18, 0),
     "tensor": (1937, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -3,6 +3,8 @@
 A release that drops one of them breaks here, or in tests/state and tests/modules/test_frames.py.
 """
 
+import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -33,8 +35,15 @@ queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # typ
 
 has_thread_object = torch._C._is_key_in_tls  # type: ignore[attr-defined]
 thread_object = torch._C._get_obj_in_tls  # type: ignore[attr-defined]
-set_thread_object = torch._C._stash_obj_in_tls  # type: ignore[attr-defined]
 """An object of a thread that torch hands to the threads of the backwards which this one starts."""
+
+
+def set_thread_object(key: str, value: object) -> None:
+    """Let `thread_object(key)` give `value` in this thread and in those of its backwards."""
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(key, value)  # type: ignore[attr-defined]
+    if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, and gives one up when the thread ends
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def is_faking() -> bool:
