@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27584
+LIBRARY_LINES = 27675
 TOOL_LINES = 4920
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (263, 13, 0),
-    "kernels": (3658, 0, 0),
+    "kernels": (3665, 0, 0),
     "lab": (2234, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (496, 15, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "report": (1346, 0, 0),
     "serving": (1220, 2, 0),
     "state": (1765, 18, 0),
-    "tensor": (1937, 13, 0),
+    "tensor": (2021, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

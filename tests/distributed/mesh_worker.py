@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from unittest import mock
 
 import checks
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
+from duotone.comm import collectives
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import Recipe, Rule, RuleRecipe
 
@@ -134,6 +136,21 @@ def rows_equal_one_process(folder: Path) -> None:
         for at, what in ((1, "input"), (2, "weight"), (3, "bias")):
             same(got[at].full_tensor(), want[at], f"{name}: gradient of the {what}")
         assert [g.placements[0] for g in got[1:]] == [Shard(1), Shard(1), Replicate()]
+
+
+@check
+def both_planes_of_a_shard_agree_in_one_collective(folder: Path) -> None:
+    """nvfp4 scales a gradient and its rotated transpose by amaxes of their own, a pair of elements does so too."""
+    pair = RuleRecipe(rules=(Rule(fprop="fp8_e4m3_tensor", dgrad="fp8_e5m2_tensor", wgrad="fp8_e5m2_tensor"),))
+    x, dy = data("nvfp4")
+    for recipe, forward, backward in ((RECIPES["nvfp4"], 1, 1), (pair, 1, 1), (RECIPES["mxfp8"], 0, 0)):
+        m = duotone.convert(linear("bf16"), recipe, rules=())
+        distribute(m[0], Shard(0), Shard(0))
+        with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as reduce:
+            y = m(distribute_tensor(x, mesh(), [Replicate()]))
+            assert reduce.call_count == forward, (recipe.name, reduce.call_count)
+            y.backward(distribute_tensor(dy, mesh(), [Shard(1)]))
+            assert reduce.call_count == forward + backward, (recipe.name, reduce.call_count)
 
 
 @check

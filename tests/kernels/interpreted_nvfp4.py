@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, those of 
 import numpy as np
 import torch
 import triton.language as tl
-from interpreted import Check, awkward, bits, convert
+from interpreted import Check, Twice, awkward, bits, convert
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -109,6 +109,18 @@ def planes() -> Check:
                 yield from ((f"{name} {side} {part} {what} {matrix.dtype}", got[part], want[part]) for part in want)
 
 
+def shards() -> Check:
+    """A matrix that is one of two shards; amaxes of both planes are those of both shards."""
+    x = torch.randn(32, 48).bfloat16()
+    for at, name in enumerate(name for name in NAMES if name not in SAME_BUT_448):
+        fmt, dim, seed = formats.get(name), at % 2, {"seed": SEED}
+        made = casts._two_level_cast(fmt, fmt, fmt.is_derivable)(x, shard=Twice(dim), seed=torch.tensor([SEED]))
+        row = fmt.encode(x, shard=Twice(dim), **seed)
+        col = fmt.derive(row, 48) if fmt.is_derivable else fmt.encode(x.t(), plane="col", shard=Twice(1 - dim), **seed)
+        for side, got, want in zip(("row", "col"), made, (row, col), strict=True):
+            yield from ((f"shard {name} {side} {part} {dim=}", got[part], want[part]) for part in want)
+
+
 def poisoned() -> Check:
     """Planes of the same matrices whose infinities and NaN reach products, by what they decode to."""
     x = awkward()[:64, :112].bfloat16()
@@ -175,7 +187,7 @@ def main() -> int:
     np.seterr(all="ignore")
     replace()
     made = wrong = 0
-    for what, got, want in itertools.chain(planes(), poisoned(), values(), epilogues()):
+    for what, got, want in itertools.chain(planes(), shards(), poisoned(), values(), epilogues()):
         made += 1
         if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
             wrong += 1

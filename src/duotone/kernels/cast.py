@@ -4,6 +4,7 @@ A plane's scale is given (delayed), follows from amaxes taken before (per tensor
 (blocks).
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,11 +115,7 @@ class Cast:
             scales = self._with(scales, LINE.value, *line_amax(x))
         count = 0 if amax is None else amax.numel()
         if shard is not None:
-            of_row, of_col = scales
-            scales = (
-                of_shards(shard, self.sources[0], of_row, 1, x.shape[0]),
-                of_shards(shard, self.sources[1], of_col, 0, x.shape[1]),
-            )
+            scales = of_shards(shard, self.sources, scales, x.shape)
             count = min(count, 1)
         return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
@@ -179,13 +176,25 @@ class Cast:
         return cast_kernel.bind(constants, 2 * warps if small or not even or what[0] == NORMED.value else warps)
 
 
-def of_shards(shard: Shard, source: int, amax: Tensor | None, spans: int, lines: int) -> Tensor | None:
-    """The amax of a plane, of all shards: one, or the bits of those of `lines`, which span dimension `spans` of x."""
-    if amax is not None and source == TENSOR.value:
-        return shard.max(amax.max().reshape(1))
-    if amax is not None and source == LINE.value and shard.dim == spans:
-        return shard.max(amax[:lines].view(torch.float32)).view(torch.int32)
-    return amax
+def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Sequence[int]) -> Scales:
+    """The amaxes of both planes of x (M, K), of all shards: one each, or the bits of those of all lines.
+
+    One collective agrees on both. Amaxes of lines that no shard cuts stay as they are.
+    """
+    parts: dict[int, Tensor] = {}
+    for plane, (source, amax) in enumerate(zip(sources, amaxes, strict=True)):
+        if amax is not None and source == TENSOR.value:
+            parts[plane] = amax.max().reshape(1)
+        elif amax is not None and source == LINE.value and shard.dim == 1 - plane:
+            parts[plane] = amax[: shape[plane]].view(torch.float32)
+    if not parts:
+        return amaxes
+    agreed = shard.max(torch.cat(list(parts.values()))).split([part.numel() for part in parts.values()])
+    for plane, part in zip(list(parts), agreed, strict=True):
+        amax = amaxes[plane]
+        assert amax is not None
+        parts[plane] = (part if part is agreed[0] else part.clone()).view(amax.dtype)  # kernels want aligned addresses
+    return parts.get(0, amaxes[0]), parts.get(1, amaxes[1])
 
 
 def plane_constants(side: str, source: int, spec: PlaneSpec | None, propagate: bool) -> Constants:

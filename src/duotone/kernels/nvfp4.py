@@ -294,10 +294,8 @@ class Cast:
             one if one is None or source == LINE.value else one[:count]
             for one, source in zip((of_row, of_col), self.sources, strict=True)
         )
-        of_row = of_shards(shard, self.sources[0], of_row, 1, m)
-        if self.sources[1] == SHARED.value:
-            return 1, of_row, of_row
-        return 1, of_row, of_shards(shard, self.sources[1], of_col, 0, k)
+        of_row, of_col = of_shards(shard, self.sources, (of_row, of_col), x.shape)
+        return 1, of_row, of_row if self.sources[1] == SHARED.value else of_col
 
     def _bind(self, even: bool, row_words: bool, col_words: bool) -> Launch:
         tm, tk, warps = TILE

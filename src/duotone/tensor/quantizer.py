@@ -16,6 +16,7 @@ from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
+from duotone.tensor.shards import Asked, AskingShard, Pair, PairedShard, spans
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -103,6 +104,8 @@ class Quantizer:
             if planes is not None:
                 return planes
         stages = stages_for(x)
+        if ctx.shard is not None and row_format and col_format and not torch.compiler.is_dynamo_compiling():
+            ctx = _paired(row_format, col_format, x, ctx, stages)
         row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
         return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
 
@@ -216,6 +219,24 @@ def _columnwise(fmt: Format, x: Tensor, row: Plane | None, ctx: QuantizeContext,
     col = row.transposed()
     assert col is not None
     return col
+
+
+def _paired(row: Format, col: Format, x: Tensor, ctx: QuantizeContext, stages: Stages) -> QuantizeContext:
+    """The context in which two planes of a shard agree on their amaxes at once, if both have such."""
+    shard = ctx.shard
+    assert shard is not None
+    derived = col.is_derivable and row == col
+    if derived or not spans(row, shard.dim) or not spans(col, shard.dim if col.is_derivable else 1 - shard.dim):
+        return ctx
+
+    def amax_of_second() -> Tensor:
+        try:
+            _columnwise(col, x, None, replace(ctx, shard=AskingShard("", shard.dim)), stages)
+        except Asked as asked:
+            return asked.amax
+        raise AssertionError(f"{col.name} asked for no amax")
+
+    return replace(ctx, shard=PairedShard("", shard.dim, Pair(shard, amax_of_second)))
 
 
 class Quantize(torch.autograd.Function):
