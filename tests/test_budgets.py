@@ -13,8 +13,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27675
-TOOL_LINES = 4920
+LIBRARY_LINES = 27679
+TOOL_LINES = 4986
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -26,7 +26,7 @@ BUDGETS = {
     "conversion": (2555, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
-    "integrations": (263, 13, 0),
+    "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
     "lab": (2234, 7, 0),
     "linear": (1756, 5, 0),
@@ -39,7 +39,7 @@ BUDGETS = {
     "planned": (2050, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1346, 0, 0),
-    "serving": (1220, 2, 0),
+    "serving": (1224, 2, 0),
     "state": (1765, 18, 0),
     "tensor": (2021, 13, 0),
 }

@@ -120,7 +120,7 @@ def absent(name: str) -> str:
 # Trainer
 
 
-def trainer(path, callback, steps: int = 4, model=None, **options):
+def trainer(path, callback, steps: int = 4, model=None, masters: bool = False, **options):
     require("accelerate")
     data = [{"input_ids": row, "labels": row} for at in range(2) for row in batch(at)]
     arguments = transformers.TrainingArguments(
@@ -128,13 +128,19 @@ def trainer(path, callback, steps: int = 4, model=None, **options):
         save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **options,
     )  # fmt: skip
     model = llama() if model is None else model
-    return transformers.Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    optimizer = duotone.optim.AdamW(model.parameters(), lr=1e-2) if masters else None
+    return transformers.Trainer(
+        model, arguments, train_dataset=data, callbacks=[callback], optimizers=(optimizer, None)
+    )
 
 
 SCHEDULE = Schedule(phases=(Phase("nvfp4", 0), Phase("fp8-delayed", 0.75)))
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, SCHEDULE], ids=[*RECIPES, "schedule"])
+EARLY = Schedule(phases=(Phase("nvfp4", 0), Phase("fp8-delayed", 0.25)))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, SCHEDULE, EARLY], ids=[*RECIPES, "schedule", "in its second phase"])
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(recipe, tmp_path) -> None:
     def callback():
         return DuotoneCallback(schedule=recipe) if isinstance(recipe, Schedule) else DuotoneCallback(recipe)
@@ -194,10 +200,40 @@ def test_a_model_of_a_config_trains_under_trainer(plain, tmp_path) -> None:
     assert not any(info.values())
 
 
-def test_quantized_parameters_resume_with_a_warning(tmp_path) -> None:
-    def converted():
-        return duotone.convert_parameters(duotone.convert(llama(), "mxfp8"), "mxfp8")
+def held(recipe: str = "mxfp8"):
+    return duotone.convert_parameters(duotone.convert(llama(), recipe), recipe)
 
-    trainer(tmp_path, DuotoneCallback(), 2, converted()).train()
-    with pytest.warns(UserWarning, match="quantized parameters were encoded again from the values of the checkpoint"):
-        trainer(tmp_path, DuotoneCallback(), 4, converted()).train(resume_from_checkpoint=True)
+
+def planes(model) -> dict[str, torch.Tensor]:
+    tensors = {name: p for name, p in model.named_parameters() if isinstance(p, duotone.QuantizedTensor)}
+    return {f"{name}.{at}": part for name, tensor in tensors.items() for at, part in enumerate(tensor.parts)}
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_quantized_parameters_resume_with_the_planes_that_they_had(masters: bool, tmp_path) -> None:
+    def run(path, steps: int = 4):
+        model = held("nvfp4")
+        return trainer(path, DuotoneCallback(), steps, model, masters)
+
+    whole, again = run(tmp_path), run(tmp_path)
+    whole.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(planes(again.model)) > 14
+    assert_same_bits(planes(again.model), planes(whole.model))
+
+
+def test_quantized_parameters_resume_with_a_warning_where_their_planes_are_not_found(tmp_path) -> None:
+    trainer(tmp_path, DuotoneCallback(), 2, held()).train()
+    (tmp_path / "checkpoint-2" / "duotone_planes.pt").unlink()
+    with pytest.warns(UserWarning, match="duotone_planes.pt of the checkpoint was not found, so planes were encoded"):
+        trainer(tmp_path, DuotoneCallback(), 4, held()).train(resume_from_checkpoint=True)
+
+
+def test_a_phase_may_change_the_format_of_quantized_parameters(tmp_path) -> None:
+    phases = (Phase("mxfp8", 0), Phase("nvfp4", 0.25, convert_parameters=True))
+    runs = [trainer(tmp_path, DuotoneCallback(schedule=Schedule(phases=phases)), 4, held()) for _ in range(2)]
+    runs[0].train()
+    weight = runs[0].model.model.layers[0].mlp.up_proj.weight
+    assert weight.formats[0].name == "nvfp4_16x16"
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_same_bits(planes(runs[1].model), planes(runs[0].model))

@@ -3,6 +3,8 @@
 import base64
 import io
 import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
 from duotone.state.seeds import load_rng_state, rng_state
+from duotone.tensor import QuantizedTensor
 
 KEY = "duotone"
 """Where other libraries keep the text."""
@@ -33,6 +36,36 @@ def load_packed_state(model: nn.Module, text: str) -> None:
         raise UserError("the checkpoint has seeds and scales of another model or recipe; convert it as it was saved")
     load_recipe_state(model, recipe)
     load_rng_state(model, rng)
+
+
+def save_planes(model: nn.Module, path: Path, identity: str) -> None:
+    """Write the planes of quantized parameters, which files in high precision do not hold."""
+    torch.save({"identity": identity, "planes": dict(_quantized(model))}, path)
+
+
+def load_planes(model: nn.Module, paths: Iterable[Path], identity: str) -> bool:
+    """Write the planes of the first file with that identity back. False if no file has it, or fits.
+
+    Writes count for no optimizer, whose masters belong to these planes.
+    """
+    for path in paths:
+        saved = torch.load(path, weights_only=True) if path.is_file() else {}
+        mine, theirs = dict(_quantized(model)), saved.get("planes", {})
+        if saved.get("identity") == identity and _formats(mine) == _formats(theirs):
+            for name, tensor in mine.items():
+                for plane, other in zip(tensor.planes, theirs[name].planes, strict=True):
+                    if plane is not None and other is not None:
+                        plane.copy_(other)
+            return True
+    return False
+
+
+def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]:
+    return ((name, p.detach()) for name, p in model.named_parameters() if isinstance(p, QuantizedTensor))  # type: ignore
+
+
+def _formats(tensors: Mapping[str, QuantizedTensor]) -> dict[str, object]:
+    return {name: (tensor.shape, tensor.formats) for name, tensor in tensors.items()}
 
 
 def without_states(model: nn.Module) -> dict[str, Tensor]:

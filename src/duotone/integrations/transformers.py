@@ -11,11 +11,18 @@ from torch import Tensor, nn
 
 from duotone.conversion import convert, convert_parameters, revert
 from duotone.errors import UserError
-from duotone.integrations.run_state import KEY, load_packed_state, packed_state, without_states
+from duotone.integrations.run_state import (
+    KEY,
+    load_packed_state,
+    load_planes,
+    packed_state,
+    save_planes,
+    without_states,
+)
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
-from duotone.recipes.schedule import Schedule
+from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.export_report import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
 from duotone.state.autocast_context import autocast
@@ -33,11 +40,12 @@ if int(VERSION.split(".")[0]) < OLDEST:
 import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
-from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
+from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
 METHOD = "duotone"
+PLANES = "duotone_planes.pt"
 
 
 class DuotoneConfig(QuantizationConfigMixin):
@@ -131,7 +139,7 @@ class DuotoneCallback(transformers.TrainerCallback):
     - `recipe` and `rules` are those of `duotone.convert`; None leaves the model as it is, converted before.
     - `schedule` gives each optimizer step its recipe. Fractions count from Trainer's number of steps.
     - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
-      restores them.
+      restores them. Planes of quantized parameters are in a file beside it, which is found under `output_dir`.
     """
 
     def __init__(
@@ -144,6 +152,7 @@ class DuotoneCallback(transformers.TrainerCallback):
         self.recipe = None if recipe is None else as_recipe("DuotoneCallback", recipe)
         self.rules, self.schedule = tuple(rules), schedule
         self.step = 0
+        self.phase: Phase | None = None
         self.regions: list[autocast] = []
         self.hooks: list[Any] = []
 
@@ -156,26 +165,29 @@ class DuotoneCallback(transformers.TrainerCallback):
     def on_train_begin(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
         if not any(isinstance(module, Planned) for module in model.modules()):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
-        saved = state.stateful_callbacks.pop(KEY, None)
-        if saved is not None:
-            load_packed_state(model, saved)
-            if any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters()):
-                warnings.warn(
-                    "quantized parameters were encoded again from the values of the checkpoint; a run that went on may "
-                    "have other bits",
-                    stacklevel=2,
-                )
-        elif state.global_step:
-            raise UserError("no DuotoneCallback saved the seeds and scales of this checkpoint; start from its weights")
+        self.step = state.global_step
         if self.schedule is not None:
             self.schedule = self.schedule.over(state.max_steps)
+            self._follow(model)
             self.hooks = [
                 model.register_forward_pre_hook(self._enter),
                 model.register_forward_hook(self._leave, always_call=True),
             ]
+        saved = state.stateful_callbacks.pop(KEY, None)
+        if saved is not None:
+            load_packed_state(model, saved)
+            if self._holds_planes(model) and not load_planes(model, _files(args, state), saved):
+                warnings.warn(
+                    f"{PLANES} of the checkpoint was not found, so planes were encoded again from its values; a run "
+                    "that went on may have other bits",
+                    stacklevel=2,
+                )
+        elif state.global_step:
+            raise UserError("no DuotoneCallback saved the seeds and scales of this checkpoint; start from its weights")
 
-    def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
+    def on_step_begin(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
         self.step = state.global_step
+        self._follow(model)
 
     def on_step_end(self, args: object, state: Any, control: Any, model: Any = None, **kwargs: object) -> None:
         if control.should_save:
@@ -183,12 +195,26 @@ class DuotoneCallback(transformers.TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_save(self, args: object, state: Any, control: object, **kwargs: object) -> None:
-        state.stateful_callbacks.pop(KEY, None)
+    def on_save(self, args: Any, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+        saved = state.stateful_callbacks.pop(KEY, None)
+        file = _files(args, state)[0]
+        if saved is not None and self._holds_planes(model) and state.is_world_process_zero and file.parent.is_dir():
+            save_planes(model, file, saved)
 
     def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         for hook in self.hooks:
             hook.remove()
+
+    @staticmethod
+    def _holds_planes(model: nn.Module) -> bool:
+        return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+
+    def _follow(self, model: nn.Module) -> None:
+        """Convert quantized parameters where a phase begins that asks for it."""
+        phase = None if self.schedule is None else self.schedule.phase(self.step)
+        if phase is not None and phase != self.phase and phase.convert_parameters and self._holds_planes(model):
+            convert_parameters(model, phase.recipe)
+        self.phase = phase
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         assert self.schedule is not None
@@ -199,6 +225,13 @@ class DuotoneCallback(transformers.TrainerCallback):
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.regions:
             self.regions.pop().__exit__(*sys.exc_info())
+
+
+def _files(args: Any, state: Any) -> list[Path]:
+    """Where the planes of the checkpoint of a step may be; the first is where they are saved."""
+    place = f"checkpoint-{state.global_step}"
+    resumed = args.resume_from_checkpoint
+    return [Path(args.output_dir) / place / PLANES, *([Path(resumed) / PLANES] if isinstance(resumed, str) else [])]
 
 
 def export(model: transformers.PreTrainedModel, path: str | Path, **options: Any) -> ExportReport:

@@ -65,9 +65,12 @@ class ExportedWeight:
         return plain(self.weight if self.master is None else self.master).detach()
 
     def global_amax(self) -> Tensor:
-        """fp32 (1,): the amax of the plane or, where it will be encoded from a master, of that."""
+        """fp32 (1,) on the CPU: the amax of the plane, or of the values if there is none."""
         plane = self.plane
-        return self.values.abs().amax().float().reshape(1) if plane is None else plane.parts["amax"]
+        return (self.values_amax() if plane is None else plane.parts["amax"]).cpu()
+
+    def values_amax(self) -> Tensor:
+        return self.values.abs().amax().float().reshape(1)
 
     def refuse(self, allow_requantize: bool) -> None:
         """UserError where the weight cannot be exported so."""
@@ -95,7 +98,8 @@ class ExportedWeight:
             fmt, parts, error = plane.format, plane.parts, 0.0
         else:
             values = self.values
-            fmt, parts = self.format, self.format.encode(values, amax=self.amax, stages=stages_for(values))
+            amax = None if self.amax is None else self.amax.to(values.device)
+            fmt, parts = self.format, self.format.encode(values, amax=amax, stages=stages_for(values))
             error = _error(Plane(fmt, parts, self.shape).dequantize(torch.float32), values)
         self.note(ExportRow(self.name, fmt.name, source, error), parts)
         tensors = self.scheme.tensors(fmt, parts, self.shape)
@@ -112,7 +116,7 @@ def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
             continue
         amaxes = torch.cat([one.global_amax() for one in group])
         if any(one.plane is None for one in group) or bool((amaxes != amaxes[0]).any()):
-            shared = torch.cat([one.values.abs().amax().float().reshape(1) for one in group]).amax().reshape(1)
+            shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)
             for one in group:
                 one.amax = shared
 
