@@ -1,6 +1,7 @@
 """parallelize_module on converted models: DTensor weights against one process."""
 
 import copy
+import itertools
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -308,20 +310,25 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
+def sequence_plan(gathers_codes: bool) -> dict[str, ParallelStyle]:
+    """What stands around the linears holds shards of tokens. Codes are gathered by the linears, or values by torch."""
+    up = ColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    if gathers_codes:
+        up.desired_input_layouts = (Shard(1),)
+    down = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {"norm": SequenceParallel(), "up": up, "down": down}
+
+
 @check
 def sequence_parallel_blocks_equal_one_process(folder: Path) -> None:
     """Norms of torch and of Duotone on shards of tokens; activations of Duotone on shards of features."""
     torch.manual_seed(4)
     x, dy = torch.randn(2, TOKENS, 64).bfloat16(), torch.randn(2, TOKENS, 64).bfloat16()
-    plan = {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-        "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
-    }
-    for name in ("fp8-current", "mxfp8"):
+    for name, codes in itertools.product(("fp8-current", "mxfp8"), (False, True)):
         for norm, act in ((nn.LayerNorm, nn.GELU), (duotone.RMSNorm, duotone.ops.GELU)):
             whole = Block(name, norm(64), act())
-            cut = parallelize_module(copy.deepcopy(whole), mesh(), plan)
+            cut = parallelize_module(copy.deepcopy(whole), mesh(), sequence_plan(codes))
+            cut.down.scatter_dim = 1 if codes else None
             leaf, shard = x.clone().requires_grad_(), distribute_tensor(x, mesh(), [Shard(1)]).requires_grad_()
             want, got = whole(leaf), cut(shard)
             want.backward(dy)
