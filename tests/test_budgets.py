@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27679
+LIBRARY_LINES = 27691
 TOOL_LINES = 4986
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
     "compat": (741, 1, 0),
-    "conversion": (2555, 31, 0),
+    "conversion": (2568, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
@@ -32,7 +32,7 @@ BUDGETS = {
     "linear": (1756, 5, 0),
     "modules": (496, 15, 0),
     "observe": (903, 11, 0),
-    "ops": (1395, 5, 0),
+    "ops": (1394, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1340, 63, 1),

@@ -358,3 +358,28 @@ def test_under_torch_autocast_a_norm_computes_by_itself() -> None:
 def test_convert_can_fuse() -> None:
     m = duotone.convert(model(1), "mxfp8", fuse=True)
     assert len(rows(m)) == 3 and pipelines(m, hidden_states()) == 3
+
+
+def test_quantized_weights_run_one_by_one_behind_their_norm() -> None:
+    m = duotone.convert_parameters(duotone.convert(model(1, norm=nn.LayerNorm), "mxfp8"), "mxfp8")
+    fused, x = duotone.fuse(copy.deepcopy(m)), hidden_states()
+    assert torch.equal(fused(x), m(x)) and pipelines(fused, x) == 7
+    assert rows(fused)["0.mlp"] == "not fused: gate holds a QuantizedTensor"
+    assert rows(fused)["0.before"].startswith("fused")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode loads it
+def test_derivatives_of_any_order_in_high_precision() -> None:
+    plain = FeedForward().double()
+    m, x = duotone.fuse(duotone.convert(copy.deepcopy(plain), "bf16")), hidden_states(2, width=32).double()
+    for function in (torch.func.grad, torch.func.hessian):
+        left, right = (function(lambda row, each=each: each(row).square().sum())(x) for each in (m, plain))
+        assert torch.allclose(left, right, rtol=1e-6, atol=1e-8)
+    x.requires_grad_()
+    penalties = []
+    for each in (m, plain):
+        (dx,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        each.zero_grad()
+        dx.square().sum().backward()
+        penalties += [each.mlp.up.weight.grad, each.norm.weight.grad]
+    assert torch.allclose(penalties[0], penalties[2]) and torch.allclose(penalties[1], penalties[3])

@@ -55,10 +55,17 @@ class MLPPipeline:
     @property
     def refusal(self) -> str:
         """Why the module runs its own forward, or ""."""
+        return (
+            self.closed or self._refuse_others() or (why_not_packed(self.packed) if len(self.pattern.first) > 1 else "")
+        )
+
+    @property
+    def closed(self) -> str:
+        """Why the linears cannot be in a pipeline, or ""."""
+        return refusal_of(self.owner, (*self.pattern.first, self.pattern.last))
+
+    def _refuse_others(self) -> str:
         linears = (*self.pattern.first, self.pattern.last)
-        reason = refusal_of(self.owner, linears, self.pattern.first)
-        if reason:
-            return reason
         for name, child in children_of(self.owner).items():
             if name not in linears:
                 if is_hooked(child):
@@ -104,6 +111,8 @@ class ChainPipeline:
                 return f"{name} {reason}"
         return ""
 
+    closed = refusal
+
     @property
     def words(self) -> str:
         """What runs together."""
@@ -125,7 +134,7 @@ class FusedForward(Fused):
     def forward(self, *inputs: Any, **options: Any) -> Any:
         pipeline: MLPPipeline | ChainPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
         alone = len(inputs) == 1 and not options and not is_distributed(inputs[0])
-        if pipeline is not None and alone and not pipeline.refusal:
+        if pipeline is not None and alone and not in_transform() and not pipeline.refusal:
             try:
                 return pipeline.run(inputs[0])
             except FormatsDiffer:
@@ -174,9 +183,9 @@ class NormReaders:
                 return f"{path} is wrapped, or has hooks"
             owner = child
         if names:
-            reason = refusal_of(owner, names, names)
+            reason = refusal_of(owner, names)
             return f"{path}.{reason}" if reason and path else reason
-        return owner.__dict__[FUSED].refusal if isinstance(owner, FusedForward) else f"{path} is not fused"
+        return owner.__dict__[FUSED].closed if isinstance(owner, FusedForward) else f"{path} is not fused"
 
     @property
     def words(self) -> str:
@@ -203,7 +212,7 @@ class NormReaders:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
         if len(ops) == 1 and first is None:
             pack = next((pack for pack in self.packs if any(ops[0] is linear for linear in pack.linears)), None)
-            if pack is not None:
+            if pack is not None and not why_not_packed(pack):
                 key = (id(ops[0]), torch.is_grad_enabled())
                 try:
                     return x.outputs.pop(key) if key in x.outputs else self._run_pack(x, pack, key, owner)
@@ -236,11 +245,15 @@ class FusedNorm(Fused):
         return super().forward(*inputs, **options)  # type: ignore[misc]
 
 
-def refusal_of(owner: nn.Module, names: Sequence[str], packed: Sequence[str]) -> str:
-    """Why children of a module cannot run in a pipeline, those of `packed` as one linear; or ""."""
-    children = owner._modules
+def in_transform() -> bool:
+    """Whether torch.func or forward-mode AD runs, for which the forward of the class is plain code."""
+    return not torch.compiler.is_dynamo_compiling() and is_transformed()
+
+
+def refusal_of(owner: nn.Module, names: Sequence[str]) -> str:
+    """Why children of a module cannot be linears of a pipeline, or ""."""
     for name in names:
-        reason = why_not_in_pipeline(children.get(name))
+        reason = why_not_in_pipeline(owner._modules.get(name))
         if reason:
             return f"{name} {reason}"
-    return why_not_packed({name: children[name] for name in packed}) if len(packed) > 1 else ""
+    return ""

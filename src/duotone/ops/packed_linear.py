@@ -1,6 +1,6 @@
 """PackedLinear: linears that read one input, as one linear whose weight is theirs one below the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,10 +120,9 @@ def why_not_in_pipeline(linear: nn.Module | None) -> str:
     return "has hooks" if is_hooked(linear) else ""
 
 
-def why_not_packed(linears: Mapping[str, nn.Module | None]) -> str:
-    """Why linears, by name, cannot run as one, or ""."""
-    for name, linear in linears.items():
-        assert isinstance(linear, PlannedLinear)
+def why_not_packed(packed: PackedLinear) -> str:
+    """Why linears that can be in a pipeline cannot run as one, or ""."""
+    for name, linear in zip(packed.names, packed.linears, strict=True):
         weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
         if not linear.stored_weight:
             return f"{name} stores its weight transposed"
