@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from duotone import formats
 from duotone.kernels.launch import Launch
-from duotone.optim import write
+from duotone.optim import update as steps
 from duotone.optim.update import Rates, State, update
 from duotone.tensor import Planes, QuantizedTensor, Quantizer, Usage
 from duotone.tensor.context import QuantizeContext, Slot
@@ -83,7 +83,7 @@ def masters() -> Check:
         rates = Rates.of(GROUP | {"maximize": maximize}, 3)
         got, parameter = state(shape, dtype), nn.Parameter(torch.zeros(shape, dtype=dtype), False)
         want = copied(got)
-        write._by_kernels(parameter, got, rates)
+        steps._by_kernels(parameter, got, rates)
         update(want, rates)
         where = f"{dtype} {shape} {maximize}"
         yield from states(where, got, want)
@@ -102,7 +102,7 @@ def planes() -> Check:
         got = state(shape, torch.bfloat16)
         want = copied(got)
         version, addresses = parameter._version, [p.parts["codes"].data_ptr() for p in parameter.planes if p]
-        write._by_kernels(parameter, got, rates)
+        steps._by_kernels(parameter, got, rates)
         update(want, rates)
         twin.copy_(want.master)
         where = f"{fmt} {usage} {dtype} {shape}"
@@ -122,7 +122,7 @@ def main() -> int:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     Launch.__call__ = launched  # type: ignore[method-assign]
-    write.can_read_once = lambda row, col, dtype, where: True
+    steps.can_read_once = lambda row, col, dtype, where: True
     made = wrong = 0
     for what, got, want in itertools.chain(masters(), planes()):
         made += 1
