@@ -14,7 +14,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27691
-TOOL_LINES = 4986
+TOOL_LINES = 5185
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
-    "lab": (2234, 7, 0),
+    "lab": (2325, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (496, 15, 0),
     "observe": (903, 11, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "pipeline": (1340, 63, 1),
     "planned": (2050, 42, 8),
     "recipes": (1978, 27, 0),
-    "report": (1346, 0, 0),
+    "report": (1454, 0, 0),
     "serving": (1224, 2, 0),
     "state": (1765, 18, 0),
     "tensor": (2021, 13, 0),

@@ -64,6 +64,8 @@ def runs_of(result: Document) -> list[Run]:
             memory=StepMemory(*(count or 0 for count in memory)) if any(memory) else None,
             plan=[*entry["plan"]],
             statistics=[*entry["statistics"]],
+            drift=[*entry.get("drift", ())],
+            spreads=[*entry.get("spreads", ())],
             error=entry["error"],
         )
         runs += [first, *(replace(first, **repeat) for repeat in entry.get("repeats", ()))]

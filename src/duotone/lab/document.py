@@ -98,6 +98,8 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "saved_activation_bytes": memory and memory.saved_activation_bytes,
         "plan": run.plan,
         "statistics": run.statistics,
+        "drift": run.drift,
+        "spreads": run.spreads,
         "error": next((run.error for run in runs if run.error), None),
     }
 

@@ -13,9 +13,10 @@ from duotone import observe
 from duotone.dispatch import compiled_casts
 from duotone.errors import UserError
 from duotone.lab import checkpoint
+from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
-from duotone.lab.schema import GemmEntry, Loss, PlaneEntry
+from duotone.lab.schema import DriftEntry, GemmEntry, Loss, PlaneEntry, SpreadEntry
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -24,7 +25,7 @@ UNTIMED = 3
 
 FINAL_STEPS = 10
 HELDOUT_POINTS = 4
-SAMPLES = 3
+SAMPLES = 5
 
 
 @dataclass
@@ -45,6 +46,8 @@ class Run:
     memory: StepMemory | None = None
     plan: list[GemmEntry] = field(default_factory=list)
     statistics: list[PlaneEntry] = field(default_factory=list)
+    drift: list[DriftEntry] = field(default_factory=list)
+    spreads: list[SpreadEntry] = field(default_factory=list)
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
@@ -125,11 +128,11 @@ def _steps(
     steps, first = trainer.config.steps, trainer.done
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
     measured = min(first + 2, steps) if run.is_observed else None
-    store = observe.Tap()
+    store = Journal()
     if first < steps:
         progress.note(_first_step(run))
     while trainer.done < steps and run.error is None and not run.stopped:
-        number = trainer.done + 1
+        number = store.step = trainer.done + 1
         start = time.perf_counter()
         try:
             if number == measured:
@@ -154,6 +157,7 @@ def _steps(
         run.stopped = number < steps and should_stop()
         _save(trainer, run, saving, progress)
     run.statistics = cast(list[PlaneEntry], store.rows())
+    run.drift, run.spreads = store.drift(), store.spreads()
 
 
 def _first_step(run: Run) -> str:

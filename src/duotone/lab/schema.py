@@ -42,6 +42,24 @@ class PlaneEntry(TypedDict):
     spikes_clamped: NotRequired[int]
 
 
+class DriftEntry(TypedDict):
+    """Signal-to-noise of all modules together in one sampled step."""
+
+    step: int
+    role: str
+    plane: str
+    snr_db: float | None
+
+
+class SpreadEntry(TypedDict):
+    """How many nonzero elements have a magnitude of each power of two, from `lowest` on."""
+
+    role: str
+    plane: str
+    lowest: int
+    counts: Sequence[int]
+
+
 class RepeatEntry(TypedDict):
     """The same recipe under another seed."""
 
@@ -84,6 +102,8 @@ class RunEntry(Verdict):
     saved_activation_bytes: int | None
     plan: Sequence[GemmEntry]
     statistics: Sequence[PlaneEntry]
+    drift: NotRequired[Sequence[DriftEntry]]
+    spreads: NotRequired[Sequence[SpreadEntry]]
     error: str | None
 
 

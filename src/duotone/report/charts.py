@@ -57,6 +57,21 @@ def gap_chart(result: Document, styles: Sequence[Style], hover: bool) -> LineCha
     return LineChart(curves, _gap_limits(curves, noise or 0.0), hover, noise)
 
 
+def drift_chart(runs: Sequence[RunEntry], styles: Sequence[Style], hover: bool) -> LineChart | None:
+    """The lowest signal-to-noise of any role and plane in each sampled step; None without an inexact plane."""
+    curves = []
+    for run, style in zip(runs, styles, strict=True):
+        lowest: dict[int, float] = {}
+        for entry in run.get("drift", ()):
+            if finite(value := entry["snr_db"]):
+                lowest[entry["step"]] = min(value, lowest.get(entry["step"], value))
+        points = [(float(step), value) for step, value in sorted(lowest.items())]
+        if points:
+            curves.append(Curve(run["name"], style, [points], points, f"{number(points[-1][1], 1)} dB"))
+    values = _values(curves)
+    return LineChart(curves, round_out(min(values), max(values)), hover, height=300) if curves else None
+
+
 def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list[Scatter]:
     """The gap against the speed on that GPU, and against peak memory; none without a gap."""
     runs = [run for run in [reference_of(result), *compared(result)] if run is not None]

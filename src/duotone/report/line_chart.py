@@ -10,7 +10,7 @@ from duotone.report.palette import Style
 from duotone.report.series import Points, thin
 
 LEFT, TOP, BOTTOM = 54, 12, 46
-CHARACTER = 7.3
+CHARACTER = 7.8
 HOVER_POINTS = 30
 
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
-from duotone.report import charts, choice, numbers, plan_table, planes, verdict, worst
+from duotone.report import charts, choice, numbers, plan_table, planes, spread, verdict, worst
 from duotone.report.metrics import COLOURS, METRICS
 from duotone.report.palette import styles
 
@@ -100,6 +100,8 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "confidence": choice.confidence(result),
         "where": where,
         "scatters": charts.scatters(result, looks, where),
+        "drift_chart": charts.drift_chart(runs, looks, detail.hover),
+        "histograms": spread.histograms(runs),
         "metrics": METRICS,
         "colours": COLOURS,
         "limits": limits,

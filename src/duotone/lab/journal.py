@@ -1,0 +1,63 @@
+"""Statistics of sampled steps, step by step: how signal-to-noise moves, and how magnitudes are spread."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from duotone.lab.schema import DriftEntry, SpreadEntry
+from duotone.observe import Tap
+from duotone.recipes import QuantizerRole
+from duotone.tensor.context import Slot
+from duotone.tensor.plane import Plane
+
+LOWEST, HIGHEST = -40, 24
+"""The powers of two that the spread of magnitudes tells apart; smaller and larger ones count as these."""
+
+Side = tuple[str, str]
+"""A role and a plane."""
+
+
+@dataclass(eq=False, repr=False)
+class Journal(Tap):
+    """A tap that also keeps the sums of each step, and counts magnitudes, over all modules of a role and plane."""
+
+    step: int = 0
+    """The sampled step that runs now."""
+    _steps: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
+    _spreads: dict[Side, Tensor] = field(default_factory=dict)
+
+    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
+        key, side = (role.name, role.tensor_type, direction, plane.format.name), (role.tensor_type, direction)
+        before = self._entries[key].sums[:2] if key in self._entries else 0.0
+        super().record(role, direction, x, plane, slot)
+        sums = self._entries[key].sums[:2] - before
+        self._steps[self.step, side] = self._steps.get((self.step, side), torch.zeros_like(sums)) + sums
+        counts = count_magnitudes(x)
+        self._spreads[side] = self._spreads.get(side, torch.zeros_like(counts)) + counts
+
+    def drift(self) -> list[DriftEntry]:
+        """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None where exact."""
+        entries: list[DriftEntry] = []
+        for (step, (role, plane)), sums in self._steps.items():
+            signal, noise = sums.tolist()
+            value = 10 * math.log10(signal / noise) if signal > 0 < noise < math.inf else None
+            entries.append({"step": step, "role": role, "plane": plane, "snr_db": value})
+        return entries
+
+    def spreads(self) -> list[SpreadEntry]:
+        """For each role and plane how many nonzero elements have which power of two, from `lowest` on."""
+        return [
+            {"role": role, "plane": plane, "lowest": LOWEST, "counts": counts.tolist()}
+            for (role, plane), counts in self._spreads.items()
+        ]
+
+
+def count_magnitudes(x: Tensor) -> Tensor:
+    """How many finite nonzero elements of `x` lie in [2^n, 2^(n+1)), int64 for n from LOWEST to HIGHEST."""
+    values = x.detach().float()
+    exponents = torch.frexp(values)[1] - 1
+    usable = torch.isfinite(values) & (values != 0)
+    places = torch.where(usable, exponents.clamp(LOWEST, HIGHEST) - LOWEST, HIGHEST - LOWEST + 1)
+    return torch.bincount(places.flatten().long(), minlength=HIGHEST - LOWEST + 2)[:-1]
