@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27691
+LIBRARY_LINES = 27663
 TOOL_LINES = 5185
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,26 +22,26 @@ BUDGETS = {
     "attention": (1049, 16, 0),
     "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
-    "compat": (741, 1, 0),
-    "conversion": (2568, 31, 0),
+    "compat": (742, 1, 0),
+    "conversion": (2567, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
     "lab": (2325, 7, 0),
     "linear": (1756, 5, 0),
-    "modules": (496, 15, 0),
+    "modules": (495, 15, 0),
     "observe": (903, 11, 0),
-    "ops": (1394, 5, 0),
+    "ops": (1389, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1340, 63, 1),
-    "planned": (2050, 42, 8),
+    "pipeline": (1289, 63, 1),
+    "planned": (2048, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1454, 0, 0),
     "serving": (1224, 2, 0),
-    "state": (1765, 18, 0),
-    "tensor": (2021, 13, 0),
+    "state": (1785, 18, 0),
+    "tensor": (2032, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

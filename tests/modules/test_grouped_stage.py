@@ -18,7 +18,7 @@ from duotone.linear.plane_source import WeightCache
 from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import GRADIENT, Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
-from duotone.state.amax_mode import AmaxMode
+from duotone.state.region import AmaxMode
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone.kernels.segment_cast import Segments

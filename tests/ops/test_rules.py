@@ -13,9 +13,9 @@ from duotone import QuantizerRole, UserError, ops, recipes
 from duotone.dispatch.norms import RowNorm
 from duotone.modules import LayerNormLinear, LayerNormMLP
 from duotone.ops import fused_cast
+from duotone.pipeline.op import info_of
 from duotone.pipeline.rewrites import RULES, rewrite
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import info_of
 from duotone.tensor import Quantizer
 
 DTYPE = torch.bfloat16

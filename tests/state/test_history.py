@@ -13,10 +13,10 @@ from torch import nn
 import duotone
 from duotone.formats import get
 from duotone.recipes import DelayedScaling
-from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.history import resized
+from duotone.state.region import AmaxMode
 from duotone.tensor import History, QuantizeContext, Quantizer
 
 MAX = {"e4m3": np.float32(448), "e5m2": np.float32(57344)}

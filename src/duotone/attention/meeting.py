@@ -9,8 +9,8 @@ from duotone.numbered import Numbered
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
-from duotone.state.amax_mode import in_backward
 from duotone.state.autocast_context import active_region
+from duotone.state.region import in_backward
 
 UNNAMED = Site(named=False)
 _MODULES: "Numbered[MeetsRecipes]" = Numbered()

@@ -62,6 +62,7 @@ MOVED = {
     "duotone.state.delayed:DelayedSlot": "duotone.state.delayed_slot:DelayedSlot",
     "duotone.state.recipe_state": "duotone.compat.recipe_state",
     "duotone.state.traced": "duotone.state.traced_stages",
+    "duotone.state.amax_mode": "duotone.state.region",
     "duotone.tensor.traced": "duotone.tensor.traced_quantize",
     "duotone.tensor.vocabulary": "duotone.compat.quantizers",
 }

@@ -17,10 +17,10 @@ from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
-from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast_context import active_region
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.region import AmaxMode
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 

@@ -16,10 +16,9 @@ from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
 from duotone.ops.packed_linear import FormatsDiffer, PackedLinear, why_not_in_pipeline, why_not_packed
 from duotone.ops.sequential import is_hooked, run_modules
+from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
-from duotone.pipeline.op import Op, run
-from duotone.pipeline.second_order import is_transformed
-from duotone.pipeline.tensor_info import is_autocast, is_distributed
+from duotone.pipeline.op import Op, is_autocast, is_distributed, run
 
 CHANGED = "has another epsilon than when it was fused"
 FUSED = "_fused"

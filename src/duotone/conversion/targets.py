@@ -13,7 +13,6 @@ from duotone.conversion.left_alone import Reasons
 from duotone.conversion.transposed import TransposedLinear, is_transposed
 from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.pipeline.tensor_info import quantizer_of
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe
@@ -22,6 +21,7 @@ from duotone.recipes.rules import Rule
 from duotone.recipes.schedule import Phase
 from duotone.state.traced_stages import Call
 from duotone.tensor import Quantizer
+from duotone.tensor.quantizer import quantizer_of
 
 CONVERTED = "_converted"
 """Marks a module whose class convert changed."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
-from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.region import AmaxMode
 from duotone.state.traced_slot import TracedSlot
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext

@@ -18,7 +18,7 @@ from duotone.linear.operand_plan import OperandPlan
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
-from duotone.state.amax_mode import AmaxMode
+from duotone.state.region import AmaxMode
 from duotone.tensor.quantizer import Quantizer
 
 

@@ -13,9 +13,8 @@ from duotone.ops.activation import ActivationOp
 from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
 from duotone.ops.sequential import Member, is_plain, run_modules
-from duotone.pipeline.op import Op, run
+from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
-from duotone.pipeline.tensor_info import is_distributed
 from duotone.planned import boundary
 from duotone.planned.initialisation import materialise
 from duotone.planned.linear import Linear

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from duotone.dispatch.activations import QUICK, Activation, activation
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
-from duotone.pipeline.op import Op
+from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.pipeline.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer

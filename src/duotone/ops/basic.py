@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from duotone.comm import all_gather, all_reduce, reduce_scatter
 from duotone.errors import UserError
 from duotone.linear.core import as_matrix
-from duotone.pipeline.op import Op
+from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.pipeline.tensor_info import TensorInfo
 from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:

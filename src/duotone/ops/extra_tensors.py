@@ -8,8 +8,8 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.ops.basic import BasicOp, PlainStage
+from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.pipeline.tensor_info import TensorInfo
 
 
 class AddStage(PlainStage):

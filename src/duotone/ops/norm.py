@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from duotone.dispatch.norms import NORMS, L2Kernel, LayerNormKernel, RMSNormKernel, widened
 from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
-from duotone.pipeline.op import Op
+from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.pipeline.tensor_info import TensorInfo
 from duotone.planned.initialisation import materialise
 
 if TYPE_CHECKING:

@@ -9,9 +9,8 @@ from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.ops.sequential import is_hooked
-from duotone.pipeline.op import Op
+from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, is_distributed, require_fit
 from duotone.planned.linear import PlannedLinear
 from duotone.planned.split_parameters import Joined
 

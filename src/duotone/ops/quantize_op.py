@@ -12,14 +12,13 @@ from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import BACKWARD_OPERANDS
 from duotone.ops.basic import BasicOp
-from duotone.pipeline.op import CallRegion
+from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.pipeline.tensor_info import TensorInfo
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
-from duotone.state.amax_mode import mode_now
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
+from duotone.state.region import CallRegion, mode_now
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer

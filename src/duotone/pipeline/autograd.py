@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
+from duotone.errors import UserError
 from duotone.pipeline.stage import Stage
 from duotone.tensor.plane import DeferredPlane, Plane
 
@@ -19,6 +21,7 @@ Shell = Any
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
 TENSOR, DEFERRED = "tensor", "deferred"
+are_transforms_active = torch._C._are_functorch_transforms_active
 
 
 class PipelineContext(FunctionCtx):
@@ -191,3 +194,56 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Any]) -> list[Any]:
             saved.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
             at += len(names)
     return saved
+
+
+class Refused(SecondOrder):
+    """Stages whose second derivative nobody has: taking it is an error, asking for a graph alone is none.
+
+    An empty output of the pipeline stands in a graph for all that its gradients depend on, and holds no memory.
+    """
+
+    marks = True
+
+    def __init__(self, reason: str) -> None:
+        self.message = refused(reason)
+
+    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
+        mark = torch.empty(0)
+        saved.append(mark)
+        outputs.append(mark)
+
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
+        saved = ctx.saved_tensors
+        return Once.apply(self.message, lambda _, *tensors: run_backward(ctx, tensors, saved), saved[-1], *gradients)
+
+    def check(self) -> None:
+        raise UserError(self.message)
+
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
+        raise UserError(self.message)
+
+
+class Once(torch.autograd.Function):
+    """`run(*tensors)`, which nobody differentiates: its backward raises a UserError of this message."""
+
+    @staticmethod
+    def forward(ctx: Any, message: str, run: Callable[..., Any], *tensors: Tensor) -> Any:
+        ctx.message = message
+        return run(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UserError(ctx.message)
+
+
+def refused(reason: str) -> str:
+    """The one line on what cannot be differentiated again."""
+    return (
+        f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
+        "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
+    )
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform or forward-mode AD runs, in which custom functions of autograd take no part."""
+    return are_transforms_active() or forward_ad._current_level >= 0

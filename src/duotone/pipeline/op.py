@@ -1,31 +1,129 @@
-"""Op: what a module has to be to stand in a pipeline, and how a sequence of them is run."""
+"""Op: what a module has to be to stand in a pipeline, what it is told of a tensor, and how a sequence of ops is run."""
 
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction
+from duotone.formats.format import require_dense
+from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.rewrites import RULES, rewrite
-from duotone.pipeline.second_order import is_transformed, second_order
+from duotone.pipeline.second_order import second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, info_of, is_distributed, refuse_distributed
-from duotone.state import frames
-from duotone.state.amax_mode import AmaxMode, in_backward
-from duotone.state.autocast_context import HIGH_PRECISION, AutocastRegion, active_region
-from duotone.state.region import STACK
+from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.state.rolling import roll_after
-from duotone.state.stack import innermost
+from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.quantizer import quantizer_of
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from duotone.pipeline.spread import Spread
+
+
+class TensorInfo(NamedTuple):
+    """What is known of a tensor between two ops before anything runs.
+
+    `width` is its last dimension and `rows` the product of the others; None if that is not known. `quantizer` is that
+    of a quantized tensor.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int | None
+    rows: int | None
+    requires_grad: bool
+    quantizer: Quantizer | None = None
+    index: int = -1
+    """Of a CUDA device, -1 elsewhere."""
+
+    spread: "Spread | None" = None
+    """Set if the tensor is the local tensor of a DTensor."""
+
+    @property
+    def place(self) -> str:
+        """The device with its number, as plans name it."""
+        return self.device if self.index < 0 else f"{self.device}:{self.index}"
+
+
+def is_autocast(device: str) -> bool:
+    """Whether torch.autocast is active for a device; there is none for meta."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def is_distributed(x: object) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor, without importing that."""
+    return hasattr(x, "device_mesh")
+
+
+def title(owner: object) -> str:
+    """How errors name a module. Only errors ask: in a trace the name of a module would be a guard."""
+    return getattr(owner, "__dict__", {}).get("module_name", "") or "a module"
+
+
+def refuse_distributed(owner: object) -> NoReturn:
+    raise UserError(f"{title(owner)} takes local tensors; got a DTensor: pass its to_local()")
+
+
+def info_of(x: object, owner: object = None, spread: "Spread | None" = None) -> TensorInfo:
+    """What the first op is told. UserError unless `x` is a dense local tensor with a last dimension.
+
+    `spread` is that of the DTensor whose local tensor is `x`.
+    """
+    if isinstance(x, Tensor) and (x.is_nested or x.layout is not torch.strided):
+        require_dense(title(owner), x)
+    if not isinstance(x, Tensor) or x.dim() == 0:
+        got = f"() in {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise UserError(f"{title(owner)} takes a tensor (*lead, width); got {got}")
+    if type(x) is not Tensor and is_distributed(x):
+        refuse_distributed(owner)
+    device, dtype = x.device.type, x.dtype
+    if dtype in CAST and device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    width = x.shape[-1]
+    rows = x.numel() // width if width else x.shape[:-1].numel()
+    quantizer = None
+    if isinstance(x, QuantizedTensor) and dtype is x.dtype:  # casting a quantized tensor dequantizes it
+        quantizer = quantizer_of(x)
+    index = x.get_device() if device == "cuda" else -1
+    return TensorInfo(device, dtype, width, rows, x.requires_grad and torch.is_grad_enabled(), quantizer, index, spread)
+
+
+CAST = (torch.float32, torch.float16, torch.bfloat16)
+"""What torch.autocast casts."""
+
+
+def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | None = None) -> None:
+    """UserError unless an input like `info` can be multiplied by `weight` (out, width), and `bias` goes with it."""
+    if weight.device.type != info.device:
+        raise UserError(f"{title(owner)} is on {weight.device.type} and its input on {info.device}; move one of them")
+    width = weight.shape[1]
+    if (info.width is not None and info.width != width) or not (
+        info.dtype is weight.dtype or _casts_to(info, weight.dtype)
+    ):
+        raise UserError(
+            f"{title(owner)} takes (..., {width}) in {weight.dtype}; "
+            f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
+        )
+    # Kernels see the address of a bias alone.
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
+        raise UserError(
+            f"{title(owner)}: its bias is {tuple(bias.shape)} on {bias.device}; "
+            f"its weight asks for ({weight.shape[0]},) on {weight.device}"
+        )
+
+
+def _casts_to(info: TensorInfo, dtype: torch.dtype) -> bool:
+    """Whether torch.autocast casts parameters of `dtype` to the dtype of the input."""
+    return is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
+
 
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"
 
@@ -172,31 +270,6 @@ def _accepted(
             accepted.append(op.accept(stage, info, extra[at : at + op.extra_inputs]))
             at += op.extra_inputs
     return iter(accepted)
-
-
-class CallRegion:
-    """The region whose recipe the calls of one module follow."""
-
-    def __init__(self) -> None:
-        self.newest: tuple[AutocastRegion | None] | None = None
-        """Where the newest forward ran that a backward may follow."""
-
-    def now(self, mode: AmaxMode) -> AutocastRegion | None:
-        """The region of this call: for a recompute that of its forward, which may have ended."""
-        key = ("region", id(self))
-        running = mode is AmaxMode.RECOMPUTE or (mode is not AmaxMode.RECORD and in_backward())
-        record = frames.recomputed() if running else None
-        if record is not None and record.holds(key):
-            region: AutocastRegion | None = record.take(key)
-        elif running and self.newest is not None:
-            region = self.newest[0]
-        else:
-            regions = STACK.regions
-            region = innermost(regions, "autocast") if regions else None
-        frames.remember(key, region)
-        if mode is not AmaxMode.USE and not running and (self.newest is None or self.newest[0] is not region):
-            self.newest = (region,)
-        return region
 
 
 class Rewritten(dict[tuple[object, ...], tuple[tuple[Stage, ...], Backward, bool]]):

@@ -1,23 +1,14 @@
 """Second derivatives of a pipeline, torch.func and forward-mode AD: exact in high precision, one error elsewhere."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from duotone.errors import UserError
-from duotone.pipeline.autograd import Backward, PipelineContext, SecondOrder, Stages, run_backward, unpack
+from duotone.pipeline.autograd import Backward, PipelineContext, Refused, SecondOrder, Stages, unpack
 from duotone.pipeline.stage import Saved, Stage
 from duotone.tensor import QuantizedTensor
-
-are_transforms_active = torch._C._are_functorch_transforms_active
-
-
-def is_transformed() -> bool:
-    """Whether a torch.func transform or forward-mode AD runs, in which custom functions of autograd take no part."""
-    return are_transforms_active() or forward_ad._current_level >= 0
 
 
 def second_order(stages: Stages, name: str) -> "Exact | Refused":
@@ -72,54 +63,6 @@ class Exact(SecondOrder):
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))
         return (y, *extra) if extra else y
-
-
-class Refused(SecondOrder):
-    """Stages whose second derivative nobody has: taking it is an error, asking for a graph alone is none.
-
-    An empty output of the pipeline stands in a graph for all that its gradients depend on, and holds no memory.
-    """
-
-    marks = True
-
-    def __init__(self, reason: str) -> None:
-        self.message = refused(reason)
-
-    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
-        mark = torch.empty(0)
-        saved.append(mark)
-        outputs.append(mark)
-
-    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
-        saved = ctx.saved_tensors
-        return Once.apply(self.message, lambda _, *tensors: run_backward(ctx, tensors, saved), saved[-1], *gradients)
-
-    def check(self) -> None:
-        raise UserError(self.message)
-
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
-        raise UserError(self.message)
-
-
-class Once(torch.autograd.Function):
-    """`run(*tensors)`, which nobody differentiates: its backward raises a UserError of this message."""
-
-    @staticmethod
-    def forward(ctx: Any, message: str, run: Callable[..., Any], *tensors: Tensor) -> Any:
-        ctx.message = message
-        return run(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UserError(ctx.message)
-
-
-def refused(reason: str) -> str:
-    """The one line on what cannot be differentiated again."""
-    return (
-        f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
-        "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
-    )
 
 
 def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from duotone.errors import UserError
 from duotone.pipeline import op as pipeline
-from duotone.pipeline.tensor_info import is_distributed
+from duotone.pipeline.op import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

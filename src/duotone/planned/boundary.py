@@ -11,9 +11,8 @@ from torch.autograd import Function
 
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
-from duotone.pipeline.op import Op, run
-from duotone.pipeline.second_order import Once, refused
-from duotone.pipeline.tensor_info import info_of
+from duotone.pipeline.autograd import Once, refused
+from duotone.pipeline.op import Op, info_of, run
 from duotone.planned.planned import Planned
 from duotone.state import seeds
 from duotone.tensor.context import QuantizeContext

@@ -9,8 +9,8 @@ from duotone.comm import group_ranks
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
-from duotone.state.amax_mode import AmaxMode
 from duotone.state.delayed import DelayedState
+from duotone.state.region import AmaxMode
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 

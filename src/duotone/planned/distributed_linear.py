@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
-from duotone.pipeline.tensor_info import is_distributed, refuse_distributed
+from duotone.pipeline.op import is_distributed, refuse_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement

@@ -12,10 +12,9 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.sink import GRADIENT
-from duotone.pipeline.op import Op, run
-from duotone.pipeline.second_order import is_transformed
+from duotone.pipeline.autograd import is_transformed
+from duotone.pipeline.op import Op, TensorInfo, info_of, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, info_of, quantizer_of, require_fit
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
 from duotone.planned.planned import Planned, holds_codes
@@ -23,9 +22,10 @@ from duotone.planned.quantized_parameters import quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
-from duotone.state.amax_mode import AmaxMode
 from duotone.state.autocast_context import HIGH_PRECISION
+from duotone.state.region import AmaxMode
 from duotone.tensor import QuantizedTensor, Quantizer
+from duotone.tensor.quantizer import quantizer_of
 
 
 class PlannedGroup(Planned):

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout
-from duotone.pipeline.op import Op, run
+from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.pipeline.tensor_info import TensorInfo, is_distributed, quantizer_of, require_fit
 from duotone.planned import boundary, delayed_states, distributed_linear
 from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.planned import Planned, holds_codes
@@ -22,6 +21,7 @@ from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.quantizer import quantizer_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

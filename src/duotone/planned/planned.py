@@ -12,9 +12,8 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.pipeline.op import Op
+from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.pipeline.tensor_info import info_of, quantizer_of
 from duotone.planned import delayed_states
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.quantized_parameters import drop_empty_extra_state, mark_entries, moved
@@ -25,6 +24,7 @@ from duotone.recipes.rules import Rule
 from duotone.state import seeds
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import tell_shards
+from duotone.tensor.quantizer import quantizer_of
 
 UNNAMED = Site(named=False)
 CONFIGURATION = ("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim")

@@ -16,15 +16,14 @@ from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
-from duotone.pipeline.op import KEEPS, CallRegion
-from duotone.pipeline.tensor_info import TensorInfo
+from duotone.pipeline.op import KEEPS, TensorInfo
 from duotone.planned import delayed_states
 from duotone.planned.quantized_parameters import demand, follow
 from duotone.planned.weight_options import WeightOptions
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
-from duotone.state.amax_mode import AmaxMode, in_backward, mode_now
 from duotone.state.autocast_context import active_region
+from duotone.state.region import AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext, Slot

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.pipeline.tensor_info import is_distributed
+from duotone.pipeline.op import is_distributed
 from duotone.tensor.fsdp import tell_shards
 
 

@@ -14,10 +14,9 @@ from duotone.recipes.builtin import Float8CurrentScaling, HighPrecision
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.schedule import Schedule
 from duotone.state import rolling
-from duotone.state.region import STACK, AutocastRegion
+from duotone.state.region import STACK, AutocastRegion, RegionManager
 from duotone.state.region import active_recipe as active_recipe
 from duotone.state.region import active_region as active_region
-from duotone.state.stack import RegionManager
 
 P = ParamSpec("P")
 T = TypeVar("T")

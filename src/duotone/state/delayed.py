@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.state import history
-from duotone.state.amax_mode import AmaxMode
+from duotone.state.region import AmaxMode
 from duotone.tensor.history import History
 
 

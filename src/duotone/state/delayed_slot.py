@@ -19,8 +19,8 @@ from duotone.dispatch.casts import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import frames, history
-from duotone.state.amax_mode import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
+from duotone.state.region import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.rolling import pending
 from duotone.state.torch_private import is_faking
 from duotone.tensor.context import Slot

@@ -1,7 +1,7 @@
 """quantized_model_init: the context in which modules are built with quantized weights alone."""
 
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
-from duotone.state.stack import Region, RegionManager, Stack, innermost
+from duotone.state.region import Region, RegionManager, Stack, innermost
 
 
 class Construction(Region):

@@ -1,7 +1,193 @@
-"""What an autocast decides for a region of forward code, and which region a call is in."""
+"""Open regions of `autocast` and `quantized_model_init`, and how a call runs: in which region and in which mode.
 
+There is one stack for each thread and async task, in eager and in traced code. A stack lives in a ContextVar, so an
+async task starts with the regions of its creator. Dynamo traces no ContextVar, but its guards read the attributes of a
+module object at every call, computed ones too: so a `Stack` is such an object.
+"""
+
+import types
+import warnings
+from contextvars import ContextVar, Token
+from enum import Enum
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+from duotone.errors import UserError
 from duotone.recipes.recipe import Recipe
-from duotone.state.stack import Region, Stack, innermost
+from duotone.state import frames
+from duotone.state.starts import Starts
+from duotone.state.torch_private import graph_task_id, is_forward_grad_enabled, top_saved_hooks
+
+
+class AmaxMode(Enum):
+    """What a call does with the amaxes that it meets. The values are what custom ops take and graphs hold."""
+
+    USE = "use"
+    """No gradient is tracked: scale with what is known and record nothing."""
+    RECORD = "record"
+    """A forward: record the amax for the next step."""
+    RECOMPUTE = "recompute"
+    """Forward code inside a backward: scale as the forward did; a forward that deferred its recording records here."""
+    DEFER = "defer"
+    """A forward without a graph in an autograd.Function, as reentrant checkpoints run it: the recompute records."""
+
+    __hash__ = object.__hash__  # Enum's is a Python function, and plans are looked up by their mode
+
+
+AMAX_MODES = {mode.value: mode for mode in AmaxMode}
+
+
+def in_backward() -> bool:
+    """Whether a backward runs in this thread. Forward code inside of one recomputes."""
+    return graph_task_id() != -1
+
+
+def mode_now() -> AmaxMode:
+    """The mode of forward code that runs now."""
+    if torch.is_grad_enabled():
+        return AmaxMode.RECORD if graph_task_id() == -1 else AmaxMode.RECOMPUTE
+    # Inference mode and the forward of an autograd.Function alone switch off gradients of forward mode too.
+    if is_forward_grad_enabled() or torch.is_inference_mode_enabled():
+        return AmaxMode.USE
+    return AmaxMode.DEFER
+
+
+class Region:
+    """One entering of a context manager, compared by identity. `value` is what it decides."""
+
+    is_open = True
+    is_void = False
+    """Whether another thread or task left it than the one that entered it. A void region counts nowhere."""
+
+    token: "Token[tuple[Region, ...]] | None" = None
+    """Identifies the context that entered it; None in traced code."""
+
+    @property
+    def value(self) -> object:
+        raise NotImplementedError
+
+
+class Unknown(Region):
+    """The region of a thread that was started while threads or tasks had different regions open."""
+
+    is_open = False
+
+
+UNKNOWN = Unknown()
+R = TypeVar("R", bound=Region)
+
+
+class Stack(types.ModuleType, Generic[R]):
+    """The open regions of the calling thread and task as `regions`, innermost last."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.variable: ContextVar[tuple[Any, ...]] = ContextVar(name)
+        self.starts = Starts(UNKNOWN)
+
+    @property
+    def regions(self) -> tuple[R, ...]:
+        regions = self.variable.get(None)
+        if regions is None or (regions and regions[-1].is_void):
+            regions = self.current()
+        if not regions and self.starts.open and self.starts.leaves_out_thread():
+            warnings.warn(
+                f"this thread was started outside of {self.__name__}, so it goes by what its modules have themselves, "
+                f"while a region is open in another thread; enter {self.__name__} in this thread to choose",
+                stacklevel=5,
+            )
+        return regions
+
+    @regions.setter
+    def regions(self, regions: tuple[R, ...]) -> None:
+        self.variable.set(regions)
+
+    def current(self) -> tuple[R, ...]:
+        """`regions`, without the warning for a thread that has none."""
+        regions = self.variable.get(None)
+        if regions is None:
+            regions, is_final = self.starts.regions_of_thread()
+            if is_final:
+                self.variable.set(regions)
+        if regions and regions[-1].is_void:
+            regions = tuple([region for region in regions if not region.is_void])
+            self.variable.set(regions)
+        return regions
+
+    def enter(self, region: R) -> None:
+        regions = (*self.current(), region)
+        region.token = self.variable.set(regions)
+        self.starts.entered(region, regions)
+
+    def leave(self, region: R) -> None:
+        rest = without(self.current(), region)
+        self.starts.left(region)
+        region.is_open = False
+        if region.token is not None:
+            try:
+                self.variable.reset(region.token)
+            except ValueError:  # another context entered it, and its stack cannot be reached from here
+                region.is_void = True
+        self.variable.set(rest)
+
+
+def without(regions: tuple[R, ...], region: R) -> tuple[R, ...]:
+    """The regions except this one, wherever it is."""
+    return tuple([each for each in regions if each is not region])
+
+
+def innermost(regions: tuple[R, ...], name: str) -> R | None:
+    """The innermost of the regions of `name`, None without any.
+
+    Raises UserError in a thread that was started while threads or tasks had different regions open.
+    """
+    if not regions:
+        return None
+    if regions[-1] is UNKNOWN:
+        raise UserError(
+            f"this thread was started while {name} regions of several threads or tasks were open, and they differ; "
+            f"enter duotone.{name} in this thread"
+        )
+    return regions[-1]
+
+
+class RegionManager(Generic[R]):
+    """A context manager that opens a region of `stack`, one at a time. No exit brings back a copy of the stack."""
+
+    stack: Stack[R]
+    _options: tuple[Any, ...]
+    _region: R | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self._options}"
+
+    def new_region(self) -> R:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        if self._region is not None:
+            name = type(self).__name__
+            raise RuntimeError(f"this {name} is entered already; make a new one for each nested region")
+        region = self._region = self.new_region()
+        if torch.compiler.is_dynamo_compiling():
+            self.stack.regions = (*self.stack.regions, region)
+        else:
+            self.stack.enter(region)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        region, self._region = self._region, None
+        assert region is not None
+        if torch.compiler.is_dynamo_compiling():
+            self.stack.regions = without(self.stack.regions, region)
+        else:
+            self.stack.leave(region)
+        self.end(region, failed=exception[0] is not None)
+
+    def end(self, region: R, *, failed: bool) -> None:
+        """What else happens when a region has ended, with an exception or without."""
+
 
 Recorded = set[tuple[str, str]]
 """Delayed states that recorded an amax: the number of each, and the group that reduces it ("" for none)."""
@@ -45,3 +231,29 @@ def outermost_region() -> AutocastRegion | None:
         if region.is_open:
             return region
     return None
+
+
+class CallRegion:
+    """The region whose recipe the calls of one module follow."""
+
+    def __init__(self) -> None:
+        self.newest: tuple[AutocastRegion | None] | None = None
+        """Where the newest forward ran that a backward may follow."""
+
+    def now(self, mode: AmaxMode) -> AutocastRegion | None:
+        """The region of this call: for a recompute that of its forward, which may have ended."""
+        key = ("region", id(self))
+        running = mode is AmaxMode.RECOMPUTE or (mode is not AmaxMode.RECORD and in_backward())
+        record = frames.recomputed() if running else None
+        if record is not None and record.holds(key):
+            region: AutocastRegion | None = record.take(key)
+        elif running and self.newest is not None:
+            region = self.newest[0]
+        else:
+            regions = STACK.regions
+            region = innermost(regions, "autocast") if regions else None
+        if top_saved_hooks(True) is not None or not is_forward_grad_enabled():
+            frames.remember(key, region)
+        if mode is not AmaxMode.USE and not running and (self.newest is None or self.newest[0] is not region):
+            self.newest = (region,)
+        return region

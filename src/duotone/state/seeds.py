@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.state import frames
-from duotone.state.amax_mode import in_backward
+from duotone.state.region import in_backward
 
 BUFFER = "duotone_seed"
 

@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from duotone.state.stack import Region
+    from duotone.state.region import Region
 
 Regions = tuple[Any, ...]
 

@@ -13,7 +13,7 @@ import torch
 
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
-from duotone.state.amax_mode import AmaxMode
+from duotone.state.region import AmaxMode
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
 

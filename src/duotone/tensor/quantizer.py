@@ -251,3 +251,14 @@ class Quantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0], None, None, None
+
+
+def quantizer_of(x: Tensor) -> Quantizer | None:
+    """The quantizer of a quantized tensor, in the formats that it really holds."""
+    if type(x) is Tensor or not isinstance(x, QuantizedTensor):
+        return None
+    row, col = x.planes
+    quantizer = x.quantizer
+    if (row is None or quantizer.rowwise == row.format) and (col is None or quantizer.columnwise == col.format):
+        return quantizer
+    return Quantizer(row.format if row else quantizer.rowwise, col.format if col else quantizer.columnwise)
