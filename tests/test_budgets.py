@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27663
+LIBRARY_LINES = 27693
 TOOL_LINES = 5185
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (1077, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
-    "conversion": (2567, 31, 0),
+    "conversion": (2569, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
@@ -35,7 +35,7 @@ BUDGETS = {
     "ops": (1389, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1289, 63, 1),
+    "pipeline": (1317, 64, 1),
     "planned": (2048, 42, 8),
     "recipes": (1978, 27, 0),
     "report": (1454, 0, 0),

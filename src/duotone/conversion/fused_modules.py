@@ -196,6 +196,8 @@ class NormReaders:
         """Whether an input is one for which the norm may be put off."""
         if type(x) is not Tensor or not x.is_contiguous() or not x.numel() or is_autocast(x.device.type):
             return False
+        if x.is_inference():  # it has no version that would tell of a write
+            return False
         if torch.jit.is_tracing() or is_transformed() or self.refusal:  # type: ignore[no-untyped-call]
             return False
         gamma, beta = self.op.parameters()

@@ -5,8 +5,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
+
+from duotone.errors import UserError
 
 
 class Reader(Protocol):
@@ -27,13 +29,32 @@ class Reader(Protocol):
         ...
 
 
+class Unchanged:
+    """Tensors that a later reader gets as they are now. UserError if one was written to in place."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._tensors = tensors
+        self._versions = self._current()
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        if self._current() != self._versions:
+            raise UserError(
+                "the input of a fused norm was changed in place before its output was read; "
+                "write x = x + y instead of x += y, or call duotone.revert(model)"
+            )
+        return self._tensors
+
+    def _current(self) -> list[int]:
+        return [0 if tensor is None else tensor._version for tensor in self._tensors]
+
+
 class DeferredOutput(Tensor):
     """A tensor like `source`, the output of an op over it. `reader` runs the op, in a larger pipeline if it can.
 
     Autograd sees an ordinary tensor. Operations of torch get its values, which are computed once.
     """
 
-    source: Tensor
     reader: Reader
     outputs: dict[object, Tensor]
     """Outputs that one pipeline computed together, by who will ask for them."""
@@ -42,8 +63,15 @@ class DeferredOutput(Tensor):
     def __new__(cls, source: Tensor, reader: Reader) -> "DeferredOutput":
         options = {"dtype": source.dtype, "device": source.device, "strides": source.stride()}
         self = Tensor._make_wrapper_subclass(cls, source.shape, **options)  # type: ignore[attr-defined]
-        self.source, self.reader, self.outputs, self.computed = source, reader, {}, None
+        self.inputs, self.reader, self.outputs, self.computed = Unchanged((source,)), reader, {}, None
         return self  # type: ignore[no-any-return]
+
+    @property
+    def source(self) -> Tensor:
+        """The input of the op. UserError if it was written to after the op was called."""
+        source = self.inputs.tensors[0]
+        assert source is not None
+        return source
 
     def materialize(self) -> Tensor:
         """The output as a plain tensor without a graph."""
@@ -72,13 +100,13 @@ class Defer(torch.autograd.Function):
     """(reader, source, *parameters) -> a deferred output, whose gradient goes through the op alone."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, reader: Reader, *inputs: Tensor | None) -> DeferredOutput:
-        ctx.save_for_backward(*inputs)  # type: ignore[arg-type]  # None is allowed
-        ctx.reader = reader  # type: ignore[attr-defined]
+    def forward(ctx: Any, reader: Reader, *inputs: Tensor | None) -> DeferredOutput:
+        # Saved tensors would be packed, as to offload them, though a backward through here is rare.
+        ctx.reader, ctx.inputs = reader, Unchanged(inputs)
         assert inputs[0] is not None
         return DeferredOutput(inputs[0], reader)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, *ctx.reader.differentiate(dy, ctx.saved_tensors, ctx.needs_input_grad[1:])
+        return None, *ctx.reader.differentiate(dy, ctx.inputs.tensors, ctx.needs_input_grad[1:])
