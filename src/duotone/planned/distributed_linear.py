@@ -44,8 +44,7 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     x, weight = _on_one_mesh(module, x)
-    group, name = x.group, module.module_name
-    y = x._replace(shape=(*x.shape[:-1], module.linear_weight.shape[0]))
+    group, y = x.group, x._replace(shape=(*x.shape[:-1], module.linear_weight.shape[0]))
     columns = y._replace(placement=Shard(x.last))
     match x.dim, weight:
         case None, Replicate():
@@ -64,8 +63,8 @@ def placed(module: "PlannedLinear", x: "Spread | None") -> Placed:
             _even(module, x, dim)
             return Placed(GatheringShards(group, input_dim=0, weight_dim=0, grad_dim=1), columns, Shard(0))
     raise UserError(
-        f"{name}: its input is {x.placement!r} and its weight {weight!r}; allowed are an input of Shard(-1) with "
-        "Shard(1), and any other with Shard(0) or Replicate()"
+        f"{module.module_name}: its input is {x.placement!r} and its weight {weight!r}; allowed are an "
+        "input of Shard(-1) with Shard(1), and any other with Shard(0) or Replicate()"
     )
 
 
