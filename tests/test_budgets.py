@@ -14,13 +14,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27693
-TOOL_LINES = 5185
+TOOL_LINES = 5267
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1049, 16, 0),
-    "cli": (1077, 3, 0),
+    "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
     "conversion": (2569, 31, 0),
@@ -28,7 +28,7 @@ BUDGETS = {
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
-    "lab": (2325, 7, 0),
+    "lab": (2390, 7, 0),
     "linear": (1756, 5, 0),
     "modules": (495, 15, 0),
     "observe": (903, 11, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "pipeline": (1317, 64, 1),
     "planned": (2048, 42, 8),
     "recipes": (1978, 27, 0),
-    "report": (1454, 0, 0),
+    "report": (1469, 0, 0),
     "serving": (1224, 2, 0),
     "state": (1785, 18, 0),
     "tensor": (2032, 13, 0),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from duotone import Quantizer, formats
-from duotone.lab.journal import HIGHEST, LOWEST, Journal, count_magnitudes
+from duotone.lab.journal import GEMMS, HIGHEST, LOWEST, Journal, count_magnitudes
 from duotone.recipes import QuantizerRole
 
 
@@ -52,3 +52,34 @@ def test_an_exact_plane_has_no_signal_to_noise() -> None:
     planes = Quantizer(identity, identity).encode(x)
     journal.record(QuantizerRole("linear", "input", "a"), "rowwise", x, planes.rowwise)
     assert [entry["snr_db"] for entry in journal.drift()] == [None]
+
+
+def test_products_have_the_errors_of_float64_and_independent_errors_have_ratio_one() -> None:
+    fmt, draw, journal = formats.get("mxfp8_e4m3"), torch.Generator().manual_seed(0), Journal(step=2, last=2)
+    x, w, dy = (torch.randn(*shape, generator=draw) for shape in ((64, 128), (96, 128), (64, 96)))
+    decoded = {}
+    for role, matrix in {"input": x, "weight": w, "grad_output": dy}.items():
+        planes = Quantizer(fmt, fmt).encode(matrix)
+        for direction, oriented, plane in (
+            ("rowwise", matrix, planes.rowwise),
+            ("columnwise", matrix.t(), planes.columnwise),
+        ):
+            journal.record(QuantizerRole("linear", role, "a"), direction, oriented, plane)
+            decoded[role, direction] = plane.dequantize(torch.float32).double()
+    exact = {"fprop": x.double() @ w.double().T, "dgrad": dy.double() @ w.double(), "wgrad": dy.double().T @ x.double()}
+    entries = journal.products()
+    assert [entry["gemm"] for entry in entries] == list(exact)
+    for entry in entries:
+        a, b = (decoded[side] for side in GEMMS[entry["gemm"]])
+        error = (a @ b.T - exact[entry["gemm"]]).norm() / exact[entry["gemm"]].norm()
+        assert entry["error"] == pytest.approx(error.item(), rel=1e-4)
+        assert 0.9 < entry["error"] / entry["expected"] < 1.1
+
+
+def test_products_of_modules_that_encode_an_operand_twice_or_not_at_all_are_left_out() -> None:
+    fmt, journal = formats.get("mxfp8_e4m3"), Journal(step=2, last=2)
+    planes = Quantizer(fmt, fmt).encode(torch.ones(32, 32))
+    for name, roles in {"twice": ("input", "input", "weight"), "half": ("input",)}.items():
+        for role in roles:
+            journal.record(QuantizerRole("linear", role, name), "rowwise", torch.ones(32, 32), planes.rowwise)
+    assert journal.products() == []

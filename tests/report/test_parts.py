@@ -103,6 +103,13 @@ def test_modules_with_one_different_reason_are_not_gathered() -> None:
     assert [group.rows[0][0]["reason"] for group in plan_table.groups(rows)] == ["same", "other"]
 
 
+def test_the_largest_error_of_a_kind_is_told_with_its_ratio() -> None:
+    errors = {"layers.0.mlp": (0.02, 0.04), "layers.1.mlp": (0.05, 0.04)}
+    entries = [{"module": name, "gemm": "dgrad", "error": e, "expected": x} for name, (e, x) in errors.items()]
+    assert planes.products({"products": entries}) == [("layers.*.mlp", [("", ""), ("5.00", "1.2"), ("", "")])]
+    assert planes.products({}) == []
+
+
 def test_what_ran_is_told_beside_what_was_asked() -> None:
     row = {"gemm": "dgrad", "a": "nvfp4", "b": "nvfp4", "kernel": "k", "native": False, "reason": ""}
     plan = [{**row, "module": name} for name in ("same", "other", "unseen")]

@@ -15,7 +15,9 @@ from duotone.errors import UserError
 from duotone.lab.schema import Document, GemmEntry, RunEntry
 from duotone.report.numbers import SPACE, shorten
 
-LONG = frozenset({"recipe", "train_loss", "heldout_loss", "repeats", "plan", "statistics", "drift", "spreads"})
+LONG = frozenset(
+    {"recipe", "train_loss", "heldout_loss", "repeats", "plan", "statistics", "drift", "spreads", "products"}
+)
 REPORT, RESULT, PLANES = "report.html", "result.json", "planes.csv"
 WIDTH = 80
 COLUMNS: dict[str, Callable[[RunEntry], str]] = {

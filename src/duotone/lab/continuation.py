@@ -66,6 +66,7 @@ def runs_of(result: Document) -> list[Run]:
             statistics=[*entry["statistics"]],
             drift=[*entry.get("drift", ())],
             spreads=[*entry.get("spreads", ())],
+            products=[*entry.get("products", ())],
             error=entry["error"],
         )
         runs += [first, *(replace(first, **repeat) for repeat in entry.get("repeats", ()))]

@@ -100,6 +100,7 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "statistics": run.statistics,
         "drift": run.drift,
         "spreads": run.spreads,
+        "products": run.products,
         "error": next((run.error for run in runs if run.error), None),
     }
 

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from duotone.lab.schema import DriftEntry, SpreadEntry
+from duotone.lab.schema import DriftEntry, ProductEntry, SpreadEntry
 from duotone.observe import Tap
 from duotone.recipes import QuantizerRole
 from duotone.tensor.context import Slot
@@ -18,6 +19,29 @@ LOWEST, HIGHEST = -40, 24
 Side = tuple[str, str]
 """A role and a plane."""
 
+GEMMS: dict[str, tuple[Side, Side]] = {
+    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
+    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
+    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
+}
+"""The planes that each GEMM of a linear reads: a @ b.T."""
+
+PART = 128
+"""The products of the last step are computed again over so many tokens and rows of each operand."""
+
+
+class Operand(NamedTuple):
+    """A matrix, and what its codes stand for."""
+
+    exact: Tensor
+    decoded: Tensor
+
+    @property
+    def error(self) -> float:
+        """As a share of the matrix, in the Frobenius norm; 0 for a matrix of zeros."""
+        size, wrong = self.exact.norm().item(), (self.decoded - self.exact).norm().item()
+        return wrong / size if size > 0 and math.isfinite(size + wrong) else 0.0
+
 
 @dataclass(eq=False, repr=False)
 class Journal(Tap):
@@ -25,8 +49,11 @@ class Journal(Tap):
 
     step: int = 0
     """The sampled step that runs now."""
+    last: int = 0
+    """The step whose operands are kept for `products`."""
     _steps: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
     _spreads: dict[Side, Tensor] = field(default_factory=dict)
+    _operands: dict[tuple[str, Side], list[Operand]] = field(default_factory=dict)
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         key, side = (role.name, role.tensor_type, direction, plane.format.name), (role.tensor_type, direction)
@@ -36,6 +63,24 @@ class Journal(Tap):
         self._steps[self.step, side] = self._steps.get((self.step, side), torch.zeros_like(sums)) + sums
         counts = count_magnitudes(x)
         self._spreads[side] = self._spreads.get(side, torch.zeros_like(counts)) + counts
+
+        if self.step == self.last:
+            pair = Operand(_part(x.float(), side), _part(plane.dequantize(torch.float32), side))
+            self._operands.setdefault((role.name, side), []).append(pair)
+
+    def products(self) -> list[ProductEntry]:
+        """The error of each GEMM of the last step whose operands were encoded once, exact ones left out."""
+        entries: list[ProductEntry] = []
+        for module in dict.fromkeys(name for name, _ in self._operands):
+            for gemm, sides in GEMMS.items():
+                pairs = [self._operands.get((module, side), []) for side in sides]
+                if [len(pair) for pair in pairs] != [1, 1]:
+                    continue
+                a, b = (pair[0] for pair in pairs)
+                if a.exact.shape[1] == b.exact.shape[1] and (expected := math.hypot(a.error, b.error)):
+                    product = Operand(a.exact @ b.exact.T, a.decoded @ b.decoded.T)
+                    entries.append({"module": module, "gemm": gemm, "error": product.error, "expected": expected})
+        return entries
 
     def drift(self) -> list[DriftEntry]:
         """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None where exact."""
@@ -52,6 +97,13 @@ class Journal(Tap):
             {"role": role, "plane": plane, "lowest": LOWEST, "counts": counts.tolist()}
             for (role, plane), counts in self._spreads.items()
         ]
+
+
+def _part(x: Tensor, side: Side) -> Tensor:
+    """The first rows of an operand, and the first columns if these are tokens: its contraction is then that part."""
+    role, plane = side
+    is_cut = role != "weight" and plane == "columnwise"
+    return x[:PART, :PART].clone() if is_cut else x[:PART].clone()
 
 
 def count_magnitudes(x: Tensor) -> Tensor:

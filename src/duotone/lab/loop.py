@@ -16,7 +16,7 @@ from duotone.lab import checkpoint
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
-from duotone.lab.schema import DriftEntry, GemmEntry, Loss, PlaneEntry, SpreadEntry
+from duotone.lab.schema import DriftEntry, GemmEntry, Loss, PlaneEntry, ProductEntry, SpreadEntry
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -48,6 +48,7 @@ class Run:
     statistics: list[PlaneEntry] = field(default_factory=list)
     drift: list[DriftEntry] = field(default_factory=list)
     spreads: list[SpreadEntry] = field(default_factory=list)
+    products: list[ProductEntry] = field(default_factory=list)
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
@@ -128,7 +129,7 @@ def _steps(
     steps, first = trainer.config.steps, trainer.done
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
     measured = min(first + 2, steps) if run.is_observed else None
-    store = Journal()
+    store = Journal(last=max(sampled, default=0))
     if first < steps:
         progress.note(_first_step(run))
     while trainer.done < steps and run.error is None and not run.stopped:
@@ -157,7 +158,7 @@ def _steps(
         run.stopped = number < steps and should_stop()
         _save(trainer, run, saving, progress)
     run.statistics = cast(list[PlaneEntry], store.rows())
-    run.drift, run.spreads = store.drift(), store.spreads()
+    run.drift, run.spreads, run.products = store.drift(), store.spreads(), store.products()
 
 
 def _first_step(run: Run) -> str:

@@ -60,6 +60,15 @@ class SpreadEntry(TypedDict):
     counts: Sequence[int]
 
 
+class ProductEntry(TypedDict):
+    """The error of one GEMM, as a share of its exact result, and what it would be if operands erred independently."""
+
+    module: str
+    gemm: str
+    error: float
+    expected: float
+
+
 class RepeatEntry(TypedDict):
     """The same recipe under another seed."""
 
@@ -104,6 +113,7 @@ class RunEntry(Verdict):
     statistics: Sequence[PlaneEntry]
     drift: NotRequired[Sequence[DriftEntry]]
     spreads: NotRequired[Sequence[SpreadEntry]]
+    products: NotRequired[Sequence[ProductEntry]]
     error: str | None
 
 

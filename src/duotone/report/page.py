@@ -131,6 +131,7 @@ def _row(run: RunEntry, detail: Detail, limits: tuple[float, float]) -> dict[str
         "planes": planes.rows(run["statistics"], limits, members=detail.members, hover=detail.hover),
         "columns": planes.columns(run["statistics"]),
         "formats": planes.formats(run["statistics"]),
+        "products": planes.products(run),
         "events": planes.events(run["statistics"]),
         "recipe": json.dumps(run["recipe"], indent=2, ensure_ascii=False),
     }

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from duotone.lab.journal import GEMMS
 from duotone.lab.schema import GemmEntry, PlaneEntry
 from duotone.report.module_names import compact
-from duotone.report.worst import GEMMS
 
 # What a plan calls an operand that is not quantized.
 HIGH_PRECISION = frozenset({None, "identity", "bf16", "bfloat16", "fp16", "float16", "fp32", "float32"})

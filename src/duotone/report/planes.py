@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from duotone.lab.schema import PlaneEntry, RunEntry
+from duotone.lab.journal import GEMMS
+from duotone.lab.schema import PlaneEntry, ProductEntry, RunEntry
 from duotone.report.axis import round_out
 from duotone.report.metrics import METRICS, Cell, Metric
 from duotone.report.module_names import pattern
@@ -129,3 +130,20 @@ def _events(entry: PlaneEntry) -> tuple[int, int]:
 
 def _column(entry: PlaneEntry) -> Column:
     return entry["role"], entry["plane"]
+
+
+def products(run: RunEntry) -> list[tuple[str, list[tuple[str, str]]]]:
+    """For each kind of module the largest error of each GEMM in percent, and its ratio to independent errors."""
+    kinds: dict[str, dict[str, list[ProductEntry]]] = defaultdict(lambda: defaultdict(list))
+    for entry in run.get("products", ()):
+        kinds[pattern(entry["module"])][entry["gemm"]].append(entry)
+    rows = []
+    for kind, by_gemm in kinds.items():
+        worst = [max(by_gemm[gemm], key=lambda entry: entry["error"], default=None) for gemm in GEMMS]
+        texts = [("", "") if one is None else _product(one) for one in worst]
+        rows.append((kind, texts))
+    return rows
+
+
+def _product(entry: ProductEntry) -> tuple[str, str]:
+    return significant(100 * entry["error"]), significant(entry["error"] / entry["expected"], 2)

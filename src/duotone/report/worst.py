@@ -5,17 +5,13 @@ from dataclasses import dataclass
 
 from duotone import formats, recipes
 from duotone.errors import UserError
+from duotone.lab.journal import GEMMS
 from duotone.lab.schema import PlaneEntry, RunEntry
 from duotone.report.numbers import finite, number, share
 
 Plane = tuple[str, str, str]
 """Module, role, direction."""
 
-GEMMS = {
-    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
-    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
-    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
-}
 READERS = {plane: gemm for gemm, planes in GEMMS.items() for plane in planes}
 MOST = 5
 BETTER = 3.0
