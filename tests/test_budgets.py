@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27693
+LIBRARY_LINES = 27718
 TOOL_LINES = 5267
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,14 +29,14 @@ BUDGETS = {
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
     "lab": (2390, 7, 0),
-    "linear": (1756, 5, 0),
-    "modules": (495, 15, 0),
+    "linear": (1792, 5, 0),
+    "modules": (494, 15, 0),
     "observe": (903, 11, 0),
     "ops": (1389, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1317, 64, 1),
-    "planned": (2048, 42, 8),
+    "planned": (2038, 44, 8),
     "recipes": (1978, 27, 0),
     "report": (1469, 0, 0),
     "serving": (1224, 2, 0),

@@ -16,7 +16,7 @@ from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.moe import Routing
 from duotone.planned.grouped_linear import PlannedGroup
-from duotone.planned.quantized_parameters import mark_entries
+from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor
 

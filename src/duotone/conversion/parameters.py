@@ -17,8 +17,8 @@ from duotone.linear.plan import LinearPlan, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
-from duotone.planned.quantized_parameters import quantized_parameter, replace
 from duotone.planned.split_parameters import is_split
+from duotone.planned.weights import quantized_parameter, replace
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext

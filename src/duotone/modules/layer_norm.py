@@ -16,10 +16,9 @@ from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.planned import boundary
-from duotone.planned.initialisation import materialise
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
-from duotone.planned.quantized_parameters import drop_empty_extra_state
+from duotone.planned.weights import drop_empty_extra_state, materialise
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 

@@ -18,8 +18,8 @@ from duotone.modules.fused_module import ModuleGroup
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
 from duotone.planned.grouped_linear import GroupedLinear
-from duotone.planned.initialisation import materialise
 from duotone.planned.planned import below
+from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
 
 

@@ -13,7 +13,7 @@ from duotone.errors import UserError
 from duotone.linear.core import as_matrix
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.initialisation import materialise
+from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

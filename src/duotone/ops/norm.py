@@ -12,7 +12,7 @@ from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.planned.initialisation import materialise
+from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer

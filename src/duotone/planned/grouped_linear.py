@@ -15,10 +15,9 @@ from duotone.linear.sink import GRADIENT
 from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.op import Op, TensorInfo, info_of, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
 from duotone.planned.planned import Planned, holds_codes
-from duotone.planned.quantized_parameters import quantize_weights
+from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds

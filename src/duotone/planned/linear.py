@@ -8,15 +8,13 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import Layout
+from duotone.linear.layout import Layout, local_sizes, parallel_layout
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, delayed_states, distributed_linear
-from duotone.planned.initialisation import initialise, keep_initialiser
 from duotone.planned.planned import Planned, holds_codes
-from duotone.planned.quantized_parameters import quantize_weights
 from duotone.planned.split_parameters import Splits, is_split, joined, pieces, split_parameters
-from duotone.planned.tensor_parallel import local_sizes, parallel_layout
+from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION

@@ -16,8 +16,7 @@ from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states
 from duotone.planned.planner import PlannedStage, Planner
-from duotone.planned.quantized_parameters import drop_empty_extra_state, mark_entries, moved
-from duotone.planned.sharded_parameters import ShardedParameters
+from duotone.planned.weights import ShardedParameters, drop_empty_extra_state, mark_entries, moved
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule

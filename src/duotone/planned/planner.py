@@ -18,8 +18,8 @@ from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.pipeline.op import KEEPS, TensorInfo
 from duotone.planned import delayed_states
-from duotone.planned.quantized_parameters import demand, follow
 from duotone.planned.weight_options import WeightOptions
+from duotone.planned.weights import demand, follow
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
 from duotone.state.autocast_context import active_region

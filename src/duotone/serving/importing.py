@@ -12,7 +12,7 @@ from duotone.conversion.naming import require_model
 from duotone.errors import RecipeError, UserError
 from duotone.formats import Format
 from duotone.planned.planned import Planned
-from duotone.planned.quantized_parameters import replace
+from duotone.planned.weights import replace
 from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
 from duotone.serving.schemes import Scheme, scheme_of_group
 from duotone.serving.tensor_file import TensorFile

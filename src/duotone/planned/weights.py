@@ -1,4 +1,4 @@
-"""Quantized parameters: weights that exist only as planes, made when a module is built or converted all at once."""
+"""Weights of planned modules: their initial values, weights that exist only as planes, and shards of DTensors."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
@@ -10,17 +10,54 @@ from torch import Tensor, nn
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
+from duotone.pipeline.op import is_distributed
 from duotone.planned.split_parameters import is_split
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.fsdp import tell_shards
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import INIT_VALUE
 from duotone.tensor.state_entry import ENTRY, mark_entry
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
+
+
+INITIALISER = "_init_method"
+
+
+def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], object] | None) -> None:
+    """Remember what fills the weights; before nn.Module's own constructor runs."""
+    module.__dict__[INITIALISER] = init_method
+
+
+def materialise(module: nn.Module) -> None:
+    """Bring parameters on meta to the default device, uninitialised; nothing happens while that is meta itself."""
+    device = torch.get_default_device()
+    if device.type != "meta" and any(p.is_meta for p in module.parameters(recurse=False)):
+        module.to_empty(device=device, recurse=False)
+
+
+def initialise(module: nn.Module, default: Callable[[], None]) -> None:
+    """Materialise a module that is on meta, fill its parameters, and forget what was cached of them.
+
+    `default` is what torch would do; an `init_method` fills the weights instead, and biases become zero.
+    """
+    if hasattr(module, "module_name"):  # at construction the caller's device decides
+        materialise(module)
+    init_method = module.__dict__.get(INITIALISER)
+    if init_method is None:
+        default()
+        return
+    with torch.no_grad():
+        for name, parameter in module.named_parameters(recurse=False):
+            if "bias" in name:
+                parameter.zero_()
+            elif "layer_norm" not in name:
+                init_method(parameter)
+
 
 INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells", ENTRY)
 """What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
@@ -132,3 +169,40 @@ def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
         for plane, fmt in zip(parameter.planes, (described.rowwise, described.columnwise), strict=True)
     ):
         parameter.quantizer = described
+
+
+class ShardedParameters:
+    """Mixed in before an nn.Module."""
+
+    _parameters: dict[str, nn.Parameter | None]
+    distributes: tuple[str, ...] = ()
+    """The parameters that may become DTensors otherwise than by FSDP2."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """As nn.Module. FSDP2 sets a shard like this where a module has a `__setattr__` that is not nn.Module's."""
+        if isinstance(value, nn.Parameter) and is_distributed(value) and name in self.__dict__.get("_parameters", ()):
+            self._parameters[name] = value  # type: ignore[assignment]
+        else:
+            super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module. UserError where a parameter would become a DTensor that has to stay plain."""
+        if is_distributed(param) and not is_distributed(self._parameters.get(name)) and name not in self.distributes:
+            self._refuse(name)
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
+        tell_shards(self._parameters.values())
+        return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
+
+    def require_whole(self, weights: Iterable[Tensor]) -> None:
+        """UserError where a weight is a DTensor in a forward: FSDP2 has gathered its own by then."""
+        if any(is_distributed(weight) for weight in weights):
+            self._refuse("weight")
+
+    def _refuse(self, name: str) -> None:
+        raise UserError(
+            f"{self.__dict__.get('module_name', type(self).__name__)} takes no {name} that is a DTensor; leave the "
+            "module out of parallelize_module and build it with parallel_mode=, tp_group="
+        )
