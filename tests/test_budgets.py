@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27718
+LIBRARY_LINES = 27755
 TOOL_LINES = 5267
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
-    "conversion": (2569, 31, 0),
+    "conversion": (2598, 31, 0),
     "dispatch": (2403, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
@@ -32,10 +32,10 @@ BUDGETS = {
     "linear": (1792, 5, 0),
     "modules": (494, 15, 0),
     "observe": (903, 11, 0),
-    "ops": (1389, 5, 0),
+    "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1317, 64, 1),
+    "pipeline": (1319, 64, 1),
     "planned": (2038, 44, 8),
     "recipes": (1978, 27, 0),
     "report": (1469, 0, 0),

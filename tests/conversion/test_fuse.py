@@ -153,7 +153,7 @@ def test_adapters_keep_their_part(first: str) -> None:
     duotone.fuse(m) if first == "adapters" else None
     left, right = gradients_of(m, x), gradients_of(twin, x)
     assert all(torch.equal(left[n], right[n]) for n in left)
-    assert rows(m)["0.mlp"].startswith("not fused: up is a LowRank")
+    assert rows(m)["0.mlp"].startswith(f"not fused: up is a {__name__}.LowRank")
     assert rows(m)["0.before"].startswith("not fused:") and "LowRank" in rows(m)["0.before"]
 
 

@@ -48,9 +48,10 @@ class SequentialFlow(Flow):
 
 
 class CodeFlow(Flow):
-    """That of the source of a forward."""
+    """That of the source of a module's forward."""
 
-    def __init__(self, function: ast.FunctionDef) -> None:
+    def __init__(self, function: ast.FunctionDef, module: nn.Module) -> None:
+        self.module = module
         self.parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)][1:]
         keyword_only = [argument.arg for argument in function.args.kwonlyargs]
         self.reads: dict[str, Reads] = {}
@@ -72,6 +73,8 @@ class CodeFlow(Flow):
         elif isinstance(statement, ast.AugAssign):
             self.note(statement, self.value(statement.value) | self.value(statement.target))
             self.bind(statement.target, NOTHING)
+        elif isinstance(statement, ast.If) and (taken := self.known(statement.test)) is not None:
+            self.run(statement.body if taken else statement.orelse)
         elif isinstance(statement, ast.If | ast.For | ast.While | ast.Try):
             self.branch(statement)
         elif isinstance(statement, ast.Return):
@@ -97,7 +100,7 @@ class CodeFlow(Flow):
             if part is not None:
                 self.note(statement, self.value(part))
         before = dict(self.values)
-        outcomes = [before]
+        outcomes = [] if isinstance(statement, ast.If) else [before]
         self.branches += 1
         handlers = [handler.body for handler in getattr(statement, "handlers", ())]
         for body in (statement.body, getattr(statement, "orelse", []), *handlers, getattr(statement, "finalbody", [])):
@@ -125,8 +128,14 @@ class CodeFlow(Flow):
         if isinstance(expression, ast.Call):
             return self.call(expression)
         if isinstance(expression, ast.IfExp):
+            taken = self.known(expression.test)
+            if taken is not None:
+                return self.value(expression.body if taken else expression.orelse)
             self.note(expression, self.value(expression.test))
-            return self.value(expression.body) | self.value(expression.orelse)
+            self.branches += 1
+            either = self.value(expression.body) | self.value(expression.orelse)
+            self.branches -= 1
+            return either
         if isinstance(expression, ast.Attribute):
             source = self.value(expression.value)
             if expression.attr not in DESCRIPTIONS:
@@ -137,6 +146,19 @@ class CodeFlow(Flow):
         for part in ast.iter_child_nodes(expression):
             self.visit(expression, part)
         return NOTHING
+
+    def known(self, test: ast.expr) -> bool | None:
+        """What a flag of the module says, as `self.pre_norm` or `not self.config.tied`; None for other tests."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            flag = self.known(test.operand)
+            return None if flag is None else not flag
+        path = _path(test)
+        if not path or path.endswith("training"):
+            return None
+        value: object = self.module
+        for step in path.split("."):
+            value = getattr(value, step, None)
+        return value if isinstance(value, bool) else None
 
     def call(self, call: ast.Call) -> Names:
         path = _path(call.func)
@@ -159,7 +181,7 @@ class CodeFlow(Flow):
             self.reads.setdefault(name, Reads()).others.append(ast.unparse(node).split("\n")[0])
 
 
-def _path(function: ast.expr) -> str:
+def _path(function: ast.AST) -> str:
     """The path of the child that is called, or ""."""
     steps = []
     while isinstance(function, ast.Attribute):
@@ -174,16 +196,23 @@ class Flows:
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
         self.is_leaf = is_leaf
         """Says of a module whether it reads a value itself. Others are entered if they pass it on to their children."""
-        self.by_forward: dict[Callable[..., object], CodeFlow | None] = {}
+        self.flows: dict[nn.Module, Flow | None] = {}
+        self.code: dict[Callable[..., object], ast.FunctionDef | None] = {}
 
     def of(self, module: nn.Module) -> Flow | None:
         """The flow of the forward of a module's class; None if its source cannot be read."""
+        if module not in self.flows:
+            self.flows[module] = self._flow(module)
+        return self.flows[module]
+
+    def _flow(self, module: nn.Module) -> Flow | None:
         forward = plain_class(module).forward
         if forward is nn.Sequential.forward:
             return SequentialFlow(list(module._modules))
-        if forward not in self.by_forward:
-            self.by_forward[forward] = _flow_of_code(forward)
-        return self.by_forward[forward]
+        if forward not in self.code:
+            self.code[forward] = _code_of(forward)
+        code = self.code[forward]
+        return None if code is None else CodeFlow(code, module)
 
     def first_readers(self, module: nn.Module) -> list[str] | None:
         """The children that read the first argument of a module; None if its source cannot be read."""
@@ -229,10 +258,10 @@ class Flows:
         return parameter if flow.reads.get(parameter, Reads()).children else None
 
 
-def _flow_of_code(forward: Callable[..., object]) -> CodeFlow | None:
+def _code_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))
         (function,) = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    return CodeFlow(function) if isinstance(function, ast.FunctionDef) else None
+    return function if isinstance(function, ast.FunctionDef) else None

@@ -22,7 +22,7 @@ from duotone.conversion.fused_modules import (
 from duotone.conversion.naming import require_model
 from duotone.conversion.patterns import MLP, Chain, NoMatch, Norm, chain_of, children_of, is_linear, mlp_of, norm_of
 from duotone.errors import UserError
-from duotone.ops.packed_linear import pack
+from duotone.ops.packed_linear import class_name, pack
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.state.autocast_context import autocast
 
@@ -150,7 +150,7 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
         findings.left[module] = f"its output is also read by `{others[0]}`"
     elif foreign:
         path, reader = next(iter(foreign.items()))
-        findings.left[module] = f"its output is read by {path}, a {type(reader).__name__}"
+        findings.left[module] = f"its output is read by {path}, a {class_name(reader)}"
     elif module in findings.norms or module in findings.left:
         findings.norms.pop(module, None)
         findings.left[module] = "several modules call it"
@@ -193,7 +193,7 @@ def _wrapped_parts(module: nn.Module, low_rank: set[int]) -> str:
         return ""
     if wrapped:
         name, child = next(iter(wrapped.items()))
-        return f"{name} is a {type(child).__name__} around a linear"
+        return f"{name} is a {class_name(child)} around a linear"
     return "it holds low-rank adapters" if any(id(child) in low_rank for child in children.values()) else ""
 
 

@@ -105,18 +105,24 @@ def formats(plan: LinearPlan) -> tuple[object, ...]:
 def why_not_in_pipeline(linear: nn.Module | None) -> str:
     """Why a module cannot run in a pipeline as the linear that it is, or ""."""
     if not isinstance(linear, PlannedLinear):
-        return "is not converted" if isinstance(linear, nn.Linear) else f"is a {type(linear).__name__}"
+        return "is not converted" if isinstance(linear, nn.Linear) else f"is a {class_name(linear)}"
     if type(linear).forward is not PlannedLinear.forward or "forward" in linear.__dict__:
         return "has another forward"
     if "parametrizations" in linear._modules:
         return "is parametrized"
     if linear.return_bias:
         return "returns its bias"
-    if is_distributed(linear._parameters.get("weight")):
+    weight = linear._parameters.get("weight")
+    if type(weight) not in PLAIN and is_distributed(weight):
         return "is spread over a mesh, under FSDP between forwards only"
     if linear._compiled_call_impl is not None:
         return "is compiled by itself"
     return "has hooks" if is_hooked(linear) else ""
+
+
+def class_name(module: nn.Module | None) -> str:
+    """With the module of Python that defines the class: libraries have linears of the same name."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def why_not_packed(packed: PackedLinear) -> str:

@@ -55,7 +55,9 @@ class DeferredOutput(Tensor):
     Autograd sees an ordinary tensor. Operations of torch get its values, which are computed once.
     """
 
+    inputs: Unchanged
     reader: Reader
+    computed: Tensor | None
     outputs: dict[object, Tensor]
     """Outputs that one pipeline computed together, by who will ask for them."""
 
