@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27755
+LIBRARY_LINES = 27775
 TOOL_LINES = 5267
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,24 +24,24 @@ BUDGETS = {
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
     "conversion": (2598, 31, 0),
-    "dispatch": (2403, 0, 0),
+    "dispatch": (2408, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
     "lab": (2390, 7, 0),
-    "linear": (1792, 5, 0),
+    "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
     "observe": (903, 11, 0),
     "ops": (1395, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1319, 64, 1),
-    "planned": (2038, 44, 8),
+    "planned": (2039, 44, 8),
     "recipes": (1978, 27, 0),
     "report": (1469, 0, 0),
     "serving": (1224, 2, 0),
-    "state": (1785, 18, 0),
-    "tensor": (2032, 13, 0),
+    "state": (1791, 18, 0),
+    "tensor": (2033, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
 from duotone.compat import MXFP8Quantizer
+from duotone.linear.operand_plan import REENCODE_IN_BACKWARD
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
+from duotone.state.traced_stages import PLANS
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 
@@ -99,6 +102,21 @@ def test_batches_of_any_size_share_few_graphs(name: str, backend: str) -> None:
         for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
             assert torch.equal(got, want)
     assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: str) -> None:
+    """With recompute_columnwise a compiled linear keeps its input and no codes; the partitioner computes that again."""
+    recipe = replace(recipes.load(name), recompute_columnwise=True)
+    eager = duotone.convert(TwoLayers().bfloat16(), recipe)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
+        for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+            assert torch.equal(got, want)
+    plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(f"{compiled.up.plans.config}_")]
+    assert plans and all(plan.input.backward is REENCODE_IN_BACKWARD for plan in plans)
 
 
 def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:

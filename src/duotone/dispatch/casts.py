@@ -223,7 +223,10 @@ _LIBRARY.define(
 def cast_planes(
     x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None, live: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is ""."""
+    """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is "".
+
+    The scale of the columnwise plane is empty if it is that of the rowwise one.
+    """
     if x.numel() == 0:
         return tuple(part.fill_(0) for part in empty_planes(x, row, col))
     kernel = one_read(_format(row), _format(col), x, propagate)
@@ -235,7 +238,7 @@ def cast_planes(
     for one in planes:
         parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
     if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
-        parts[3] = parts[3].clone()  # results of an op may not share memory
+        parts[3] = x.new_empty(0)  # results of an op may not share memory
     return tuple(parts)
 
 
@@ -245,6 +248,8 @@ def empty_planes(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     for name, (m, k) in ((row, (x.shape[0], x.shape[1])), (col, (x.shape[1], x.shape[0]))):
         fmt = _format(name)
         parts += [x.new_empty(0), x.new_empty(0)] if fmt is None else _empty_parts(fmt, x, m, k)
+    if row == col and get(row).is_derivable and parts[1].shape == (1,):
+        parts[3] = x.new_empty(0)
     return tuple(parts)
 
 

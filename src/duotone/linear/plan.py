@@ -56,6 +56,9 @@ class PlanRequest:
     linears: int = 1
     """How many linears share the plan: the experts of a group."""
 
+    is_traced: bool = False
+    """Whether the call is part of a compiled graph."""
+
     def without_held(self) -> "PlanRequest":
         """As if no operand were quantized yet."""
         return replace(self, weight_held=None, input_held=None)

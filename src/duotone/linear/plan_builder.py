@@ -117,6 +117,8 @@ def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quanti
 def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:
     """With `save_original_input`, backward encodes the input again.
 
+    With `recompute_columnwise` a compiled one does, too: the partitioner computes the input itself again.
+
     A columnwise plane with its own delayed scale is encoded in forward: only forward records amaxes.
     """
     if not override.needs_columnwise or request.input_held is not None:
@@ -125,7 +127,9 @@ def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: 
         _warn_of_kept_plane(request)
         return override
     if not request.save_original_input:
-        return REENCODE_FROM_PRODUCER if _recomputes(request, quantizer) else override
+        if not _recomputes(request, quantizer):
+            return override
+        return REENCODE_IN_BACKWARD if request.is_traced and not quantizer.delayed[1] else REENCODE_FROM_PRODUCER
     if quantizer.delayed[1]:
         raise RecipeError(
             f"save_original_input of {request.title}: forward alone records the delayed scale of the "

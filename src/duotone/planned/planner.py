@@ -103,6 +103,7 @@ class Planner:
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
             linears=module.num_gemms,
+            is_traced=call.is_traced,
         )
 
     def plan(self, recipe: Recipe, call: Call | None = None) -> LinearPlan:

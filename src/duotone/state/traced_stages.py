@@ -29,6 +29,7 @@ class Call(NamedTuple):
     grads: tuple[bool, bool] = (True, True)
     input_held: Quantizer | None = None
     layout: Hashable = None
+    is_traced: bool = False
 
 
 class Key(NamedTuple):
@@ -155,7 +156,12 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     key = Key(*fields)
     name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # no attribute name has either
     if not hasattr(PLANS, name):
-        call = Call(key.device, getattr(torch, key.dtype.removeprefix("torch.")), (key.input_grad, key.weight_grad))
+        call = Call(
+            key.device,
+            getattr(torch, key.dtype.removeprefix("torch.")),
+            (key.input_grad, key.weight_grad),
+            is_traced=True,
+        )
         alike = [planner for planner in _ALIKE[key.config] if vars(planner.answered).get(key.recipe) == key.answers]
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])

@@ -203,9 +203,10 @@ def _encode_traced(row: Format | None, col: Format | None, x: Tensor, slot: Slot
     else:
         parts = slot.cast(x, *names, propagate)
     rows, cols = x.shape[0], x.shape[1]
+    col_scale = parts[3] if parts[3].shape != (0,) else parts[1]
     return Planes(
         None if row is None else Plane(row, {"codes": parts[0], "scale": parts[1]}, (rows, cols)),
-        None if col is None else Plane(col, {"codes": parts[2], "scale": parts[3]}, (cols, rows)),
+        None if col is None else Plane(col, {"codes": parts[2], "scale": col_scale}, (cols, rows)),
     )
 
 
