@@ -13,7 +13,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27775
+LIBRARY_LINES = 27784
 TOOL_LINES = 5267
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -39,7 +39,7 @@ BUDGETS = {
     "planned": (2039, 44, 8),
     "recipes": (1978, 27, 0),
     "report": (1469, 0, 0),
-    "serving": (1224, 2, 0),
+    "serving": (1233, 2, 0),
     "state": (1791, 18, 0),
     "tensor": (2033, 13, 0),
 }

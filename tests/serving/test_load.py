@@ -98,6 +98,17 @@ def test_a_checkpoint_without_our_notes_decodes_to_the_same_values(tmp_path) -> 
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize(
+    "notes",
+    [{"formats": []}, {"amaxes": {"layers.0.q_proj": "x"}}, {"amaxes": {"layers.0.q_proj": float(3).hex()}}],
+)
+def test_notes_of_other_files_are_refused(notes, tmp_path) -> None:
+    export(toy(), tmp_path / "x", "NVFP4A16")
+    file = tmp_path / "x" / "duotone.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | notes))
+    unchanged_and_refused(tmp_path / "x", toy(), r"duotone.json describes layers.* wrongly; remove the file, or export")
+
+
 def unchanged_and_refused(path, model, message: str) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(duotone.UserError, match=message) as raised:

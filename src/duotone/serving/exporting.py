@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from duotone.conversion.naming import require_model
+from duotone.errors import UserError
 from duotone.serving.export_report import ExportReport, ExportRow
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
 from duotone.serving.folder import CONFIG, NOTES, Item, write_folder
@@ -66,6 +67,11 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
     masters = options.masters or {}
     weights = {} if scheme is None else selected_weights(model, scheme, options.ignore, masters, names)
     refuse_arguments(model, weights, masters, options.ignore)
+    if scheme is not None and not weights:
+        raise UserError(
+            f"no linear would be stored as {scheme.name}, because the recipe or ignore= keeps all in high precision; "
+            "call duotone.revert(model) before, or export BF16"
+        )
     linears = {name: weight for name, weight in weights.items() if isinstance(weight, ExportedWeight)}
     for weight in weights.values():
         if isinstance(weight, ExportedExperts):
@@ -146,6 +152,6 @@ def _ignored(model: nn.Module, weights: Weights, items: Sequence[Item], names: S
         if issubclass(kind, nn.Linear) and name not in weights:
             yield stored_name(names, name).removesuffix(".weight")
     for item in items:
-        kind = kinds.get(item.name, nn.Linear) if isinstance(item, PlainTensor) else nn.Linear
-        if not issubclass(kind, nn.Linear | nn.Embedding) and item.name.endswith(".weight") and item.tensor.dim() == 2:
-            yield stored_name(names, item.name).removesuffix(".weight")
+        if isinstance(item, PlainTensor) and item.name.endswith(".weight") and item.tensor.dim() == 2:
+            if not issubclass(kinds.get(item.name, nn.Linear), nn.Linear | nn.Embedding):
+                yield stored_name(names, item.name).removesuffix(".weight")

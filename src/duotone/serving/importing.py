@@ -14,7 +14,7 @@ from duotone.formats import Format
 from duotone.planned.planned import Planned
 from duotone.planned.weights import replace
 from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
-from duotone.serving.schemes import Scheme, scheme_of_group
+from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
 from duotone.serving.tensor_file import TensorFile
 from duotone.state.delayed import DelayedState
 from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
@@ -82,16 +82,19 @@ class Checkpoint:
         """The format in which a weight was written, and its exact amax, as far as the notes tell."""
         scheme = self.scheme
         assert scheme is not None
+        wrong = UserError(f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again")
         names, amaxes = (self.notes.get(key, {}) for key in ("formats", "amaxes"))
+        if not isinstance(names, dict) or not isinstance(amaxes, dict):
+            raise wrong
         try:
-            assert isinstance(names, dict) and isinstance(amaxes, dict)
             fmt = formats.get(names.get(linear, scheme.format_name))
-            text = amaxes.get(linear)
-            amax = None if text is None else torch.tensor([float.fromhex(text)], dtype=torch.float32)
-        except (AssertionError, RecipeError, TypeError, ValueError):
-            raise UserError(
-                f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again"
-            ) from None
+            amax = torch.tensor([float.fromhex(amaxes[linear])]) if linear in amaxes else None
+        except (RecipeError, TypeError, ValueError):
+            raise wrong from None
+        if amax is not None and scheme.has_global_scale:
+            name = f"{linear}.{GLOBAL}"
+            if not torch.equal(global_scale(amax, fmt), self._file(name).read(name).float()):
+                raise wrong
         # A plane whose scales were repeated for the scheme comes back in the format of the scheme.
         stays = scheme.agrees(fmt) and fmt.parts(256, 256) == scheme.format.parts(256, 256)
         return fmt if stays else scheme.format, amax
