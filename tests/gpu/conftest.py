@@ -24,6 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Synchronization debug mode is a prototype:UserWarning")
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without a device only test_imports.py is collected: to skip thousands of tests one by one takes seconds."""
+    is_test = collection_path.name.startswith("test_") and collection_path.name != "test_imports.py"
+    return True if is_test and not torch.cuda.is_available() else None
+
+
 def poisoned(t: Tensor) -> Tensor:
     if t.is_cuda and t.numel():
         t.fill_(torch.nan if t.is_floating_point() and t.dtype.itemsize > 1 else PATTERN % 128)
