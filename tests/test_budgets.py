@@ -14,7 +14,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27784
-TOOL_LINES = 5267
+TOOL_LINES = 5274
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
-    "lab": (2390, 7, 0),
+    "lab": (2397, 7, 0),
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
     "observe": (903, 11, 0),

@@ -113,6 +113,19 @@ def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, 
     assert whole["settings"]["judged_step"] == parts["settings"]["judged_step"] == 6
 
 
+def test_what_cannot_go_on_is_refused_in_one_line(duotone, refused, text_file, tmp_path):
+    duotone(*TINY, "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a")
+    path = tmp_path / "a" / "result.json"
+    result, resume = json.loads(path.read_text()), ["compare", "--resume", "--out", tmp_path / "a"]
+    text_file.write_text(text_file.read_text() + "more")
+    assert "the data or the model has changed" in refused(*resume)
+    path.write_text(json.dumps({**result, "settings": {**result["settings"], "config": {"preset": 1}}}))
+    assert "cannot go on (config lacks or adds" in refused(*resume)
+    path.write_text(json.dumps({**result, "runs": result["runs"][1:]}))
+    assert "cannot go on (it has no reference)" in refused(*resume)
+    assert "cannot read" in refused("compare", "--resume", "--out", tmp_path)
+
+
 def test_a_report_is_replaced_only_when_forced(duotone, refused, text_file, tmp_path, monkeypatch):
     arguments = ["--preset", "tiny", "--steps", "1", "--data", text_file, "--out", tmp_path / "a"]
     assert duotone("compare", "--recipes", "bf16", *arguments)[0] == 0

@@ -54,11 +54,13 @@ def test_a_page_of_two_is_replaced_only_when_forced(duotone, refused, folders):
         (["{0}/absent"], "cannot read"),
         (["{0}/slow", "{0}/moe"], "differ in their model"),
         (["{0}/bad"], "is no JSON"),
+        (["{0}/half"], "is not the result of a comparison or a run"),
         (["{0}/list"], "is not the result of a comparison or a run"),
     ],
 )
 def test_bad_input_is_one_line(refused, folders, arguments, message):
-    for name, text in {"bad": "{", "list": "[]"}.items():
+    half = '{"duotone": "", "created": "", "partial": false, "machine": {}, "settings": {}, "runs": [{"name": "a"}]}'
+    for name, text in {"bad": "{", "list": "[]", "half": half}.items():
         (folders / name).mkdir(exist_ok=True)
         (folders / name / "result.json").write_text(text)
     assert message in refused("report", *(argument.format(folders) for argument in arguments))

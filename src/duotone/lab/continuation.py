@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import cast
 
 from duotone.errors import UserError
+from duotone.lab import meta
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
-from duotone.lab.schema import Document
+from duotone.lab.schema import Document, RunEntry
 from duotone.recipes import HighPrecision, Recipe, any_from_dict
 
 
@@ -21,16 +22,22 @@ def load(path: Path) -> Document:
         raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a comparison or a run") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): run its command again") from error
-    if not isinstance(result, dict) or not {"settings", "runs", "machine"} <= result.keys():
+    is_whole = isinstance(result, dict) and Document.__required_keys__ <= result.keys()
+    if not is_whole or not all(
+        isinstance(run, dict) and RunEntry.__required_keys__ <= run.keys() for run in result["runs"]
+    ):
         raise UserError(f"{path} is not the result of a comparison or a run: give the folder of one")
     return cast(Document, result)
 
 
 def recipes_of(result: Document, path: Path) -> list[Recipe]:
     """The recipes of a comparison; UserError where `result` is of something else, or of a version without seeds."""
-    settings, runs = result["settings"], result["runs"]
-    if "config" not in settings or not any(run["is_reference"] for run in runs):
-        raise UserError(f"{path} is not of a comparison that can go on: compare anew with another --out, or --force")
+    runs = result["runs"]
+    wrong = meta.unlike(meta.LIKE_CONFIG, result["settings"].get("config"), "config")
+    if not any(run["is_reference"] for run in runs):
+        wrong = "it has no reference"
+    if wrong:
+        raise UserError(f"the comparison in {path} cannot go on ({wrong}): compare anew with another --out, or --force")
     chosen = [run for run in runs if not run["is_reference"] and not run["is_noise"]]
     recipes = [any_from_dict(run["recipe"], where=str(path), default_name=run["name"]) for run in chosen]
     return [recipe for recipe in recipes if isinstance(recipe, Recipe)]

@@ -16,7 +16,7 @@ def require_run(saved: Checkpoint, path: Path) -> None:
     """UserError unless `meta` has the config, recipe, digests and history of a run, each of its type and range."""
     meta, like = saved.meta, {"config": LIKE_CONFIG, "recipe": {}, "data_digest": "", "model_digest": ""}
     for key, value in like.items():
-        wrong = _unlike(value, meta.get(key), key) if key in meta else f"{key} is absent"
+        wrong = unlike(value, meta.get(key), key) if key in meta else f"{key} is absent"
         if wrong:
             raise checkpoint.damaged(path, f"{checkpoint.META}: {wrong}")
     config, history = meta["config"], meta.get("history")
@@ -37,7 +37,7 @@ def require_run(saved: Checkpoint, path: Path) -> None:
         raise checkpoint.damaged(path, f"{checkpoint.META}: {wrong}")
 
 
-def _unlike(like: object, value: object, name: str) -> str:
+def unlike(like: object, value: object, name: str) -> str:
     """Where `value` has another type, or a table of the config other keys, than `like`; "" where nowhere."""
     if type(value) is not type(like):
         return f"{name} is a {type(value).__name__}, not a {type(like).__name__}"
@@ -45,7 +45,7 @@ def _unlike(like: object, value: object, name: str) -> str:
         return ""
     if value.keys() != like.keys():
         return f"{name} lacks or adds {min(value.keys() ^ like.keys())!r}"
-    return next((wrong for key in like if (wrong := _unlike(like[key], value[key], f"{name}.{key}"))), "")
+    return next((wrong for key in like if (wrong := unlike(like[key], value[key], f"{name}.{key}"))), "")
 
 
 def _is_curve(points: object, last: int) -> bool:
