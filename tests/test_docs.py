@@ -85,7 +85,7 @@ def test_a_block_runs_as_it_is_written(
 ) -> None:
     """In a namespace of its own and a folder of its own, and nothing that Duotone warns of."""
     if (page, number) in NEEDS:
-        pytest.importorskip(NEEDS[page, number], reason="pip install 'duotone[integrations]'")
+        pytest.importorskip(NEEDS[page, number], reason="pip install '.[integrations]'")
     monkeypatch.chdir(tmp_path)
     for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:
         names: dict[str, object] = {"__name__": "reader"}
