@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27784
+LIBRARY_LINES = 27806
 TOOL_LINES = 5274
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
-    "conversion": (2598, 31, 0),
+    "conversion": (2607, 31, 0),
     "dispatch": (2408, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
@@ -33,7 +33,7 @@ BUDGETS = {
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
     "observe": (903, 11, 0),
-    "ops": (1395, 5, 0),
+    "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1319, 64, 1),

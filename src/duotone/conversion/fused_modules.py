@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from duotone.conversion.patterns import MLP, Chain, Norm, children_of, epsilon, is_linear
 from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
-from duotone.ops.packed_linear import FormatsDiffer, PackedLinear, why_not_in_pipeline, why_not_packed
+from duotone.ops.packed_linear import Apart, PackedLinear, why_not_in_pipeline, why_not_packed
 from duotone.ops.sequential import is_hooked, run_modules
 from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
 from duotone.pipeline.op import Op, is_autocast, is_distributed, run
+from duotone.recipes.recipe import Recipe
 
 CHANGED = "has another epsilon than when it was fused"
 FUSED = "_fused"
@@ -73,13 +74,16 @@ class MLPPipeline:
                     return f"{name} is on"
         return ""
 
-    @property
-    def words(self) -> str:
-        """What runs together."""
-        return f"{' + '.join(self.pattern.first)}, {self.pattern.activation} and {self.pattern.last}"
+    def row(self, recipe: Recipe | None) -> str:
+        """What a plan says of the module."""
+        apart = "" if self.refusal or len(self.pattern.first) == 1 else self.packed.why_apart(recipe)
+        if self.refusal or apart:
+            return f"not fused: {self.refusal or apart}"
+        first = " + ".join(self.pattern.first)
+        return f"fused: {first}, {self.pattern.activation} and {self.pattern.last} are one pipeline"
 
     def run(self, x: Tensor) -> Any:
-        """The output. FormatsDiffer if the first linears have to run one by one."""
+        """The output. Apart if the first linears have to run one by one."""
         return run(self.ops, x, (), None, self.owner)
 
 
@@ -112,10 +116,9 @@ class ChainPipeline:
 
     closed = refusal
 
-    @property
-    def words(self) -> str:
-        """What runs together."""
-        return f"{len(self.parts)} children"
+    def row(self, recipe: Recipe | None) -> str:
+        """What a plan says of the module."""
+        return f"not fused: {self.refusal}" if self.refusal else f"fused: {len(self.parts)} children are one pipeline"
 
     def run(self, x: Tensor) -> Any:
         members = [
@@ -128,15 +131,15 @@ class ChainPipeline:
 
 
 class FusedForward(Fused):
-    """A module whose whole forward is a pipeline."""
+    """A module whose whole forward is a pipeline. Shallow copies, as of DataParallel, do not own it."""
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         pipeline: MLPPipeline | ChainPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
         alone = len(inputs) == 1 and not options and not is_distributed(inputs[0])
-        if pipeline is not None and alone and not in_transform() and not pipeline.refusal:
+        if pipeline is not None and pipeline.owner is self and alone and not in_transform() and not pipeline.refusal:
             try:
                 return pipeline.run(inputs[0])
-            except FormatsDiffer:
+            except Apart:
                 pass
         return super().forward(*inputs, **options)  # type: ignore[misc]
 
@@ -155,10 +158,11 @@ class NormReaders:
 
     def __post_init__(self) -> None:
         self.op = NormOp(self.norm, *self.pattern)
-        self.packs = [PackedLinear(self._owner(path), names) for path, names in self.groups if len(names) > 1]
-
-    def _owner(self, path: str) -> nn.Module:
-        return self.parent.get_submodule(path)
+        self.packs = {
+            group: PackedLinear(self.parent.get_submodule(group[0]), group[1])
+            for group in self.groups
+            if len(group[1]) > 1
+        }
 
     @property
     def refusal(self) -> str:
@@ -186,11 +190,16 @@ class NormReaders:
             return f"{path}.{reason}" if reason and path else reason
         return owner.__dict__[FUSED].closed if isinstance(owner, FusedForward) else f"{path} is not fused"
 
-    @property
-    def words(self) -> str:
-        """Who reads the norm. Those with a plus between them are one linear."""
-        groups = [(path, " + ".join(names)) for path, names in self.groups]
-        return " and ".join(f"{path}.{names}" if path and names else path or names for path, names in groups)
+    def row(self, recipe: Recipe | None) -> str:
+        """What a plan says of the norm. Readers with a plus between them are one linear."""
+        if self.refusal:
+            return f"not fused: {self.refusal}"
+        together = {group for group, pack in self.packs.items() if not pack.why_apart(recipe)}
+        readers: list[str] = []
+        for path, names in self.groups:
+            parts = [" + ".join(names)] if (path, names) in together or not names else names
+            readers += [f"{path}.{part}" if path and part else path or part for part in parts]
+        return f"fused: it runs in the pipeline of {' and '.join(readers)}"
 
     def takes(self, x: object) -> bool:
         """Whether an input is one for which the norm may be put off."""
@@ -212,12 +221,14 @@ class NormReaders:
     ) -> Any:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
         if len(ops) == 1 and first is None:
-            pack = next((pack for pack in self.packs if any(ops[0] is linear for linear in pack.linears)), None)
+            pack = next(
+                (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears)), None
+            )
             if pack is not None and not why_not_packed(pack):
                 key = (id(ops[0]), torch.is_grad_enabled())
                 try:
                     return x.outputs.pop(key) if key in x.outputs else self._run_pack(x, pack, key, owner)
-                except FormatsDiffer:
+                except Apart:
                     pass
         return run((self.op, *ops), x.source, extra, first, owner)
 
@@ -241,8 +252,9 @@ class FusedNorm(Fused):
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
         readers: NormReaders = self.__dict__[FUSED]
-        if not torch.compiler.is_dynamo_compiling() and len(inputs) == 1 and not options and readers.takes(inputs[0]):
-            return readers.defer(inputs[0])
+        if not torch.compiler.is_dynamo_compiling() and readers.norm is self and len(inputs) == 1 and not options:
+            if readers.takes(inputs[0]):
+                return readers.defer(inputs[0])
         return super().forward(*inputs, **options)  # type: ignore[misc]
 
 

@@ -24,6 +24,7 @@ from duotone.conversion.patterns import MLP, Chain, NoMatch, Norm, chain_of, chi
 from duotone.errors import UserError
 from duotone.ops.packed_linear import class_name, pack
 from duotone.pipeline.slot_roles import KnownRoles
+from duotone.recipes.recipe import Recipe
 from duotone.state.autocast_context import autocast
 
 LEFT_ALONE = "_left_unfused"
@@ -86,17 +87,13 @@ def unfuse(model: nn.Module) -> None:
             forwards.change_class(module, plain_class(module))
 
 
-def fused_row(module: nn.Module) -> str:
-    """What a plan says of a module that fuse has looked at, or ""."""
+def fused_row(module: nn.Module, recipe: Recipe | None) -> str:
+    """What a plan says of a module that fuse has looked at, or "". `recipe` stands for an enclosing autocast."""
     pipeline: Pipeline | None = module.__dict__.get(FUSED)
-    if pipeline is None:
-        reason = module.__dict__.get(LEFT_ALONE)
-        return f"not fused: {reason}" if reason else ""
-    if pipeline.refusal:
-        return f"not fused: {pipeline.refusal}"
-    if isinstance(pipeline, NormReaders):
-        return f"fused: it runs in the pipeline of {pipeline.words}"
-    return f"fused: {pipeline.words} are one pipeline"
+    if pipeline is not None:
+        return pipeline.row(recipe)
+    reason = module.__dict__.get(LEFT_ALONE)
+    return f"not fused: {reason}" if reason else ""
 
 
 def _change(module: nn.Module, mixin: type, pipeline: Pipeline) -> None:

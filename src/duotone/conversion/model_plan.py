@@ -204,7 +204,7 @@ def plan(
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
-        rows.extend([_row(name, text)] if (text := fused_row(module)) else [])
+        rows.extend([_row(name, text)] if (text := fused_row(module, recipe)) else [])
     planned = [module for module in model.modules() if isinstance(module, Planned)]
     if planned:
         sites = sites_of(model)

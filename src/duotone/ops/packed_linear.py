@@ -13,24 +13,25 @@ from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.planned.linear import PlannedLinear
 from duotone.planned.split_parameters import Joined
+from duotone.recipes.recipe import Recipe
 
 Linears = Sequence[PlannedLinear]
 
 
-class FormatsDiffer(Exception):
-    """Rules or a recipe give the linears different formats, so each has to run by itself."""
+class Apart(Exception):
+    """The linears have different formats, or delayed scales, so each has to run by itself."""
 
 
 class PackedLinear(Op):
     """The children `names` of `owner`, (*lead, K) -> (*lead, sum of N). Plan, seeds and states are those of the first.
 
-    Raises FormatsDiffer when it is linked, if the plans of the others have other formats.
+    Raises Apart when it is linked, if the plans of the others have other formats or delayed scales.
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]) -> None:
         self.owner, self.names = owner, names
         self.agreement: dict[Stage, bool] = {}
-        """Whether the others have the formats of a stage of the first linear."""
+        """Whether the others can follow a stage of the first linear."""
 
     def __getstate__(self) -> dict[str, object]:
         return {"owner": self.owner, "names": self.names, "agreement": {}}  # stages belong to this process
@@ -44,14 +45,14 @@ class PackedLinear(Op):
         self, info: TensorInfo, is_first_microbatch: bool | None
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         linears = self.linears
-        weight = joined([linear.weight for linear in linears])
-        bias = joined_biases(linears)
-        require_fit(linears[0], info, weight, bias)
         trained = any([linear.weight.requires_grad for linear in linears])
         stage = linears[0].plans.stage(info, trained, None)
         assert isinstance(stage, LinearStage)
         if not self._agree(stage, linears[1:], info, trained):
-            raise FormatsDiffer
+            raise Apart
+        weight = joined([linear.weight for linear in linears])
+        bias = joined_biases(linears)
+        require_fit(linears[0], info, weight, bias)
         tracked = info.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         output = TensorInfo(info.device, info.dtype, weight.shape[0], info.rows, tracked, None, info.index)
         return stage, output, weight, bias
@@ -66,11 +67,16 @@ class PackedLinear(Op):
         sizes = [linear.weight.shape[0] for linear in self.linears]
         return torch.split_with_sizes_copy(y, sizes, -1)  # type: ignore[no-any-return]
 
+    def why_apart(self, recipe: Recipe | None) -> str:
+        """Why linears that can be in a pipeline run one by one, or "". `recipe` stands for an enclosing autocast."""
+        return why_not_packed(self) or why_apart(
+            [linear.plans.plan(recipe or linear.recipe) for linear in self.linears]
+        )
+
     def _agree(self, stage: LinearStage, others: Linears, info: TensorInfo, trained: bool) -> bool:
         agree = self.agreement.get(stage)
         if agree is None:
-            plans = [linear.plans.stage(info, trained, None).plan for linear in others]
-            agree = all(formats(plan) == formats(stage.plan) for plan in plans)
+            agree = not why_apart([stage.plan, *(linear.plans.stage(info, trained, None).plan for linear in others)])
             if not torch.compiler.is_dynamo_compiling():
                 self.agreement[stage] = agree
         return agree
@@ -94,6 +100,13 @@ def joined_biases(linears: Linears) -> Tensor | None:
             for linear, bias in zip(linears, biases, strict=True)
         ]
     )
+
+
+def why_apart(plans: Sequence[LinearPlan]) -> str:
+    """Why linears with these plans run one by one, or ""."""
+    if any(plan.is_delayed for plan in plans):
+        return "each linear has delayed scales of its own"
+    return "" if len({formats(plan) for plan in plans}) == 1 else "the linears have different formats"
 
 
 def formats(plan: LinearPlan) -> tuple[object, ...]:
