@@ -61,6 +61,18 @@ def test_transformers_decodes_to_equal_weights(scheme: str, dequantize: bool, tm
         assert torch.equal(weight.to(dtype), values), name
 
 
+@pytest.mark.parametrize("name", ["nvfp4_16x16", "nvfp4_4over6", "nvfp4_4over6_448", "mxfp8_e4m3_32x32"])
+def test_planes_of_training_decode_to_equal_weights(name: str, tmp_path) -> None:
+    recipe = duotone.RuleRecipe(rules=(duotone.recipes.Rule(format=name),))
+    model = duotone.convert(llama(hidden_size=128, intermediate_size=256), recipe)
+    duotone.export(model, tmp_path)
+    set_dequantize(tmp_path, True)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    weight = model.model.layers[1].mlp.down_proj.weight.detach()
+    quantized = duotone.Quantizer(duotone.formats.get(name), None).quantize(weight)
+    assert torch.equal(plain.model.layers[1].mlp.down_proj.weight, quantized.dequantize(torch.bfloat16))
+
+
 def test_bf16_loads_as_a_plain_model(tmp_path) -> None:
     wanted = exported(tmp_path, "BF16")
     model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
