@@ -87,21 +87,21 @@ def test_a_converted_model_compiles_whole_and_equals_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [("fp8-delayed", "eager"), ("mxfp8", "aot_eager"), ("nvfp4", "eager")],
+    ("name", "backend", "sizes"),
+    [("fp8-delayed", "eager", (64, 1, 33, 128)), ("mxfp8", "aot_eager", (64, 33)), ("nvfp4", "eager", (64, 33))],
     ids=str,
 )
-def test_batches_of_any_size_share_few_graphs(name: str, backend: str) -> None:
+def test_batches_of_any_size_share_few_graphs(name: str, backend: str, sizes: tuple[int, ...]) -> None:
     """dynamic=True: numbers of formats are constants of the trace. Sizes that cut a block differently compile again."""
     eager = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipes.load(name))
     compiled = copy.deepcopy(eager)
     counter = CompileCounterWithBackend(backend)
     run = torch.compile(compiled, fullgraph=True, dynamic=True, backend=counter)
-    for rows in (64, 1, 33, 128):
+    for rows in sizes:
         x, dy = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 32).bfloat16()
         for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
             assert torch.equal(got, want)
-    assert counter.frame_count <= 4
+    assert counter.frame_count <= min(3, len(sizes))
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
