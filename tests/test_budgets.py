@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 27806
-TOOL_LINES = 5274
+TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -29,7 +29,7 @@ BUDGETS = {
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
-    "lab": (2397, 7, 0),
+    "lab": (2434, 7, 0),
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
     "observe": (903, 11, 0),
@@ -39,7 +39,7 @@ BUDGETS = {
     "pipeline": (1319, 64, 1),
     "planned": (2039, 44, 8),
     "recipes": (1978, 27, 0),
-    "report": (1469, 0, 0),
+    "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1791, 18, 0),
     "tensor": (2033, 13, 0),

@@ -17,7 +17,7 @@ RUN = (
     "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss judged_loss "
     "gap_percent gap_margin gaps rank repeats step_ms "
     "tokens_per_second peak_memory_bytes weight_bytes saved_activation_bytes plan statistics drift spreads products "
-    "error"
+    "modules error"
 ).split()
 
 
@@ -63,6 +63,7 @@ def test_speed_and_memory_are_consistent(result):
     for run in result["runs"]:
         assert run["tokens_per_second"] == pytest.approx(128 / run["step_ms"] * 1e3)
         assert run["peak_memory_bytes"] > run["saved_activation_bytes"] > run["weight_bytes"] > 100_000
+        assert sum(row["saved"] for row in run["modules"]) == run["saved_activation_bytes"]
     saved = {run["name"]: run["saved_activation_bytes"] for run in result["runs"]}
     assert saved["nvfp4"] < saved["mxfp8"]
 

@@ -103,6 +103,15 @@ def test_modules_with_one_different_reason_are_not_gathered() -> None:
     assert [group.rows[0][0]["reason"] for group in plan_table.groups(rows)] == ["same", "other"]
 
 
+def test_memory_is_summed_by_kind_of_module() -> None:
+    def run(saved: int) -> dict[str, list[dict[str, int | str]]]:
+        rows = [{"module": f"layers.{index}.mlp", "weights": 10, "caches": 0, "saved": saved} for index in range(3)]
+        return {"modules": [*rows, {"module": "", "weights": 0, "caches": 0, "saved": 0}]}
+
+    assert module_names.memory([run(5), {}, run(7)]) == [("layers.*.mlp", [30, 15, None, 21])]
+    assert module_names.memory([{}]) == []
+
+
 def test_the_largest_error_of_a_kind_is_told_with_its_ratio() -> None:
     errors = {"layers.0.mlp": (0.02, 0.04), "layers.1.mlp": (0.05, 0.04)}
     entries = [{"module": name, "gemm": "dgrad", "error": e, "expected": x} for name, (e, x) in errors.items()]

@@ -74,6 +74,7 @@ def runs_of(result: Document) -> list[Run]:
             drift=[*entry.get("drift", ())],
             spreads=[*entry.get("spreads", ())],
             products=[*entry.get("products", ())],
+            modules=[*entry.get("modules", ())],
             error=entry["error"],
         )
         runs += [first, *(replace(first, **repeat) for repeat in entry.get("repeats", ()))]

@@ -101,6 +101,7 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "drift": run.drift,
         "spreads": run.spreads,
         "products": run.products,
+        "modules": run.modules,
         "error": next((run.error for run in runs if run.error), None),
     }
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from torch import Tensor
+
 import duotone
 from duotone import observe
 from duotone.dispatch import compiled_casts
@@ -16,7 +18,7 @@ from duotone.lab import checkpoint
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
-from duotone.lab.schema import DriftEntry, GemmEntry, Loss, PlaneEntry, ProductEntry, SpreadEntry
+from duotone.lab.schema import DriftEntry, GemmEntry, Loss, ModuleEntry, PlaneEntry, ProductEntry, SpreadEntry
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -49,6 +51,7 @@ class Run:
     drift: list[DriftEntry] = field(default_factory=list)
     spreads: list[SpreadEntry] = field(default_factory=list)
     products: list[ProductEntry] = field(default_factory=list)
+    modules: list[ModuleEntry] = field(default_factory=list)
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
@@ -158,7 +161,29 @@ def _steps(
         run.stopped = number < steps and should_stop()
         _save(trainer, run, saving, progress)
     run.statistics = cast(list[PlaneEntry], store.rows())
+    if run.is_observed and run.error is None and not run.stopped:
+        run.modules = _ledger(trainer)
     run.drift, run.spreads, run.products = store.drift(), store.spreads(), store.products()
+
+
+def _ledger(trainer: Trainer) -> list[ModuleEntry]:
+    """What each module holds in a step of the last recipe; none where a model cannot be watched."""
+    tokens, targets = trainer.corpus.batch(
+        trainer.config.seed, 0, count=trainer.config.preset.batch, context=trainer.config.preset.model.context
+    )
+
+    def step() -> Tensor:
+        with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.done - 1))):
+            return trainer.model(tokens.to(trainer.device), targets.to(trainer.device))
+
+    try:
+        rows = observe.ledger(trainer.model, step).rows()
+    except UserError:
+        return []
+    return [
+        {"module": row["module"], "weights": row["weights"], "caches": row["caches"], "saved": row["saved"]}
+        for row in rows
+    ]
 
 
 def _first_step(run: Run) -> str:

@@ -69,6 +69,15 @@ class ProductEntry(TypedDict):
     expected: float
 
 
+class ModuleEntry(TypedDict):
+    """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them."""
+
+    module: str
+    weights: int
+    caches: int
+    saved: int
+
+
 class RepeatEntry(TypedDict):
     """The same recipe under another seed."""
 
@@ -114,6 +123,7 @@ class RunEntry(Verdict):
     drift: NotRequired[Sequence[DriftEntry]]
     spreads: NotRequired[Sequence[SpreadEntry]]
     products: NotRequired[Sequence[ProductEntry]]
+    modules: NotRequired[Sequence[ModuleEntry]]
     error: str | None
 
 

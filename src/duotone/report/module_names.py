@@ -2,7 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from duotone.lab.schema import RunEntry
 
 DASH = "\N{EN DASH}"
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -28,6 +30,22 @@ def compact(names: Iterable[str]) -> list[str]:
         texts = (f"{{{ranges(field)}}}" if len(set(field)) > 1 else str(field[0]) for field in fields)
         result.append(NUMBER.sub(lambda _, texts=texts: next(texts), members[0]))
     return result
+
+
+def memory(runs: Sequence[RunEntry]) -> list[tuple[str, list[int | None]]]:
+    """For each kind of module the bytes of weights of the first run, then what is saved for backward in each run."""
+    sums: list[dict[str, list[int]]] = []
+    for run in runs:
+        sums.append(defaultdict(lambda: [0, 0]))
+        for entry in run.get("modules", ()):
+            cell = sums[-1][pattern(entry["module"]) or "(model)"]
+            cell[0], cell[1] = cell[0] + entry["weights"], cell[1] + entry["saved"]
+    first = next(filter(None, sums), {})
+    return [
+        (kind, [weights, *(part[kind][1] if kind in part else None for part in sums)])
+        for kind, (weights, _) in first.items()
+        if weights or any(kind in part and part[kind][1] for part in sums)
+    ]
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -10,12 +10,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
-from duotone.report import charts, choice, numbers, plan_table, planes, spread, verdict, worst
+from duotone.report import charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
 from duotone.report.metrics import COLOURS, METRICS
 from duotone.report.palette import styles
 
 LIMIT_BYTES = 1_000_000
-FILTERS = "broken finite listing moment number percent power px share shorten significant size".split()
+FILTERS = "broken finite listing moment number percent power px shorten significant size".split()
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "colours": COLOURS,
         "limits": limits,
         "columns": columns,
+        "memory": module_names.memory(runs),
         "rows": rows,
     }
 
