@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27806
+LIBRARY_LINES = 27818
 TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
-    "conversion": (2607, 31, 0),
+    "conversion": (2609, 31, 0),
     "dispatch": (2408, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
@@ -36,7 +36,7 @@ BUDGETS = {
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1319, 64, 1),
+    "pipeline": (1329, 64, 1),
     "planned": (2039, 44, 8),
     "recipes": (1978, 27, 0),
     "report": (1488, 0, 0),

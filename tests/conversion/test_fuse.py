@@ -462,3 +462,52 @@ def test_modules_of_duotone_stay_as_they_are() -> None:
     kinds, x = [type(part) for part in m.eval().modules()], hidden_states(16, 2)
     y = m(x)
     assert torch.equal(duotone.fuse(m)(x), y) and [type(part) for part in m.modules()] == kinds
+
+
+class Watched(FeedForward):
+    """Does something with the norm's output that only autograd sees, and that the source does not show."""
+
+    watch = "nothing"
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.watch != "no_grad"):
+            y = self.norm(x)
+        self.watched = WATCHES[self.watch](locals())
+        return x + self.mlp(y)
+
+
+WATCHES = {
+    "nothing": lambda scope: None,
+    "no_grad": lambda scope: None,
+    "hook": lambda scope: scope["y"].register_hook(lambda gradient: 2 * gradient),
+    "retain_grad": lambda scope: scope["y"].retain_grad() or scope["y"],
+    "leaf": lambda scope: scope["y"].requires_grad_(),
+}
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_gradients_stop_and_pass_where_they_do_without_fuse(watch: str) -> None:
+    m, x = duotone.convert(Watched(), "mxfp8"), hidden_states(2, width=32)
+    if watch == "leaf":
+        m.norm.requires_grad_(False)
+    fused = duotone.fuse(copy.deepcopy(m))
+    assert rows(fused)["norm"].startswith("fused")
+    gradients = []
+    for each in (m, fused):
+        each.watch, leaf = watch, x.clone().requires_grad_(watch != "leaf")
+        each(leaf).square().sum().backward()
+        gradients.append([leaf.grad, each.norm.weight.grad, each.mlp.up.weight.grad])
+        if watch in ("retain_grad", "leaf"):
+            gradients[-1].append(each.watched.grad)
+            assert each.watched.grad is not None
+    for left, right in zip(*gradients, strict=True):
+        assert (left is None) == (right is None)
+        assert left is None or torch.allclose(left, right, rtol=1e-5, atol=1e-6)
+
+
+def test_fuse_again_and_convert_again() -> None:
+    m, x = duotone.fuse(duotone.fuse(duotone.convert(model(), "nvfp4"))), hidden_states()
+    assert pipelines(m, x) == 6 and len(rows(m)) == 6
+    duotone.convert(m, "mxfp8")
+    assert torch.equal(m(x), duotone.convert(model(), "mxfp8", fuse=True)(x))
+    assert type(duotone.revert(duotone.fuse(model()))[0].mlp) is GatedMLP

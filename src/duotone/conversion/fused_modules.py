@@ -214,12 +214,14 @@ class NormReaders:
         return same and all(p is None or (type(p) is nn.Parameter and p.device == x.device) for p in (gamma, beta))
 
     def defer(self, x: Tensor) -> DeferredOutput:
-        return Defer.apply(self, x, *self.op.parameters())  # type: ignore[no-any-return]
+        return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())  # type: ignore[no-any-return]
 
     def read(
         self, ops: Sequence[Any], x: DeferredOutput, extra: Sequence[object], first: bool | None, owner: object
     ) -> Any:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
+        if x.is_watched:
+            return run(ops, x.view_as(x), extra, first, owner)
         if len(ops) == 1 and first is None:
             pack = next(
                 (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears)), None

@@ -56,16 +56,19 @@ class DeferredOutput(Tensor):
     """
 
     inputs: Unchanged
+    tracks: bool
+    """Whether gradients were enabled where the op was called."""
     reader: Reader
     computed: Tensor | None
     outputs: dict[object, Tensor]
     """Outputs that one pipeline computed together, by who will ask for them."""
 
     @staticmethod
-    def __new__(cls, source: Tensor, reader: Reader) -> "DeferredOutput":
+    def __new__(cls, source: Tensor, reader: Reader, tracks: bool) -> "DeferredOutput":
         options = {"dtype": source.dtype, "device": source.device, "strides": source.stride()}
         self = Tensor._make_wrapper_subclass(cls, source.shape, **options)  # type: ignore[attr-defined]
         self.inputs, self.reader, self.outputs, self.computed = Unchanged((source,)), reader, {}, None
+        self.tracks = tracks
         return self  # type: ignore[no-any-return]
 
     @property
@@ -74,6 +77,13 @@ class DeferredOutput(Tensor):
         source = self.inputs.tensors[0]
         assert source is not None
         return source
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether a gradient has to stop at this tensor, or to pass through it."""
+        if torch.is_grad_enabled() and not self.tracks:
+            return True
+        return bool(self._backward_hooks) or (self.requires_grad and (self.is_leaf or self.retains_grad))
 
     def materialize(self) -> Tensor:
         """The output as a plain tensor without a graph."""
@@ -99,16 +109,16 @@ class DeferredOutput(Tensor):
 
 
 class Defer(torch.autograd.Function):
-    """(reader, source, *parameters) -> a deferred output, whose gradient goes through the op alone."""
+    """(reader, grad mode, source, *parameters) -> a deferred output, whose gradient goes through the op alone."""
 
     @staticmethod
-    def forward(ctx: Any, reader: Reader, *inputs: Tensor | None) -> DeferredOutput:
+    def forward(ctx: Any, reader: Reader, tracks: bool, *inputs: Tensor | None) -> DeferredOutput:
         # Saved tensors would be packed, as to offload them, though a backward through here is rare.
         ctx.reader, ctx.inputs = reader, Unchanged(inputs)
         assert inputs[0] is not None
-        return DeferredOutput(inputs[0], reader)
+        return DeferredOutput(inputs[0], reader, tracks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return None, *ctx.reader.differentiate(dy, ctx.inputs.tensors, ctx.needs_input_grad[1:])
+        return None, None, *ctx.reader.differentiate(dy, ctx.inputs.tensors, ctx.needs_input_grad[2:])
