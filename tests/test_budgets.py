@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27818
+LIBRARY_LINES = 27822
 TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -41,7 +41,7 @@ BUDGETS = {
     "recipes": (1978, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1791, 18, 0),
+    "state": (1795, 18, 0),
     "tensor": (2033, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -106,6 +106,21 @@ def test_functions_of_the_user_compile_once_for_each_kind_of_layer(
     assert counter.frame_count == kinds
 
 
+def test_a_function_that_fails_for_one_layer_fails_where_that_layer_is_called() -> None:
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        if role is not None and role.name.startswith("1."):
+            raise ValueError("no formats for layer 1")
+        return recipes.load("mxfp8")(role)
+
+    m = blocks(recipes.load("bf16"), count=3)
+    compile_each(m)
+    x = torch.randn(32, WIDTH).bfloat16()
+    with duotone.autocast(recipe=CustomRecipe(qfactory=factory)):
+        assert m[2](m[0](x)).isfinite().all()
+        with pytest.raises(Exception, match="no formats for layer 1"):
+            m[1](x)
+
+
 def test_a_region_around_compiled_blocks_compiles_once_and_equal_recipes_again_not() -> None:
     """The layers were never called under the recipe of the region when the first of them is traced."""
     m = blocks(recipes.load("bf16"))

@@ -56,6 +56,7 @@ class Key(NamedTuple):
 class Planner(Protocol):
     """Builds the stages of one module."""
 
+    number: str
     answered: "Answered"
 
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
@@ -140,11 +141,14 @@ def _forget_gone() -> None:
 def ask(config: str, recipe: str) -> bool:
     """Ask a recipe for all modules of a content before a trace reads what it answered for one of them.
 
-    Guards of the graph then hold for modules that have not been called yet. A factory that fails does so again when
-    its module is called.
+    Guards of the graph then hold for modules that have not been called yet. A factory that fails for one of them fails
+    again when that one is called.
     """
     for planner in list(_ALIKE[config]):
-        planner.answer(recipe_of(recipe))
+        try:
+            planner.answer(recipe_of(recipe))
+        except Exception:  # of the user's function, which may raise anything
+            setattr(planner.answered, recipe, f"{recipe}_{planner.number}")
     return True
 
 

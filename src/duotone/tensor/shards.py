@@ -38,7 +38,7 @@ class Pair:
 
     shard: ShardContext
     second: Callable[[], Tensor]
-    agreed: list[Tensor] = field(default_factory=list)
+    agreed: list[Tensor] = field(default_factory=list[Tensor])
 
     def max(self, amax: Tensor) -> Tensor:
         if self.agreed:
