@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -63,7 +64,20 @@ def same_steps(compiled: nn.Module, eager: nn.Module, steps: int = 2, rows: int 
             assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize(("name", "count"), [*((name, LAYERS) for name in BUILTIN), ("fp8-delayed", 40)])
+def slow(*values: object) -> ParameterSet:
+    """A case whose graph another one has too, but for numbers of its format."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+QUICK = ["mxfp8", "nvfp4", "fp8-block"]
+CASES = [
+    ("fp8-delayed", 40),
+    *((name, LAYERS) for name in QUICK),
+    *(slow(name, LAYERS) for name in BUILTIN if name not in QUICK),
+]
+
+
+@pytest.mark.parametrize(("name", "count"), CASES)
 def test_blocks_compiled_one_by_one_compile_once(name: str, count: int) -> None:
     m = blocks(recipes.load(name), count)
     eager = copy.deepcopy(m)
@@ -180,7 +194,7 @@ class Loop(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8-delayed", slow("nvfp4")])
 def test_a_loop_over_compiled_blocks_compiles_once(name: str) -> None:
     m = duotone.convert(Loop(12).bfloat16(), recipes.load(name))
     eager = copy.deepcopy(m)
@@ -207,11 +221,11 @@ MODULES = {
 }
 
 
-OWN = [("LayerNormLinear", "nvfp4"), ("LayerNormMLP", "fp8-delayed"), ("Linear", "nvfp4")]
-OTHERS = [("LayerNormLinear", "fp8-delayed"), ("LayerNormMLP", "nvfp4"), ("Linear", "fp8-delayed")]
+OWN = [("LayerNormLinear", "nvfp4"), ("LayerNormMLP", "fp8-delayed"), ("Linear", "fp8-delayed")]
+OTHERS = [("LayerNormLinear", "fp8-delayed"), ("LayerNormMLP", "nvfp4"), ("Linear", "nvfp4")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*OWN, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)])
+@pytest.mark.parametrize(("kind", "name"), [*OWN, *(slow(*one) for one in OTHERS)])
 def test_own_modules_compile_once(kind: str, name: str) -> None:
     m = nn.Sequential(*[MODULES[kind](recipes.load(name)) for _ in range(10)])
     eager = copy.deepcopy(m)
@@ -220,7 +234,7 @@ def test_own_modules_compile_once(kind: str, name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp8", slow("nvfp4")])
 def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
     recipe = recipes.load(name)
     m = blocks(recipe, count=10)
