@@ -1,0 +1,47 @@
+"""torch.library.opcheck: schema, autograd registration, fake tensors and dynamic shapes of every op of the library."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import duotone
+from duotone import recipes
+from duotone.state.traced_stages import PLANS
+
+SEED = torch.tensor([5])
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "take_seed": (SEED.clone(), 2),
+    "upcoming_seed": (SEED.clone(), 2),
+    "crop": (torch.randn(40, 48), 33, 40),
+    "rotate": (torch.randn(4, 32).bfloat16(),),
+    "random_bytes": (SEED.clone(), 5, 32, 0),
+    "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
+}
+OF_MODULES = {"delayed_scale", "traced_scale"}
+ON_CUDA = {"block_mm", "cast_planes", "delayed_planes", "traced_planes"}
+"""They have no kernel for the CPU; tests/gpu runs them."""
+
+
+def test_every_op_is_checked_here_or_on_cuda() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
+    assert {name.removeprefix("duotone::") for name in names} == PLAIN.keys() | OF_MODULES | ON_CUDA
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_an_op_is_what_its_schema_says(name: str) -> None:
+    opcheck(getattr(torch.ops.duotone, name).default, PLAIN[name])
+
+
+@pytest.mark.parametrize("name", sorted(OF_MODULES))
+def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
+    m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
+    x = torch.randn(4, 32)
+    m(x).sum().backward()
+    torch.compile(m, backend="eager", fullgraph=True)(x)
+    plan = next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_"))
+    where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
+    if name == "traced_scale":
+        where = (m.plans.handle, plan, 0, "input", 0)
+    opcheck(getattr(torch.ops.duotone, name).default, (x, *where))
