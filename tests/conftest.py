@@ -8,6 +8,7 @@ import pytest
 import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))

@@ -23,7 +23,9 @@ NAMES = [
     pytest.param("mxfp4", marks=pytest.mark.slow),  # the blocks of MXFP6 with the elements of NVFP4
     "nvfp4_rht_sr",
     "nvfp4_16x16",
-    "nvfp4_row",
+    pytest.param(
+        "nvfp4_row", marks=pytest.mark.slow
+    ),  # the blocks and elements of NVFP4, and amaxes that are not compiled
     "nvfp4_4over6_mse",
 ]
 
