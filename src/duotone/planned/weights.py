@@ -203,6 +203,7 @@ class ShardedParameters:
 
     def _refuse(self, name: str) -> None:
         raise UserError(
-            f"{self.__dict__.get('module_name', type(self).__name__)} takes no {name} that is a DTensor; leave the "
-            "module out of parallelize_module and build it with parallel_mode=, tp_group="
+            f"{self.__dict__.get('module_name', type(self).__name__)} takes no {name} that is a DTensor; give "
+            "parallelize_module plain linears whose weights are whole and not quantized, or leave the module out and "
+            "build it with parallel_mode=, tp_group="
         )
