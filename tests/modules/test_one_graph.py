@@ -170,6 +170,20 @@ def test_a_delayed_region_makes_the_states_of_each_layer() -> None:
     assert counter.frame_count == 1
 
 
+def test_an_evaluation_under_another_history_leaves_the_states_as_they_are() -> None:
+    """As eager: only training switches a module to the parameters of another recipe."""
+    short, long = (recipes.DelayedScaling(amax_history_len=length) for length in (1, 4))
+    m = duotone.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, recipe=long)
+    m.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(32, WIDTH).bfloat16()
+    lengths = []
+    for recipe, tracked in ((short, False), (long, True), (short, False), (short, True)):
+        with duotone.autocast(recipe=recipe), torch.set_grad_enabled(tracked):
+            m(x)
+        lengths.append(m.duotone_forward.amax_history.shape[0])
+    assert lengths == [1, 4, 4, 1]
+
+
 def test_a_schedule_compiles_once_for_each_phase() -> None:
     schedule = duotone.Schedule((recipes.Phase(recipes.load("bf16"), 0), recipes.Phase(recipes.load("mxfp8"), 2)))
     m = blocks(recipes.load("bf16"), count=12)

@@ -58,7 +58,7 @@ class Planner:
         before, self.config = self.config, self._content()
         traced_stages.move(self, before, self.config)
         self.answered = Answered()
-        self.bound: dict[str, Sequence[LinearPlan]] = {}
+        self.bound: dict[str, tuple[AmaxMode, Sequence[LinearPlan]]] = {}
         """The plans of this module's linears where a graph has a template, by its name."""
         self.followed = ""
         """The name among `bound` whose parameters the delayed states have."""
@@ -215,9 +215,11 @@ class Planner:
         if plan not in self.bound:
             template = getattr(traced_stages.PLANS, plan)
             delayed_states.require_reduction(self.module.module_name, template.stage.plan, template.group)
-            self.bound[plan] = self._with_states(template.stage.plan, template.group, template.mode)
-        plans = self.bound[plan]
-        if self.followed != plan:  # another recipe may have given the states other parameters since
+            plans = self._with_states(template.stage.plan, template.group, template.mode)
+            self.bound[plan] = template.mode, plans
+        mode, plans = self.bound[plan]
+        # Another recipe may have given the states other parameters since. An evaluation leaves them as they are.
+        if self.followed != plan and mode is not AmaxMode.USE:
             delayed_states.states_for(self.module, plans[0])
             self.followed = plan
         slot = getattr(plans[member], operand).context.slots[side]
