@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27777
+LIBRARY_LINES = 27787
 TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (742, 1, 0),
-    "conversion": (2609, 31, 0),
+    "conversion": (2619, 31, 0),
     "dispatch": (2408, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),

@@ -461,7 +461,25 @@ def test_modules_of_duotone_stay_as_they_are() -> None:
     )
     kinds, x = [type(part) for part in m.eval().modules()], hidden_states(16, 2)
     y = m(x)
-    assert torch.equal(duotone.fuse(m)(x), y) and [type(part) for part in m.modules()] == kinds
+    with pytest.warns(UserWarning, match="fuse found no norm that linears read and no MLP in Sequential"):
+        duotone.fuse(m)
+    assert torch.equal(m(x), y) and [type(part) for part in m.modules()] == kinds
+
+
+class Short(nn.Module):
+    """A forward that calls its module otherwise than "self"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(64), nn.Linear(64, 64)
+
+    def forward(m, x: Tensor) -> Tensor:
+        return x + m.linear(m.norm(x))
+
+
+def test_a_forward_may_name_its_module_as_it_likes() -> None:
+    m = duotone.fuse(duotone.convert(Short(), "mxfp8"))
+    assert len(duotone.plan(m).filter(reason="it runs in the pipeline of linear").rows) == 1
 
 
 class Watched(FeedForward):

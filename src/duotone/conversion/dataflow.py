@@ -264,4 +264,10 @@ def _code_of(forward: Callable[..., object]) -> ast.FunctionDef | None:
         (function,) = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    return function if isinstance(function, ast.FunctionDef) else None
+    if not isinstance(function, ast.FunctionDef):
+        return None
+    first = next((argument.arg for argument in (*function.args.posonlyargs, *function.args.args)), "self")
+    for node in ast.walk(function):  # paths of children begin with "self", whatever the source calls it
+        if isinstance(node, ast.Name) and node.id == first:
+            node.id = "self"
+    return function

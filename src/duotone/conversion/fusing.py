@@ -1,5 +1,6 @@
 """fuse: norms, linears and activations of a model as pipelines of ops, in place."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe
 from duotone.state.autocast_context import autocast
 
+NOTHING = "no norm that linears read and no MLP"
 LEFT_ALONE = "_left_unfused"
 """Of a module that has the parts of a pattern: why it is left alone."""
 
@@ -75,6 +77,8 @@ def fuse(model: nn.Module, sample: Tensor | Sequence[object] | Mapping[str, obje
                 pack([parent.get_submodule(path).get_submodule(name) for name in names])
     for module, reason in findings.left.items():
         module.__dict__[LEFT_ALONE] = reason
+    if not (findings.forwards or findings.norms or findings.left):
+        warnings.warn(f"fuse found {NOTHING} in {type(model).__name__}, which runs as before", stacklevel=2)
     return model
 
 
