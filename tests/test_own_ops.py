@@ -40,7 +40,8 @@ def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
     x = torch.randn(4, 32)
     m(x).sum().backward()
     torch.compile(m, backend="eager", fullgraph=True)(x)
-    plan = next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_"))
+    answers = getattr(m.plans.answered, m.recipe.key)
+    plan = next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_{answers}_{m.recipe.key}_"))
     where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
     if name == "traced_scale":
         where = (m.plans.handle, plan, 0, "input", 0)

@@ -115,7 +115,9 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
         x, dy = torch.randn(32, 64).bfloat16(), torch.randn(32, 32).bfloat16()
         for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
             assert torch.equal(got, want)
-    plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(f"{compiled.up.plans.config}_")]
+    planner = compiled.up.plans
+    start = f"{planner.config}_{getattr(planner.answered, recipe.key)}_{recipe.key}_"
+    plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(start)]
     assert plans and all(plan.input.backward is REENCODE_IN_BACKWARD for plan in plans)
 
 
