@@ -88,3 +88,10 @@ def test_equal_quantizers_of_a_class_of_the_user_are_not_taken_for_equal() -> No
     for m in (one, other):
         m.plans.answer(recipe)
     assert vars(one.plans.answered) != vars(other.plans.answered)
+
+
+def test_a_graph_whose_recipe_is_gone_is_one_line() -> None:
+    """A backward may be the first to ask for a slot, after another trace dropped the plans of dead recipes."""
+    m = linear(recipes.load("fp8-delayed"))
+    with pytest.raises(duotone.UserError, match="l: its recipe is gone; keep it until the compiled backward ends"):
+        m.plans.slot("gone", 0, "gradient", 0)

@@ -131,8 +131,8 @@ class PlannedGroup(Planned):
 
     def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
-        made = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
-        return self.make_stage(made)
+        linears = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
+        return self.make_stage(linears)
 
     def refuse_crossing(self, weight: Tensor) -> None:
         """UserError where a scale or a block of a packed weight would belong to two experts."""
@@ -192,19 +192,19 @@ class GroupedLinear(PlannedGroup, nn.Module):
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
-        given = {"dtype": params_dtype, "device": device}
-        self._add("weight", (out_features, in_features), single_grouped_weight, given)
+        options = {"dtype": params_dtype, "device": device}
+        self._add("weight", (out_features, in_features), single_grouped_weight, options)
         if bias:
-            self._add("bias", (out_features,), single_grouped_bias, given)
+            self._add("bias", (out_features,), single_grouped_bias, options)
         self.reset_parameters()
         self.adopt(recipe or HIGH_PRECISION, (), name)
         quantize_weights(self)
 
-    def _add(self, kind: str, shape: tuple[int, ...], packed: bool, given: dict[str, Any]) -> None:
+    def _add(self, kind: str, shape: tuple[int, ...], packed: bool, options: dict[str, Any]) -> None:
         names = [kind] if packed else [f"{kind}{i}" for i in range(self.num_gemms)]
         for name in names:
             full = (self.num_gemms, *shape) if packed else shape
-            self.register_parameter(name, nn.Parameter(torch.empty(full, **given)))
+            self.register_parameter(name, nn.Parameter(torch.empty(full, **options)))
 
     def forward(  # type: ignore[override]
         self,
@@ -238,9 +238,9 @@ class GroupedLinear(PlannedGroup, nn.Module):
         if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
         signal = info_of(x, self)
-        stage, made, *_ = self.link(signal, first)
+        stage, output, *_ = self.link(signal, first)
         if out is not None:
-            check_place("out", out, x, made.dtype, (*x.shape[:-1], self.out_features))
+            check_place("out", out, x, output.dtype, (*x.shape[:-1], self.out_features))
         if dgrad_out is not None:
             check_place("dgrad_out", dgrad_out, x, x.dtype, tuple(x.shape))
         total, counted = x.shape[:-1].numel(), None
@@ -343,7 +343,7 @@ def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
 
 
 def _formats(weight: Tensor) -> str:
-    found = quantizer_of(weight)
-    if found is None:
+    held = quantizer_of(weight)
+    if held is None:
         return f"plain {weight.dtype}"
-    return "/".join(fmt.name if fmt else "none" for fmt in (found.rowwise, found.columnwise))
+    return "/".join(fmt.name if fmt else "none" for fmt in (held.rowwise, held.columnwise))

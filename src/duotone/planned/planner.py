@@ -213,7 +213,11 @@ class Planner:
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module that stands where a template names one."""
         if plan not in self.bound:
-            template = getattr(traced_stages.PLANS, plan)
+            template = getattr(traced_stages.PLANS, plan, None)
+            if template is None:
+                raise UserError(
+                    f"{self.module.module_name}: its recipe is gone; keep it until the compiled backward ends"
+                )
             delayed_states.require_reduction(self.module.module_name, template.stage.plan, template.group)
             plans = self._with_states(template.stage.plan, template.group, template.mode)
             self.bound[plan] = template.mode, plans
