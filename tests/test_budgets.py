@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27791
+LIBRARY_LINES = 27807
 TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (1049, 16, 0),
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
-    "compat": (742, 1, 0),
+    "compat": (744, 1, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2408, 0, 0),
     "formats": (1464, 0, 0),
@@ -32,7 +32,7 @@ BUDGETS = {
     "lab": (2434, 7, 0),
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
-    "observe": (903, 11, 0),
+    "observe": (917, 11, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),

@@ -2,8 +2,8 @@ import json
 import math
 
 from duotone.cli import summary
-from duotone.observe.tapped_recipe import FIELDS
-from duotone.observe.tapped_recipe import summary as columns
+from duotone.observe.statistics import FIELDS
+from duotone.observe.statistics import summary as columns
 
 
 def test_a_number_that_json_does_not_have_loses_no_other(tmp_path):

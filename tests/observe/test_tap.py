@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import formats, observe, recipes
-from duotone.observe.tapped_recipe import FIELDS, measure, summary
+from duotone.observe.statistics import FIELDS, measure, summary
 from duotone.recipes import Recipe
 from duotone.tensor import BOTH, LOCAL, Plane, Quantizer
 from duotone.tensor.quantizer import encode_plane

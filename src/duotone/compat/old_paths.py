@@ -37,6 +37,8 @@ MOVED = {
     "duotone.modules.routing": "duotone.modules.moe",
     "duotone.observe.ledger": "duotone.observe.memory_ledger",
     "duotone.observe.tap": "duotone.observe.tapped_recipe",
+    "duotone.observe.tapped_recipe:Entry": "duotone.observe.statistics:Entry",
+    "duotone.observe.tapped_recipe:Tap": "duotone.observe.statistics:Tap",
     "duotone.ops.again": "duotone.pipeline.second_order",
     "duotone.ops.basic:AddExtraInput": "duotone.ops.extra_tensors:AddExtraInput",
     "duotone.ops.basic:MakeExtraOutput": "duotone.ops.extra_tensors:MakeExtraOutput",

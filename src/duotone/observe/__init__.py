@@ -1,7 +1,8 @@
 """What quantization loses and what memory it holds, observed without changing a bit."""
 
 from duotone.observe.memory_ledger import Ledger, ledger
-from duotone.observe.tapped_recipe import Tap, with_statistics
+from duotone.observe.statistics import Tap
+from duotone.observe.tapped_recipe import with_statistics
 from duotone.renamed import keep_old_names
 
 __all__ = ["Ledger", "Tap", "ledger", "with_statistics"]

@@ -5,151 +5,21 @@ steps are sampled is the caller's choice. Sums stay on the device, so a tapped s
 reads them.
 """
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.observe.statistics import Tap
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
-from duotone.tensor.context import LOCAL, QuantizeContext, Slot
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage
+from duotone.tensor.context import LOCAL, QuantizeContext
+from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements", "decoded", "magnitude", "drift")
-"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, four counts, x_q^2, |x|, x_q - x."""
-
-
-def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
-    """float64 sums in the order of `FIELDS`, and extremes: (largest, minus the smallest nonzero) magnitude.
-
-    Elements that are not finite are left out; without a nonzero one the extremes are (0, -inf). Sums of several
-    samples add, extremes take the maximum. Signal and noise are those of the matrix itself; saturation is judged where
-    the codes are, after any rotation. Reads nothing back to the host.
-    """
-    finite = torch.isfinite(x)
-    original = torch.where(finite, x, 0).to(torch.float64)
-    decoded = torch.where(finite, plane.dequantize(torch.float32), 0).to(torch.float64)
-    coded = plane.format.rotate(x).to(torch.float32).abs()
-    saturated = (coded > plane.format.ceiling(plane.parts)[:, : coded.shape[1]]) & torch.isfinite(coded)
-    nonzero = original != 0
-    sums = torch.stack(
-        [
-            original.square().sum(),
-            (original - decoded).square().sum(),
-            nonzero.sum().to(torch.float64),
-            (nonzero & (decoded == 0)).sum().to(torch.float64),
-            saturated.sum().to(torch.float64),
-            finite.sum().to(torch.float64),
-            decoded.square().sum(),
-            original.abs().sum(),
-            (decoded - original).sum(),
-        ]
-    )
-    return sums, _extremes(original.abs(), nonzero)
-
-
-def _extremes(magnitude: Tensor, nonzero: Tensor) -> Tensor:
-    if magnitude.numel() == 0:
-        return torch.stack([magnitude.new_zeros(()), magnitude.new_full((), -math.inf)])
-    return torch.stack([magnitude.amax(), -torch.where(nonzero, magnitude, math.inf).amin()])
-
-
-def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
-    """The columns of a report: shares, decibels and bits. `snr_db` is None where nothing was lost, -inf where a finite
-    element became infinite; `dynamic_range_bits`, `bias` and `cosine` are None where nothing was nonzero."""
-    total = dict.fromkeys(FIELDS, 0.0) | dict(zip(FIELDS, sums, strict=False))  # older taps have the first six
-    largest, smallest = extremes[0], -extremes[1]
-    snr = None
-    if total["noise"] > 0 < total["signal"]:
-        ratio = total["signal"] / total["noise"]
-        snr = 10.0 * math.log10(ratio) if ratio > 0 else -math.inf
-    return {
-        "snr_db": snr,
-        "underflow": total["underflowed"] / max(1.0, total["nonzero"]),
-        "saturation": total["saturated"] / max(1.0, total["elements"]),
-        "bias": total["drift"] / total["magnitude"] if total["magnitude"] > 0 else None,
-        "cosine": _cosine(total["signal"], total["decoded"], total["noise"]),
-        "amax": largest,
-        "dynamic_range_bits": math.log2(largest) - math.log2(smallest) if largest > 0 else None,
-    }
-
-
-def _cosine(signal: float, decoded: float, noise: float) -> float | None:
-    """Between x and x_q, of their squared norms and that of their difference; None where one of them is zero."""
-    if not signal > 0 < decoded or math.isinf(noise):
-        return None
-    return (signal + decoded - noise) / (2 * math.sqrt(signal) * math.sqrt(decoded))
-
-
 T = TypeVar("T")
-Key = tuple[str, str, str, str]
-"""(module, role, plane, format)."""
-
-
-EVENTS = ("amaxes_skipped", "spikes_clamped")
-
-
-@dataclass
-class Entry:
-    """The statistics of one key: sums and extremes of `measure`, over so many samples."""
-
-    sums: Tensor
-    extremes: Tensor
-    samples: int = 1
-    slot: Slot | None = None
-    """The source of the plane's delayed scale, unless the other plane has it."""
-
-
-@dataclass(eq=False, repr=False)
-class Tap:
-    """Running statistics for each (module, tensor, direction). `rows` may be called at any time."""
-
-    _entries: dict[Key, Entry] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"Tap({len(self._entries)} rows)"
-
-    def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
-        """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""
-        key = (role.name, role.tensor_type, direction, plane.format.name)
-        sums, extremes = measure(x, plane)
-        entry = self._entries.get(key)
-        if entry is None:
-            self._entries[key] = Entry(sums, extremes, slot=slot)
-            return
-        entry.sums = entry.sums + sums
-        entry.extremes = torch.maximum(entry.extremes, extremes)
-        entry.samples += 1
-        entry.slot = slot
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per module, role, plane and format, in order of first use.
-
-        - `snr_db`: the ratio of signal to noise. None if nothing was lost.
-        - `underflow`: the share of nonzero elements that became 0.
-        - `saturation`: the share of elements larger than their scale can represent.
-        - `bias`: the sum of the errors over the sum of the magnitudes. `cosine`: between the tensor and its codes.
-        - `amax`: the largest finite magnitude. `dynamic_range_bits`: log2 of amax over the smallest nonzero magnitude,
-          None if all was 0.
-        - `amaxes_skipped`, `spikes_clamped`: amaxes that did not enter the history of a delayed scale unchanged, in all
-          steps so far. They count once if both planes share the scale.
-        """
-        return [
-            {
-                "module": module,
-                "role": role,
-                "plane": plane,
-                "format": fmt,
-                **summary(entry.sums.tolist(), entry.extremes.tolist()),
-                "samples": entry.samples,
-                **dict(zip(EVENTS, entry.slot.events() if entry.slot is not None else (0, 0), strict=True)),
-            }
-            for (module, role, plane, fmt), entry in self._entries.items()
-        ]
 
 
 @dataclass(frozen=True)
