@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27807
+LIBRARY_LINES = 27907
 TOOL_LINES = 5330
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1049, 16, 0),
+    "attention": (1053, 18, 0),
     "cli": (1079, 3, 0),
     "comm": (129, 1, 0),
     "compat": (744, 1, 0),
@@ -37,7 +37,7 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
-    "planned": (1998, 42, 4),
+    "planned": (2094, 45, 4),
     "recipes": (1978, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),

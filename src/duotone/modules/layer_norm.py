@@ -15,10 +15,10 @@ from duotone.ops.norm import NormOp
 from duotone.ops.sequential import Member, is_plain, run_modules
 from duotone.pipeline.op import Op, is_distributed, run
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
-from duotone.planned import boundary
+from duotone.planned import boundary, extra_state
 from duotone.planned.linear import Linear
 from duotone.planned.planned import below
-from duotone.planned.weights import drop_empty_extra_state, materialise
+from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole, Site
 
@@ -214,7 +214,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         return self.fc2, self.fc1
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        drop_empty_extra_state(state_dict, prefix)
+        extra_state.unpack(state_dict, prefix, ("fc1.", "fc2."))
         for part in ("fc1", "fc2"):
             for kind in ("weight", "bias"):
                 old, new = f"{prefix}{part}_{kind}", f"{prefix}{part}.{kind}"

@@ -14,9 +14,9 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.planned import delayed_states
+from duotone.planned import delayed_states, extra_state
 from duotone.planned.planner import PlannedStage, Planner
-from duotone.planned.weights import ShardedParameters, drop_empty_extra_state, mark_entries, moved
+from duotone.planned.weights import ShardedParameters, mark_entries, moved
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
@@ -180,7 +180,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
         tell_shards(self._parameters.values())
-        drop_empty_extra_state(state_dict, prefix)
+        extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         if any(key.startswith(prefix) for key in state_dict):
             seeds.note_load(self)

@@ -140,13 +140,6 @@ def mark_entries(state_dict: dict[str, Any], prefix: str, parameters: Iterable[s
         mark_entry(state_dict.get(prefix + name))
 
 
-def drop_empty_extra_state(state_dict: dict[str, Any], prefix: str) -> None:
-    """Take out what Transformer Engine saves for modules without state; anything else stays and is unexpected."""
-    extra = state_dict.get(f"{prefix}_extra_state", ...)
-    if extra is None or (isinstance(extra, Tensor) and not extra.numel()):
-        del state_dict[f"{prefix}_extra_state"]
-
-
 def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
     """Derive what a plan reads and the parameter lacks. MissingPlaneError, naming the module, where that would lose."""
     try:

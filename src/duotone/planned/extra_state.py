@@ -1,0 +1,103 @@
+"""`_extra_state`: delayed scaling as checkpoints of Transformer Engine hold it, read without running their code.
+
+Bytes of a pickle or of `torch.save`, as a uint8 tensor or an `io.BytesIO`; older versions store the dict itself.
+Forward slots of a linear are input, weight and perhaps output, backward slots grad_output and grad_input.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+
+PARTS = ("scale", "amax_history")
+PASSES = {"forward": ("fwd", (0, 0, 1, 1)), "backward": ("bwd", (0, 0))}
+"""The name of a pass there, and for each slot of a linear here the slot there: both directions share one there."""
+
+
+class Opaque:
+    """Stands for an object of Transformer Engine, such as a recipe; its fields are not looked at."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _storage(data: bytes) -> object:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+ALLOWED: dict[str, Callable[..., Any]] = {
+    "builtins.getattr": Opaque,  # a member of an Enum, as Python 3.11 pickles it
+    "collections.OrderedDict": OrderedDict,
+    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch.storage._load_from_bytes": _storage,
+}
+
+
+class Unpickler(pickle.Unpickler):
+    """Builds tensors and plain values alone. UserError for everything else that a pickle names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] in ("transformer_engine", "transformer_engine_torch"):
+            return Opaque
+        path = f"{module}.{name}"
+        if path not in ALLOWED:
+            raise UserError(f"an _extra_state names {path}, which no state of delayed scaling holds; remove that entry")
+        return ALLOWED[path]
+
+
+def read(extra: object) -> dict[str, Any]:
+    """What an `_extra_state` holds, {} for nothing. UserError for what Transformer Engine does not write."""
+    if isinstance(extra, Tensor):
+        extra = io.BytesIO(extra.detach().cpu().numpy().tobytes())
+    if isinstance(extra, io.BytesIO):
+        data, module = extra.getvalue(), SimpleNamespace(Unpickler=Unpickler, __name__="pickle")
+        try:
+            if not data:
+                extra = None
+            elif data[:2] == b"PK":
+                extra = torch.load(io.BytesIO(data), "cpu", module, weights_only=False)
+            else:
+                extra = Unpickler(io.BytesIO(data)).load()
+        except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"an _extra_state of {len(data)} bytes cannot be read: {error}; remove that entry"
+            ) from None
+    if extra is None:
+        return {}
+    if not isinstance(extra, dict):
+        raise UserError(f"an _extra_state is a {type(extra).__name__}, not what Transformer Engine writes; remove it")
+    return extra
+
+
+def unpack(state_dict: dict[str, Any], prefix: str, linears: Sequence[str] = ("",)) -> None:
+    """Replace `_extra_state` in a checkpoint by the delayed states of modules here; nothing stands for no state.
+
+    `linears` are the prefixes of the modules, one for each linear of the module there. UserError if slots do not fit.
+    """
+    state = read(state_dict.pop(f"{prefix}_extra_state", None))
+    for direction, (short, slots) in PASSES.items():
+        parts = {part: state.get(f"{part}_{short}") for part in PARTS}
+        if all(part is None for part in parts.values()):
+            continue
+        counts = {part.shape[-1] if isinstance(part, Tensor) and part.dim() else 0 for part in parts.values()}
+        count, *others = counts
+        if others or not count or count % len(linears):
+            raise UserError(
+                f"{prefix}_extra_state has {direction} scales or histories that are not those of {len(linears)} "
+                "linears; load it into the model that it is of"
+            )
+        for place in dict.fromkeys(linears):
+            members = [i for i, linear in enumerate(linears) if linear == place]
+            index = torch.tensor([i * (count // len(linears)) + slot for i in members for slot in slots])
+            for part, tensor in parts.items():
+                state_dict[f"{prefix}{place}duotone_{direction}.{part}"] = tensor.float()[..., index]
