@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 27907
-TOOL_LINES = 5330
+LIBRARY_LINES = 28034
+TOOL_LINES = 5332
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -29,15 +29,15 @@ BUDGETS = {
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
-    "lab": (2434, 7, 0),
+    "lab": (2436, 7, 0),
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
-    "observe": (917, 11, 0),
+    "observe": (1040, 11, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
-    "planned": (2094, 45, 4),
+    "planned": (2098, 45, 4),
     "recipes": (1978, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),

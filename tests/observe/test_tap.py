@@ -20,7 +20,7 @@ from duotone.tensor.quantizer import encode_plane
 
 BF16 = torch.bfloat16
 ROWS = {"module", "role", "plane", "format", "snr_db", "underflow", "saturation", "amax", "dynamic_range_bits"}
-ROWS |= {"amaxes_skipped", "spikes_clamped", "bias", "cosine"}
+ROWS |= {"amaxes_skipped", "spikes_clamped", "bias", "cosine", "nan", "inf"}
 
 
 def step(m: nn.Module, recipe: recipes.Recipe, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
@@ -148,7 +148,7 @@ def test_delayed_formats_are_judged_by_the_scale_that_they_used() -> None:
 def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor) -> dict[str, float]:
     """The columns of a row from float64 arrays, written from their definitions."""
     given, got, most = (t.to(torch.float64).numpy() for t in (x, decoded, ceiling))
-    ok = np.isfinite(given)
+    nan, inf, ok = np.isnan(given).sum(), np.isinf(given).sum(), np.isfinite(given)
     given, got, most = given[ok], got[ok], most[ok]
     size = np.abs(given[given != 0])
     return {
@@ -157,6 +157,8 @@ def numpy_summary(x: torch.Tensor, decoded: torch.Tensor, ceiling: torch.Tensor)
         "saturation": np.mean(np.abs(given) > most),
         "bias": np.sum(got - given) / np.sum(size),
         "cosine": np.dot(given, got) / np.linalg.norm(given) / np.linalg.norm(got),
+        "nan": nan,
+        "inf": inf,
         "amax": size.max(),
         "dynamic_range_bits": np.log2(size.max() / size.min()),
     }
@@ -192,9 +194,10 @@ def test_underflow_and_saturation_are_counted_on_known_values() -> None:
     assert got["signal"] == pytest.approx(x.double().square().sum().item())
 
 
-def test_elements_that_are_not_finite_are_left_out() -> None:
-    x = torch.tensor([[1.0, math.nan, math.inf, -2.0]])
+def test_elements_that_are_not_finite_are_counted_and_left_out() -> None:
+    x = torch.tensor([[1.0, math.nan, math.inf, -2.0, -math.inf]])
     got = stats(x, "fp8_e4m3_tensor", scale=torch.ones(1))
+    assert (got["nan"], got["inf"]) == (1, 2)
     assert (got["elements"], got["signal"], got["noise"]) == (2, 5.0, 0.0)
     assert (got["amax"], got["dynamic_range_bits"]) == (2.0, 1.0)
 

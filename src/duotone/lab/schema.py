@@ -37,6 +37,8 @@ class PlaneEntry(TypedDict):
     amax: float | None
     bias: NotRequired[float | None]
     cosine: NotRequired[float | None]
+    nan: NotRequired[int]
+    inf: NotRequired[int]
     dynamic_range_bits: NotRequired[float | None]
     amaxes_skipped: NotRequired[int]
     spikes_clamped: NotRequired[int]

@@ -7,47 +7,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from duotone.observe.sampling import Sampler, Slots
 from duotone.recipes.roles import QuantizerRole
 from duotone.tensor.context import Slot
-from duotone.tensor.plane import Plane
+from duotone.tensor.plane import Plane, Planes
 
-FIELDS = ("signal", "noise", "nonzero", "underflowed", "saturated", "elements", "decoded", "magnitude", "drift")
-"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, four counts, x_q^2, |x|, x_q - x."""
+FIELDS = (
+    *("signal", "noise", "nonzero", "underflowed", "saturated", "elements", "decoded", "magnitude", "drift"),
+    *("nan", "inf"),
+)
+"""Sums over the finite elements of all samples: x^2, (x - x_q)^2, four counts, x_q^2, |x|, x_q - x. Then two counts."""
 
 
 def measure(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
     """float64 sums in the order of `FIELDS`, and extremes: (largest, minus the smallest nonzero) magnitude.
 
-    Elements that are not finite are left out; without a nonzero one the extremes are (0, -inf). Sums of several
-    samples add, extremes take the maximum. Signal and noise are those of the matrix itself; saturation is judged where
-    the codes are, after any rotation. Reads nothing back to the host.
+    Elements that are not finite are counted and left out; without a nonzero one the extremes are (0, -inf). Sums of
+    several samples add, extremes take the maximum. Signal and noise are those of the matrix itself; saturation is
+    judged where the codes are, after any rotation. Reads nothing back to the host.
     """
-    finite = torch.isfinite(x)
-    original = torch.where(finite, x, 0).to(torch.float64)
-    decoded = torch.where(finite, plane.dequantize(torch.float32), 0).to(torch.float64)
     coded = plane.format.rotate(x).to(torch.float32).abs()
     saturated = (coded > plane.format.ceiling(plane.parts)[:, : coded.shape[1]]) & torch.isfinite(coded)
-    nonzero = original != 0
-    sums = torch.stack(
-        [
-            original.square().sum(),
-            (original - decoded).square().sum(),
-            nonzero.sum().to(torch.float64),
-            (nonzero & (decoded == 0)).sum().to(torch.float64),
-            saturated.sum().to(torch.float64),
-            finite.sum().to(torch.float64),
-            decoded.square().sum(),
-            original.abs().sum(),
-            (decoded - original).sum(),
-        ]
+    sums, extremes = tally(x[None], plane.dequantize(torch.float32)[None], saturated[None])
+    return sums[0], extremes[0]
+
+
+def tally(x: Tensor, decoded: Tensor, saturated: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """The sums and extremes of `measure`, (n, fields) and (n, 2), of n samples: x, x_q and bool, (n, ...) each.
+
+    Errors are computed in `dtype` and summed in float64.
+    """
+    finite, within = torch.isfinite(x), tuple(range(1, x.dim()))
+    original = torch.where(finite, x, 0).to(dtype)
+    decoded = torch.where(finite, decoded, 0).to(dtype)
+    error, magnitude, nonzero = decoded - original, original.abs(), original != 0
+    terms = (
+        *(original.square(), error.square(), nonzero, nonzero & (decoded == 0), saturated, finite),
+        *(decoded.square(), magnitude, error, torch.isnan(x), torch.isinf(x)),
     )
-    return sums, _extremes(original.abs(), nonzero)
-
-
-def _extremes(magnitude: Tensor, nonzero: Tensor) -> Tensor:
-    if magnitude.numel() == 0:
-        return torch.stack([magnitude.new_zeros(()), magnitude.new_full((), -math.inf)])
-    return torch.stack([magnitude.amax(), -torch.where(nonzero, magnitude, math.inf).amin()])
+    sums = torch.stack([term.sum(within, dtype=torch.float64) for term in terms], -1)
+    if x.numel() == 0:
+        return sums, sums.new_tensor([0.0, -math.inf]).expand(len(x), 2)
+    smallest = torch.where(nonzero, magnitude, math.inf).amin(within)
+    return sums, torch.stack([magnitude.amax(within), -smallest], -1).to(torch.float64)
 
 
 def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]:
@@ -65,6 +67,8 @@ def summary(sums: list[float], extremes: list[float]) -> dict[str, float | None]
         "saturation": total["saturated"] / max(1.0, total["elements"]),
         "bias": total["drift"] / total["magnitude"] if total["magnitude"] > 0 else None,
         "cosine": _cosine(total["signal"], total["decoded"], total["noise"]),
+        "nan": int(total["nan"]),
+        "inf": int(total["inf"]),
         "amax": largest,
         "dynamic_range_bits": math.log2(largest) - math.log2(smallest) if largest > 0 else None,
     }
@@ -96,13 +100,20 @@ class Entry:
 
 
 @dataclass(eq=False, repr=False)
-class Tap:
+class Tap(Sampler):
     """Running statistics for each (module, tensor, direction). `rows` may be called at any time."""
 
     _entries: dict[Key, Entry] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Tap({len(self._entries)} rows)"
+
+    def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
+        row, col = slots
+        if planes.rowwise is not None:
+            self.record(role, "rowwise", x, planes.rowwise, row)
+        if planes.columnwise is not None:
+            self.record(role, "columnwise", x.t(), planes.columnwise, col)
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         """Add one quantized plane of the 2-D tensor `x`, which is oriented as the plane is; `slot` has scaled it."""
@@ -124,6 +135,7 @@ class Tap:
         - `underflow`: the share of nonzero elements that became 0.
         - `saturation`: the share of elements larger than their scale can represent.
         - `bias`: the sum of the errors over the sum of the magnitudes. `cosine`: between the tensor and its codes.
+        - `nan`, `inf`: how many elements were. All other numbers leave them out.
         - `amax`: the largest finite magnitude. `dynamic_range_bits`: log2 of amax over the smallest nonzero magnitude,
           None if all was 0.
         - `amaxes_skipped`, `spikes_clamped`: amaxes that did not enter the history of a delayed scale unchanged, in all

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.observe.statistics import Tap
+from duotone.observe.sampling import Sampler
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -31,7 +31,7 @@ class TappedQuantizer:
 
     inner: Quantizer
     role: QuantizerRole
-    store: Tap
+    store: Sampler
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "inner":
@@ -44,14 +44,13 @@ class TappedQuantizer:
     def __deepcopy__(self, memo: object) -> "TappedQuantizer":
         return self
 
+    def encode_produced(self, producer: object, usage: Usage, ctx: QuantizeContext) -> None:
+        """None: a matrix that only its cast kernel computes cannot be recorded, so it is materialized."""
+
     def encode(self, x: Tensor, usage: Usage = BOTH, ctx: QuantizeContext = LOCAL) -> Planes:
         planes = self.inner.encode(x, usage, ctx)
         with torch.no_grad():
-            row, col = ctx.slots
-            if planes.rowwise is not None:
-                self.store.record(self.role, "rowwise", x, planes.rowwise, row)
-            if planes.columnwise is not None:
-                self.store.record(self.role, "columnwise", x.t(), planes.columnwise, col)
+            self.store.take(self.role, x, planes, ctx.slots)
         return planes
 
 
@@ -64,7 +63,7 @@ class TappedRecipe(Recipe):
     """
 
     inner: Recipe
-    store: Tap
+    store: Sampler
 
     def __reduce__(self) -> tuple[object, ...]:
         return _untapped, (self.inner,)
@@ -103,10 +102,10 @@ def _untapped(inner: T) -> T:
     return inner
 
 
-def with_statistics(recipe: RecipeLike, store: Tap) -> TappedRecipe:
-    """The recipe with the same bits that records into `store`."""
+def with_statistics(recipe: RecipeLike, store: Sampler) -> TappedRecipe:
+    """The recipe with the same bits that records into `store`, such as a `Tap`."""
     recipe = as_recipe("with_statistics", recipe)
-    if not isinstance(store, Tap):
+    if not isinstance(store, Sampler):
         got = type(store).__name__
         raise UserError(f"with_statistics takes a Tap; got {got}: call with_statistics(recipe, observe.Tap())")
     evaluation = None if recipe.evaluation is None else with_statistics(recipe.evaluation, store)

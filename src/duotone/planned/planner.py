@@ -2,7 +2,7 @@
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -46,6 +46,8 @@ class Planner:
         self.options = WeightOptions(self._module)
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
+        self.tapped: Callable[[Recipe], Recipe] | None = None
+        """During a sampled step: the recipe that also records, in the place of the one of an eager call."""
         self.number = traced_stages.number(self)
         with torch.inference_mode(False):
             self.handle = torch.tensor([int(self.number)], dtype=torch.int64, device="cpu")
@@ -131,6 +133,8 @@ class Planner:
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
             return self._traced(module, recipe, info, grads, tracked, group, weight_held)
+        if self.tapped is not None:
+            recipe = self.tapped(recipe)
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating
