@@ -1,23 +1,12 @@
-"""A script: steps of AdamW in Triton's interpreter on the CPU, against the same steps in plain torch.
-
-Prints each difference, then how many comparisons were made. Conversions are torch's, see `interpreted.py`.
-"""
+"""Checks: steps of AdamW, against the same steps in plain torch."""
 
 import itertools
-import os
-import sys
-from collections.abc import Iterator
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-
-import numpy as np
 import torch
-from interpreted import awkward, bits, launched, patched, saturating, scalar
+from interpreting import Check, awkward
 from torch import Tensor, nn
-from triton.runtime import interpreter
 
 from duotone import formats
-from duotone.kernels.launch import Launch
 from duotone.optim import update as steps
 from duotone.optim.update import Rates, State, update
 from duotone.tensor import Planes, QuantizedTensor, Quantizer, Usage
@@ -29,8 +18,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DELAYED = ["fp8_e4m3_delayed", "fp8_e5m2_delayed"]
 OTHERS = ["fp8_e4m3_tensor", "fp8_e4m3_128x128", "mxfp8_e4m3", "nvfp4"]
 USAGES = [Usage(True, True), Usage(True, False), Usage(False, True)]
-Check = Iterator[tuple[str, Tensor, Tensor]]
-"""What was compared, what kernels made, what plain torch did."""
 
 
 class Recording(Slot):
@@ -115,23 +102,9 @@ def planes() -> Check:
         assert addresses == [p.parts["codes"].data_ptr() for p in parameter.planes if p]
 
 
-def main() -> int:
-    torch.manual_seed(1234)
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")
-    interpreter._convert_float = saturating
-    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
-    Launch.__call__ = launched  # type: ignore[method-assign]
-    steps.can_read_once = lambda row, col, dtype, where: True
-    made = wrong = 0
-    for what, got, want in itertools.chain(masters(), planes()):
-        made += 1
-        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
-            wrong += 1
-            print(f"{what}: {int((bits(got) != bits(want)).sum()) if got.shape == want.shape else 'shape'} differ")
-    print(f"{made} comparisons, {wrong} differ")
-    return wrong > 0
+REPLACED = [(steps, "can_read_once", lambda row, col, dtype, where: True)]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def checks(everything: bool) -> Check:
+    yield from masters()
+    yield from planes()

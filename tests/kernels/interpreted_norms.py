@@ -1,26 +1,17 @@
-"""A script: the kernels of norms in Triton's interpreter on the CPU, against float64, alone and on the way of a cast.
-
-Prints each difference, then how many comparisons were made. Conversions are torch's, see `interpreted.py`.
-"""
+"""Checks: the kernels of norms against float64, alone and on the way of a cast."""
 
 import itertools
-import os
-import sys
-from collections.abc import Iterator
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
-
-import numpy as np
 import torch
-from interpreted import bits, launched, patched, rounded, saturating, scalar
+import triton
+import triton.language as tl
+from interpreting import Check, bits
 from torch import Tensor
-from triton.runtime import interpreter
 
 from duotone import formats
 from duotone.dispatch.casts import _spec
 from duotone.kernels import activations, norms
 from duotone.kernels.cast import Cast
-from duotone.kernels.launch import Launch
 from duotone.kernels.norms import Norm, backward
 
 EPS = 1e-5
@@ -29,7 +20,6 @@ CASTS = ["fp8_e4m3_delayed", "fp8_e4m3_tensor", "fp8_e4m3_row", "fp8_e4m3_1x128"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SIDES = [(True, True), (True, False), (False, True)]
 Parameters = tuple[Tensor | None, Tensor | None]
-Check = Iterator[tuple[str, bool]]
 
 
 def parameters(k: int, dtype: torch.dtype) -> list[tuple[bool, Parameters]]:
@@ -110,24 +100,18 @@ def on_the_way() -> Check:
             yield where, a is b is None or all(torch.equal(bits(a[part]), bits(b[part])) for part in a)
 
 
-def main() -> int:
-    torch.manual_seed(1234)
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")
-    interpreter._convert_float = saturating
-    interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
-    Launch.__call__ = launched  # type: ignore[method-assign]
-    activations.rounded = rounded
-    norms.SUMS = 8192  # so that a program walks over rows
-    count = wrong = 0
-    for what, same in itertools.chain(alone(), on_the_way()):
-        count += 1
-        if not same:
-            wrong += 1
-            print(what)
-    print(f"{count} comparisons, {wrong} differ")
-    return wrong > 0
+@triton.jit
+def rounded(value, DTYPE: tl.constexpr):
+    """In place of the inline assembly of `activations.rounded`, which the interpreter has not."""
+    return value.to(DTYPE).to(tl.float32)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+REPLACED = [
+    (activations, "rounded", rounded),
+    (norms, "SUMS", 8192),  # so that a program walks over rows
+]
+
+
+def checks(everything: bool) -> Check:
+    yield from alone()
+    yield from on_the_way()

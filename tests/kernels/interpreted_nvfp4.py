@@ -1,21 +1,16 @@
-"""A script: the NVFP4 casts, their decoding and the epilogue of products in Triton's interpreter, against their twins.
+"""Checks: the NVFP4 casts, their decoding and the epilogue of products, against their twins.
 
-Prints each difference, then how many comparisons were made. With the argument "all", each matrix meets each choice;
-else each two choices meet. Besides conversions (see `interpreted`), these of a GPU are replaced: minima and maxima that
-drop NaN, NaN without a sign, a fused product and sum rounded down, bf16 by twos.
+With `everything` each matrix meets each choice; else each two choices meet. Besides conversions, these of a GPU are
+replaced: NaN without a sign, a fused product and sum rounded down, bf16 by twos.
 """
 
 import itertools
-import os
-import sys
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined, those of Triton itself too
 
 import numpy as np
 import torch
 import triton.language as tl
-from interpreted import Check, Twice, awkward, bits, convert
+from interpreting import Check, Twice, awkward, convert
 from torch import Tensor
 from triton.runtime import interpreter
 
@@ -23,17 +18,12 @@ from duotone import formats
 from duotone.dispatch import casts
 from duotone.dispatch.products import finish, scaled
 from duotone.formats import Factors, Format
-from duotone.kernels import decode_nvfp4, e2m1, epilogue, launch
+from duotone.kernels import decode_nvfp4, e2m1, epilogue
 
 SEED = 0x1234567890ABCDEF
 NAMES = [name for name in formats.names() if name.startswith("nvfp4")]
 SAME_BUT_448 = [name for name in NAMES if "_448" in name]
 DTYPES = torch.bfloat16, torch.float32, torch.float16
-ALL = "all" in sys.argv
-
-
-def call(self: launch.Launch, programs: int, tensors: Any, integers: Any = (), floats: Any = ()) -> None:
-    self.function[(programs,)](*tensors, *integers, *floats, **self.options)
 
 
 class Libdevice:
@@ -55,18 +45,13 @@ def bf16_pair(low: Any, high: Any) -> Any:
     return (halves[0] | (halves[1] << 16)).to(tl.int32, bitcast=True)
 
 
-def replace() -> None:
-    def index(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
-    interpreter._patch_lang_tensor, interpreter._convert_float = index, convert
-    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
-    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
-    launch.Launch.__call__ = call
-    e2m1.libdevice, e2m1.product = Libdevice, product
-    e2m1.bf16_pair = decode_nvfp4.bf16_pair = bf16_pair
+REPLACED = [
+    (interpreter, "_convert_float", convert),
+    (e2m1, "libdevice", Libdevice),
+    (e2m1, "product", product),
+    (e2m1, "bf16_pair", bf16_pair),
+    (decode_nvfp4, "bf16_pair", bf16_pair),
+]
 
 
 def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, Tensor] | None]:
@@ -79,7 +64,7 @@ def twins(row: Format | None, col: Format | None, x: Tensor) -> list[dict[str, T
     return [*made, col.encode(x.t(), seed=SEED, plane="col")]
 
 
-def planes() -> Check:
+def planes(everything: bool) -> Check:
     """A matrix of words with infinities and NaN, one of odd sizes, one near the largest numbers, one column.
 
     Formats that differ from another one in a constant alone take the first matrix. Of odd sizes only the columnwise
@@ -94,7 +79,11 @@ def planes() -> Check:
             continue
         if what != "whole" and name in SAME_BUT_448:
             continue
-        sides = ((fmt, fmt), (None, fmt)) if ALL else ((None if what == "odd" and not fmt.is_derivable else fmt, fmt),)
+        sides = (
+            ((fmt, fmt), (None, fmt))
+            if everything
+            else ((None if what == "odd" and not fmt.is_derivable else fmt, fmt),)
+        )
         for row, col in sides:
             cast = casts._two_level_cast(row, col, row is not None and fmt.is_derivable, False)
             if cast is None:
@@ -143,11 +132,11 @@ def decoded(fmt: Format, parts: dict[str, Tensor]) -> Tensor:
     return fmt.decode(parts, torch.float32)
 
 
-def values() -> Check:
+def values(everything: bool) -> Check:
     shapes = (70, 150), (35, 141), (1, 7)
     for (i, name), dtype in itertools.product(enumerate(("nvfp4", "nvfp4_row", "nvfp4_16x16_4over6")), DTYPES):
         fmt = formats.get(name)
-        for rows, cols in shapes if ALL else [shapes[(i + DTYPES.index(dtype)) % 3]]:
+        for rows, cols in shapes if everything else [shapes[(i + DTYPES.index(dtype)) % 3]]:
             parts = fmt.encode(awkward()[:rows, :cols])
             given = parts["codes"], parts["scale"].t().contiguous().t()
             top = fmt.scale_limits(dtype)[0]
@@ -158,13 +147,13 @@ def values() -> Check:
                 yield f"inner {name} {rows}", got, fmt.factors(parts).values
 
 
-def epilogues() -> Check:
+def epilogues(everything: bool) -> Check:
     y = awkward()
     m, n = y.shape
     extents = None, 1, "lines"
     ways = list(itertools.product((1.0, 2688.0), (False, True)))
     for i, (a, b, dtype) in enumerate(itertools.product(extents, extents, DTYPES)):
-        for constant, bias in ways if ALL else [ways[(i + i // 3) % 4]]:
+        for constant, bias in ways if everything else [ways[(i + i // 3) % 4]]:
             sides = [
                 Factors(y, None if of is None else torch.rand(size if of == "lines" else 1), divisor)
                 for of, size, divisor in ((a, m, constant), (b, n, 1.5))
@@ -181,20 +170,5 @@ def epilogues() -> Check:
             yield f"{what} adding", epilogue.finish(*given, before.clone(), True), (want + before.float()).to(dtype)
 
 
-def main() -> int:
-    torch.manual_seed(1234)
-    torch.set_num_threads(1)
-    np.seterr(all="ignore")
-    replace()
-    made = wrong = 0
-    for what, got, want in itertools.chain(planes(), shards(), poisoned(), values(), epilogues()):
-        made += 1
-        if got.shape != want.shape or got.dtype != want.dtype or not torch.equal(bits(got), bits(want)):
-            wrong += 1
-            print(f"{what}: {int((bits(got) != bits(want)).sum()) if got.shape == want.shape else 'shape'} differ")
-    print(f"{made} comparisons, {wrong} differ")
-    return wrong > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def checks(everything: bool) -> Check:
+    return itertools.chain(planes(everything), shards(), poisoned(), values(everything), epilogues(everything))
