@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 28034
+LIBRARY_LINES = 28082
 TOOL_LINES = 5332
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -37,11 +37,11 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
-    "planned": (2098, 45, 4),
+    "planned": (2099, 45, 4),
     "recipes": (1978, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1795, 18, 0),
+    "state": (1842, 18, 0),
     "tensor": (2033, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -55,6 +55,7 @@ PREAMBLES = {
     ("docs/parallel.md", 3): MODEL
     + "model = [None, None, duotone.Linear(32, 32)]\n"
     + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
+    ("docs/parallel.md", 4): MODEL + "del group",
 }
 
 NEEDS = {

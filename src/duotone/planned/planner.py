@@ -24,6 +24,7 @@ from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
 from duotone.state.autocast_context import active_region
 from duotone.state.region import AmaxMode, CallRegion, in_backward, mode_now
+from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
@@ -251,7 +252,7 @@ class Planner:
         for weight in module.weights:
             if not isinstance(weight, QuantizedTensor):
                 return
-            if plan.weight.source is DEQUANTIZE_HELD and not self.warned:
+            if plan.weight.source is DEQUANTIZE_HELD and not self.warned and not in_pipeline(SHAPES):
                 self.warned = True
                 message = f"{module.module_name}: the weight is held quantized and computes here in high precision"
                 warnings.warn(f"{message}; its values are dequantized in every forward", stacklevel=7)

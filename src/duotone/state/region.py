@@ -5,6 +5,7 @@ async task starts with the regions of its creator. Dynamo traces no ContextVar, 
 module object at every call, computed ones too: so a `Stack` is such an object.
 """
 
+import sys
 import types
 import warnings
 from contextvars import ContextVar, Token
@@ -14,10 +15,18 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from duotone.errors import UserError
+from duotone.recipes.builtin import HighPrecision
 from duotone.recipes.recipe import Recipe
 from duotone.state import frames
 from duotone.state.starts import Starts
-from duotone.state.torch_private import graph_task_id, is_forward_grad_enabled, top_saved_hooks
+from duotone.state.torch_private import (
+    PIPELINES,
+    SHAPES,
+    graph_task_id,
+    in_pipeline,
+    is_forward_grad_enabled,
+    top_saved_hooks,
+)
 
 
 class AmaxMode(Enum):
@@ -85,9 +94,13 @@ class Stack(types.ModuleType, Generic[R]):
         super().__init__(name)
         self.variable: ContextVar[tuple[Any, ...]] = ContextVar(name)
         self.starts = Starts(UNKNOWN)
+        self.shapes_only: tuple[R, ...] | None = None
+        """The regions while only shapes matter, if they are others then."""
 
     @property
     def regions(self) -> tuple[R, ...]:
+        if self.shapes_only is not None and PIPELINES in sys.modules and in_pipeline(SHAPES):
+            return self.shapes_only
         regions = self.variable.get(None)
         if regions is None or (regions and regions[-1].is_void):
             regions = self.current()
@@ -212,6 +225,8 @@ class AutocastRegion(Region):
 
 
 STACK: Stack[AutocastRegion] = Stack("duotone.autocast")
+STACK.shapes_only = (AutocastRegion(HighPrecision(), "", None),)
+"""Nothing draws a seed, and nothing records an amax of values that mean nothing."""
 
 
 def active_region() -> AutocastRegion | None:

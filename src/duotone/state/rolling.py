@@ -1,6 +1,8 @@
 """Who rolls delayed scales and when: regions of autocast their forward states, a backward all others."""
 
+import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Collection
 
@@ -12,6 +14,12 @@ from duotone.errors import UserError
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
 from duotone.state.region import AutocastRegion, Recorded, outermost_region
+from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
+
+ALONE = (
+    "delayed scales of this pipeline move at the end of each backward, so they depend on its schedule; run "
+    "schedule.step inside duotone.autocast, and they move once a step, as in one process"
+)
 
 
 class Pending:
@@ -36,6 +44,10 @@ class Pending:
         if recorded:
             region = None if running or backward else outermost_region()
             (self.backward if region is None else region.recorded).add((state, group))
+            if region is None and not (backward or running) and PIPELINES in sys.modules and in_pipeline(MICROBATCH):
+                warnings.warn(ALONE, stacklevel=2)
+            if region is not None:  # the write of an optimizer rolls with the region, not with a backward in it
+                self.backward.difference_update(((state, group), (state, "")))
 
     def forget_failed(self) -> None:
         """Forget what a failed backward left. Its amaxes stay in their histories and count in the next step."""

@@ -5,6 +5,7 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 
 import ctypes
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -49,3 +50,22 @@ def set_thread_object(key: str, value: object) -> None:
 def is_faking() -> bool:
     """Whether tensors are fake: a compiler or an observer only asks for shapes."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+PIPELINES = "torch.distributed.pipelining"
+SHAPES = frozenset(("_forward_metadata_inference", "_shape_inference"))
+MICROBATCH = frozenset(("forward_one_chunk",))
+
+
+def in_pipeline(methods: frozenset[str]) -> bool:
+    """Whether one of these methods of a stage of torch's pipelines runs.
+
+    `SHAPES` run its module on values that mean nothing, to learn shapes; `MICROBATCH` is a forward of one. Ask first
+    whether anybody imported `PIPELINES`, which costs less.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in methods and frame.f_globals.get("__name__") == f"{PIPELINES}.stage":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,9 @@
+"""Pipeline schedules on two gloo processes; pipeline_worker.py holds the checks. One test starts them."""
+
+from launching import names
+
+WORKER = "pipeline_worker.py"
+
+
+def test_pipelines(failures) -> None:
+    assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]
