@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 28082
-TOOL_LINES = 5332
+LIBRARY_LINES = 28656
+TOOL_LINES = 5413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1053, 18, 0),
-    "cli": (1079, 3, 0),
+    "cli": (1160, 3, 0),
     "comm": (129, 1, 0),
     "compat": (744, 1, 0),
     "conversion": (2619, 31, 0),
@@ -32,13 +32,13 @@ BUDGETS = {
     "lab": (2436, 7, 0),
     "linear": (1799, 5, 0),
     "modules": (494, 15, 0),
-    "observe": (1040, 11, 0),
+    "observe": (1610, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
     "planned": (2099, 45, 4),
-    "recipes": (1978, 27, 0),
+    "recipes": (1982, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1842, 18, 0),

@@ -1,6 +1,7 @@
 """Options that several commands share, and lists written the way one types them: `--recipes bf16 mxfp8 nvfp4`."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -69,6 +70,13 @@ strict = click.option(
 data = click.option(
     "--data", cls=ListOption, metavar="PATH...", help="Text files, folders, globs; else what Python ships."
 )
+size = click.option(
+    "--as",
+    "size",
+    metavar="WIDTHxTOKENS",
+    callback=lambda _, option, text: None if text is None else _size(option, text),
+    help="Speeds and bytes as if the model were so wide and had so many tokens, such as 4096x8192.",
+)
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),
@@ -87,6 +95,14 @@ TRAINING = (
     ),
     data,
 )
+
+
+def _size(option: click.Parameter, text: str) -> tuple[int, int]:
+    """Width and tokens."""
+    match = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no width and tokens: write such as 4096x8192", param=option)
+    return int(match[1]), int(match[2])
 
 
 def training(command: Command) -> Command:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import click
 
 from duotone import __version__
+from duotone.cli.advise_command import advise
 from duotone.cli.bench_command import run_benches
 from duotone.cli.compare_command import compare
 from duotone.cli.interrupt import EXIT_CODE
@@ -27,7 +28,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, report, plan, formats, recipes, run_benches):
+for command in (compare, train, report, advise, plan, formats, recipes, run_benches):
     cli.add_command(command)
 
 

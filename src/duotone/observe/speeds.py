@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -54,6 +55,12 @@ class SpeedTable:
         work = [math.prod(shape) * count for shape, count in shapes]
         ratio = sum(work) / sum(part / ratio for part, ratio in zip(work, ratios, strict=True))
         return Speed(ratio, "measured" if {speed.basis for speed in speeds} == {"measured"} else "interpolated")
+
+
+def widened(linears: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:
+    """(features in, features out) as if the model were `width` wide: as wide as most of its linears have inputs."""
+    present = Counter(inputs for inputs, _ in linears).most_common(1)[0][0]
+    return [(round(inputs * width / present), round(outputs * width / present)) for inputs, outputs in linears]
 
 
 def measured() -> SpeedTable:

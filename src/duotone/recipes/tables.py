@@ -140,7 +140,11 @@ BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 def dumps(value: Recipe | Schedule) -> str:
     """TOML that `load` or `load_schedule` reads back; functions appear by name and are not read back."""
-    data = value.to_dict()
+    return text_of(value.to_dict())
+
+
+def text_of(data: Table) -> str:
+    """The TOML of the table of a recipe or schedule."""
     tables = {key: rows for key, rows in data.items() if key in ("rules", "phases") and rows}
     lines = [f"{_key(key)} = {_inline(part)}" for key, part in data.items() if key not in tables]
     for key, rows in tables.items():

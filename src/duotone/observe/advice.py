@@ -1,0 +1,145 @@
+"""What `advise` tells: a row for each module, GEMM and candidate, and the recipe that follows from them."""
+
+import math
+import statistics
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from duotone.observe.candidates import EXACT, REFERENCE, Formats, Gemm, file_text, rules_for
+from duotone.recipes import names
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.rules import RuleRecipe
+from duotone.text import aligned, in_units
+
+BETTER = 3.0
+"""Decibels that another format must gain in one GEMM to be worth a rule."""
+
+FLOOR = 10 * math.log10(3)
+"""Decibels below which a GEMM stays in high precision: a ratio of sqrt(3) between a signal and its error."""
+
+TITLE = "advised"
+COLUMNS = ("module", "gemm", "recipe", "SNR dB", "underflow %", "saturated %", "bytes", "speed", "Pareto")
+
+
+@dataclass(frozen=True)
+class AdviceRow:
+    """One GEMM of one module with the formats `a` and `b` that `recipe` gives its operands.
+
+    - `snr_db`: of the product. None if nothing was lost, -inf if a finite product became infinite.
+    - `underflow`, `saturation`: shares of the elements of the worse operand, as in `Tap.rows`.
+    - `bytes`: of both operands.
+    - `speed`: of the linear under the recipe over compiled bf16, None if unknown; `basis` tells how it is known.
+    - `is_pareto`: no other row of this GEMM is as good in error, bytes and speed, and better in one of them.
+    """
+
+    module: str
+    gemm: str
+    recipe: str
+    a: str
+    b: str
+    snr_db: float | None
+    underflow: float
+    saturation: float
+    bytes: int
+    speed: float | None
+    basis: str
+    is_pareto: bool = False
+
+    @property
+    def formats(self) -> Formats:
+        return self.a, self.b
+
+    @property
+    def error(self) -> float:
+        """The squared error of the product as a share of its square."""
+        return 0.0 if self.snr_db is None else 10 ** (-self.snr_db / 10)
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether it is quantized, and not known to be slower than bf16."""
+        return self.formats != EXACT and (self.speed is None or self.speed >= 1.0)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The texts of `COLUMNS`."""
+        snr = "" if self.snr_db is None else f"{self.snr_db:.1f}"
+        speed = "unknown" if self.speed is None else f"{self.speed:.2f}" + "*" * (self.basis == "interpolated")
+        shares = f"{100 * self.underflow:.2f}", f"{100 * self.saturation:.2f}"
+        return self.module, self.gemm, self.recipe, snr, *shares, in_units(self.bytes), speed, "*" * self.is_pareto
+
+
+def with_pareto_marks(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
+    """The rows of one GEMM, with marks. An unknown speed counts as the lowest."""
+    costs = [(row.error, row.bytes, -(row.speed or 0.0)) for row in rows]
+    return [
+        replace(row, is_pareto=not any(_dominates(other, cost) for other in costs))
+        for row, cost in zip(rows, costs, strict=True)
+    ]
+
+
+def _dominates(other: tuple[float, ...], cost: tuple[float, ...]) -> bool:
+    return other != cost and all(a <= b for a, b in zip(other, cost, strict=True))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The rows, the recipe that follows, and its file.
+
+    - `errors`: the mean squared error of all GEMMs under each recipe, as a share of their squares.
+    - `base`: the recipe with the least error among those that quantize and are not known to be slower than bf16.
+    - `recipe`: `base` with rules for the GEMMs that another format suits better. `toml` is its file.
+    - `notes`: remarks on the measurement.
+    """
+
+    rows: tuple[AdviceRow, ...]
+    errors: Mapping[str, float]
+    base: str
+    recipe: RuleRecipe
+    toml: str
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON-ready; an SNR that is not finite is None."""
+        rows = [asdict(row) for row in self.rows]
+        for row, entry in zip(self.rows, rows, strict=True):
+            entry["snr_db"] = row.snr_db if row.snr_db is not None and math.isfinite(row.snr_db) else None
+        notes = list(self.notes)
+        return {"base": self.base, "errors": dict(self.errors), "notes": notes, "toml": self.toml, "rows": rows}
+
+    def table(self, all_rows: bool = False) -> str:
+        """The rows that have a Pareto mark, or all of them, as aligned text."""
+        cells = [row.cells for row in self.rows if all_rows or row.is_pareto]
+        return "\n".join(aligned([COLUMNS, *cells], [column not in COLUMNS[:3] for column in COLUMNS]))
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.table(), "\n".join(self.notes), self.toml])
+
+
+def conclude(
+    rows: Sequence[AdviceRow], recipes: Mapping[str, Recipe], slow: Container[str], notes: Sequence[str]
+) -> Advice:
+    """The advice that follows from the rows of these recipes, of which some are known to be slower than bf16."""
+    errors = {name: statistics.fmean(row.error for row in rows if row.recipe == name) for name in recipes}
+    quantized = dict.fromkeys(row.recipe for row in rows if row.formats != EXACT)
+    base = min((name for name in quantized if name not in slow), key=lambda name: errors[name], default=REFERENCE)
+    trials: dict[Gemm, dict[str, AdviceRow]] = {}
+    for row in rows:
+        trials.setdefault((row.module, row.gemm), {})[row.recipe] = row
+    usual = rules_for({gemm: rows[base].formats for gemm, rows in trials.items()})
+    wanted = rules_for({gemm: _formats(rows, base) for gemm, rows in trials.items()})
+    rules = tuple(rule for rule in wanted if rule not in usual)
+    recipe = RuleRecipe(title=TITLE, base=recipes[base], rules=rules)
+    shown = base if base in names() else recipes[base].to_dict()
+    ranking = sorted(quantized, key=lambda name: errors[name])
+    told = f"mean error of the products: {', '.join(f'{name} {100 * errors[name]:.3f} %' for name in ranking)}"
+    return Advice(tuple(rows), errors, base, recipe, file_text(TITLE, rules, shown), (*notes, told))
+
+
+def _formats(trials: Mapping[str, AdviceRow], base: str) -> Formats:
+    """For one GEMM: the formats of the base, unless they are slow, or lose much more than others, or all lose much."""
+    usual = trials[base]
+    best = min((row for row in trials.values() if row.may_pay), key=lambda row: row.error, default=None)
+    if best is None or base == REFERENCE:
+        return EXACT
+    chosen = best if not usual.may_pay or best.error < usual.error * 10 ** (-BETTER / 10) else usual
+    return EXACT if 10 ** (-FLOOR / 10) < chosen.error else chosen.formats

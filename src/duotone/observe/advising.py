@@ -1,0 +1,186 @@
+"""`advise`: samples of one step, encoded in the formats of every candidate.
+
+The error of a GEMM is that of its product against the exact product of the same samples. Speeds are those of whole
+linears in the measured table.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from duotone.dispatch.stages import amax_of
+from duotone.formats import Format
+from duotone.observe import speeds
+from duotone.observe.advice import Advice, AdviceRow, conclude, with_pareto_marks
+from duotone.observe.candidates import EXACT, UNIFORM, load_candidates, plane_bytes
+from duotone.observe.operand_samples import LinearSample, sample_operands
+from duotone.observe.speeds import Shape, SpeedTable
+from duotone.observe.statistics import measure, summary
+from duotone.recipes.recipe import Recipe, RecipeLike
+from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
+from duotone.state.seeds import initial_seed
+from duotone.tensor.context import FixedScale, QuantizeContext, Slot
+from duotone.tensor.plane import BOTH, Plane
+
+Batch = Tensor | Sequence[object] | Mapping[str, object]
+
+
+def advise(
+    model: nn.Module,
+    batch: Batch,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    candidates: Sequence[RecipeLike] = UNIFORM,
+    memory: int | None = None,
+    size: tuple[int, int] | None = None,
+) -> Advice:
+    """Encode samples of the operands of every linear in the formats of each candidate recipe, and tell what suits them.
+
+    One forward and backward run in high precision. `batch` is the argument of the model, a sequence of arguments, or a
+    mapping of keywords. `loss(output)` gives a scalar; without it the output is the loss. Gradients, buffers and random
+    state are restored. The model may be converted, but not fused.
+
+    - `memory`: bytes that samples may take, a quarter of what is free unless given.
+    - `size`: width and tokens, for bytes and speeds as if the model had them.
+
+    UserError if the model cannot run so, or if no sample fits. RecipeError if a candidate is no recipe.
+    """
+    recipes = {recipe.name: recipe for recipe in load_candidates("advise", candidates)}
+
+    def step() -> Tensor:
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(batch) if isinstance(batch, Tensor) else model(*batch)
+        return output if loss is None else loss(output)
+
+    capture, table = sample_operands(model, step, memory), speeds.measured()
+    shapes = _shapes(capture.samples, size)
+    rows = [
+        row
+        for sample, shape in zip(capture.samples, shapes, strict=True)
+        for row in _Linear(sample, shape, table).rows(recipes)
+    ]
+    linears = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
+    ratios = {name: table.model_speed(name, shapes[0][0], linears).ratio for name in recipes}
+    slow = {name for name, ratio in ratios.items() if ratio is not None and ratio < 1.0}
+    return conclude(rows, recipes, slow, [*filter(None, [capture.note]), _speed_note(table, rows)])
+
+
+def _shapes(samples: Sequence[LinearSample], size: tuple[int, int] | None) -> list[Shape]:
+    """Tokens, features in and features out of each linear."""
+    linears = [(weight.shape[1], weight.shape[0]) for weight in (sample.operands["weight"] for sample in samples)]
+    if size is not None:
+        return [(size[1], *linear) for linear in speeds.widened(linears, size[0])]
+    return [(sample.tokens, *linear) for sample, linear in zip(samples, linears, strict=True)]
+
+
+class Uncompiled(TorchDispatchMode):
+    """Casts of small samples cost less in plain torch than the compiler does, which stays out of a dispatch mode."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """The samples of one linear, and its size."""
+
+    sample: LinearSample
+    shape: Shape
+    table: SpeedTable
+
+    @torch.no_grad()
+    def rows(self, recipes: Mapping[str, Recipe]) -> list[AdviceRow]:
+        """Each GEMM under each recipe."""
+        with Uncompiled():
+            planes = {name: self._planes(recipe) for name, recipe in recipes.items()}
+            rows: list[AdviceRow] = []
+            for kind, sides in PLANES_OF_GEMM.items():
+                if any(tensor_type not in self.sample.operands for tensor_type, _ in sides):
+                    continue
+                exact = [self._exact(*side) for side in sides]
+                product = exact[0].float() @ exact[1].float().T
+                pairs = {name: [planes[name][side] for side in sides] for name in recipes}
+                rows += with_pareto_marks([self._row(kind, name, exact, product, *pairs[name]) for name in recipes])
+            return rows
+
+    def _exact(self, tensor_type: str, direction: str) -> Tensor:
+        x = self.sample.operands[tensor_type]
+        return x if direction == "rowwise" else x.t()
+
+    def _planes(self, recipe: Recipe) -> dict[tuple[str, str], Plane]:
+        planes = {}
+        for tensor_type, x in self.sample.operands.items():
+            quantizer = recipe.quantizer(QuantizerRole("linear", tensor_type, self.sample.name), self.sample.site)
+            slots = [_slot(fmt, x) for fmt in (quantizer.rowwise, quantizer.columnwise)]
+            context = QuantizeContext(slots=(slots[0], slots[1]), seed=initial_seed(self.sample.name))
+            row, col = quantizer.encode(x, BOTH, context)
+            planes[tensor_type, "rowwise"] = row or Plane.of(x)
+            planes[tensor_type, "columnwise"] = col or Plane.of(x.t())
+        return planes
+
+    def _row(self, kind: str, recipe: str, exact: Sequence[Tensor], product: Tensor, a: Plane, b: Plane) -> AdviceRow:
+        formats, speed = (a.format.name, b.format.name), self.table.speed(recipe, self.shape)
+        is_exact = formats == EXACT
+        lost = [] if is_exact else [_lost(x, plane) for x, plane in zip(exact, (a, b), strict=True)]
+        tokens, inputs, outputs = self.shape
+        rows, columns, depth = {
+            "fprop": (tokens, outputs, inputs),
+            "dgrad": (tokens, inputs, outputs),
+            "wgrad": (outputs, inputs, tokens),
+        }[kind]
+        dtype = exact[0].dtype
+        return AdviceRow(
+            self.sample.name,
+            kind,
+            recipe,
+            *formats,
+            None if is_exact else _snr(product, a, b),
+            max((side["underflow"] or 0.0 for side in lost), default=0.0),
+            max((side["saturation"] or 0.0 for side in lost), default=0.0),
+            plane_bytes(a.format, (rows, depth), dtype) + plane_bytes(b.format, (columns, depth), dtype),
+            speed.ratio,
+            speed.basis,
+        )
+
+
+def _slot(fmt: Format | None, x: Tensor) -> Slot | None:
+    """The slot of a delayed format, whose scale is that of the amax of x."""
+    if fmt is None or not fmt.is_delayed:
+        return None
+    amax = amax_of(x)
+    return FixedScale(torch.where(amax == 0, 1.0, fmt.scale_limits(torch.float32)[0] / amax))
+
+
+def _lost(x: Tensor, plane: Plane) -> dict[str, float | None]:
+    sums, extremes = measure(x, plane)
+    return summary(sums.tolist(), extremes.tolist())
+
+
+def _snr(exact: Tensor, a: Plane, b: Plane) -> float | None:
+    """Of the product of two planes in dB; None if nothing was lost, -inf if a product became infinite."""
+    product = a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
+    signal, noise = exact.square().sum().item(), (product - exact).square().sum().item()
+    if noise == 0 or not math.isfinite(signal):
+        return None
+    return 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+
+
+def _speed_note(table: SpeedTable, rows: Sequence[AdviceRow]) -> str:
+    kinds = {row.basis for row in rows}
+    told = f"speed: of the linear over bf16 on an {table.device} ({table.source}, {table.date})"
+    if kinds == {"unknown"}:
+        return f"{told}; unknown for shapes outside of that table: name a width and tokens"
+    return told + ("; * interpolated" if "interpolated" in kinds else "")

@@ -1,0 +1,68 @@
+"""Candidates for each GEMM of a linear: the formats that a recipe gives its two operands, and rules that give them."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from duotone import recipes
+from duotone.formats import Format
+from duotone.recipes.limits import Table
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
+from duotone.recipes.roles import ANYWHERE, PLANES_OF_GEMM, TENSOR_TYPES, QuantizerRole, Site
+from duotone.recipes.rules import Rule
+from duotone.recipes.tables import text_of
+
+UNIFORM = ("bf16", "fp8-current", "fp8-rowwise", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4")
+"""The recipes whose formats are tried unless others are named."""
+
+REFERENCE = "bf16"
+EXACT = ("identity", "identity")
+
+Gemm = tuple[str, str]
+"""A module, and "fprop", "dgrad" or "wgrad"."""
+
+Formats = tuple[str, str]
+"""The names of the formats of a and b in a @ b.T."""
+
+
+def load_candidates(taker: str, names: Sequence[RecipeLike]) -> list[Recipe]:
+    """The recipes by their names, bf16 first whether it is among them or not."""
+    chosen = [as_recipe(taker, name) for name in names]
+    return [recipes.load(REFERENCE), *(recipe for recipe in chosen if recipe.name != REFERENCE)]
+
+
+def formats_of(recipe: Recipe, gemm: Gemm, site: Site = ANYWHERE) -> Formats:
+    """The formats that a recipe gives the operands of a GEMM."""
+    module, kind = gemm
+    names = []
+    for tensor_type, direction in PLANES_OF_GEMM[kind]:
+        fmt = getattr(recipe.quantizer(QuantizerRole("linear", tensor_type, module), site), direction)
+        names.append("identity" if fmt is None else fmt.name)
+    return names[0], names[1]
+
+
+def plane_bytes(fmt: Format, shape: tuple[int, int], dtype: torch.dtype) -> int:
+    """Of the plane of a matrix of that shape and dtype."""
+    return sum(math.prod(part.shape) * (part.dtype or dtype).itemsize for part in fmt.parts(*shape).values())
+
+
+def rules_for(chosen: Mapping[Gemm, Formats]) -> tuple[Rule, ...]:
+    """Rules that give these formats: one for each module and tensor, GEMMs that are not named in high precision."""
+    rules = []
+    for module in dict.fromkeys(module for module, _ in chosen):
+        planes = {
+            plane: name
+            for kind, sides in PLANES_OF_GEMM.items()
+            for plane, name in zip(sides, chosen.get((module, kind), EXACT), strict=True)
+        }
+        for tensor_type in TENSOR_TYPES:
+            row, col = planes[tensor_type, "rowwise"], planes[tensor_type, "columnwise"]
+            rules.append(Rule(module=module, tensor_type=tensor_type, rowwise=row, columnwise=col))
+    return tuple(rules)
+
+
+def file_text(name: str, rules: Sequence[Rule], base: str | Table | None = None) -> str:
+    """A recipe file, TOML: the rules, on top of the recipe `base`, its name or its table."""
+    head: Table = {"name": name} | ({} if base is None else {"base": base})
+    return text_of({**head, "rules": [rule.to_dict() for rule in rules]})
