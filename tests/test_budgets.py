@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 28656
+LIBRARY_LINES = 28846
 TOOL_LINES = 5413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -30,19 +30,19 @@ BUDGETS = {
     "integrations": (329, 18, 0),
     "kernels": (3665, 0, 0),
     "lab": (2436, 7, 0),
-    "linear": (1799, 5, 0),
+    "linear": (1810, 5, 0),
     "modules": (494, 15, 0),
     "observe": (1610, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
-    "planned": (2099, 45, 4),
+    "planned": (2106, 45, 4),
     "recipes": (1982, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1842, 18, 0),
-    "tensor": (2033, 13, 0),
+    "tensor": (2205, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -124,6 +124,7 @@ class KeepOriginal(Decode):
         if not isinstance(x, QuantizedTensor):
             return Plane.of(x)
         plane = x.planes.rowwise or planes.rowwise
+        _note_rowwise(x)
         if plane is None:
             raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
         return plane
@@ -135,7 +136,14 @@ class DequantizeRowwise(Decode):
 
     def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
         assert planes.rowwise is not None
+        _note_rowwise(x)
         return planes.rowwise
+
+
+def _note_rowwise(x: Original) -> None:
+    """Let FSDP2 gather the rowwise plane of a weight for backward, too."""
+    if isinstance(x, QuantizedTensor) and x.gathers is not None and not torch.compiler.is_dynamo_compiling():
+        x.gathers.keeps_rowwise = True
 
 
 def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:

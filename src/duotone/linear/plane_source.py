@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from duotone.formats import IDENTITY
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
+from duotone.tensor.gathers import ROWWISE
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -54,6 +55,8 @@ class UseHeld(PlaneSource):
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
         row, col = x.planes
+        if x.gathers is not None and not torch.compiler.is_dynamo_compiling():
+            row, col = x.gathers.readable(x.planes, ROWWISE)
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             with torch.inference_mode(False):  # an inference tensor could not be written in training
                 x.update_usage(usage.rowwise or None, usage.columnwise or None)

@@ -59,7 +59,7 @@ def initialise(module: nn.Module, default: Callable[[], None]) -> None:
                 init_method(parameter)
 
 
-INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "_shells", ENTRY)
+INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "gathers", "_shells", ENTRY)
 """What a quantized tensor keeps in its __dict__; everything else there is a mark of the user."""
 
 

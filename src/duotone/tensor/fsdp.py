@@ -1,11 +1,11 @@
 """FSDP2's two hooks, generic over what each format declares of its buffers.
 
-Each plane travels in its wire form; a columnwise plane that is a view of the rowwise one does not travel. Scales that
-span the sharded rows are not gathered: all shards agree on them at each write. For this a shard knows its group from
-the moment it is sharded (`tell_shards`).
+Planes travel in their wire form, those that the pass reads (`Gathers`). Scales that span the sharded rows are not
+gathered: all shards agree on them at each write. For this a shard knows its group from the moment it is sharded
+(`tell_shards`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,11 @@ from torch import Tensor
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor.context import LOCAL
-from duotone.tensor.plane import Plane, Planes, from_wire, sharded_parts, to_wire
+from duotone.tensor.gathers import Gathers
 from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-ROW_DIM, COLUMN_DIM = 0, 1
-"""The dimension of each plane that holds the rows of the tensor, which FSDP shards."""
 
 
 class ShardHooks(PlaneTensor):
@@ -30,38 +27,43 @@ class ShardHooks(PlaneTensor):
 
     def fsdp_pre_all_gather(
         self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: object
-    ) -> tuple[tuple[Tensor, ...], "tuple[ShardHooks, int]"]:
+    ) -> "tuple[tuple[Tensor, ...], tuple[ShardHooks, Gathers]]":
         """The buffers to gather, the sharded dimension first. Later writes of this shard agree with the others."""
-        del outer_size, outer_stride, module, mp_policy
+        del outer_size, outer_stride, mp_policy
         if self.context.shard is None:
             self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
-        row, col = self.planes
-        sent: list[Tensor] = []
-        if row is not None:
-            sent += to_wire(row, ROW_DIM)
-        if col is not None and not self.planes.aliased:
-            sent += to_wire(col, COLUMN_DIM)
-        return tuple(sent), (self, mesh.size())
+        if self.gathers is None:
+            simple = self.quantizer.is_repeatable and self.quantizer.columnwise_source == "original"
+            row, col = self.formats
+            derives = row is not None and row == col and row.is_derivable and simple
+            self.gathers = Gathers(self.formats, derives or self.planes.aliased)
+        gathers = self.gathers
+        gathers.find(self)
+        gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
+        return gathers.send(mesh.size(), lambda usage: self.planes), (self, gathers)
 
     def fsdp_post_all_gather(
         self,
         outputs: tuple[Tensor, ...],
-        metadata: "tuple[ShardHooks, int]",
+        metadata: "tuple[ShardHooks, Gathers]",
         param_dtype: torch.dtype,
         *,
         out: PlaneTensor | None = None,
     ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
         """The whole tensor over the gathered buffers. With `out`, refresh what the gather did not write there."""
-        shard, count = metadata
-        planes = _gathered(shard, outputs, count, param_dtype)
+        shard, gathers = metadata
+        self.gathers = gathers  # with CPU offload, `shard` is a copy
+        gathers.find(self)
         if out is None:
-            rows = shard.shape[0] * count
-            whole = shard.with_planes(planes, torch.Size((rows, *shard.shape[1:])), dtype=param_dtype)
+            _require_dtype(shard, param_dtype)
+        freed = gathers.receive(outputs)
+        if out is None:
+            shape = torch.Size((shard.shape[0] * gathers.count, *shard.shape[1:]))
+            whole = shard.with_planes(gathers.whole, shape, dtype=param_dtype)
             whole.context = LOCAL
-            return whole, outputs
-        for mine, fresh in zip(out.planes, planes, strict=True):
-            if mine is not None and fresh is not None:
-                _refresh(mine, fresh)
+            return whole, freed
+        out.gathers = gathers
+        out._rowwise, out._columnwise = gathers.whole
         return None
 
 
@@ -87,24 +89,9 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
         shard.context = replace(shard.context, shard=ShardContext(mesh.get_group(dims[0]).group_name))
 
 
-def _gathered(shard: PlaneTensor, outputs: Sequence[Tensor], count: int, dtype: torch.dtype) -> Planes:
-    row, col = shard.planes
-    keeps_dtype = any(spec.dtype is None for p in (row, col) if p for spec in p.format.parts(1, 1).values())
+def _require_dtype(shard: PlaneTensor, dtype: torch.dtype) -> None:
+    keeps_dtype = any(spec.dtype is None for p in shard.planes if p for spec in p.format.parts(1, 1).values())
     if keeps_dtype and dtype != shard.dtype:
         raise UserError(
             f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
         )
-    if row is None:
-        return Planes(None, col and from_wire(col, COLUMN_DIM, outputs, count))
-    sent = len(sharded_parts(row, ROW_DIM))
-    whole = from_wire(row, ROW_DIM, outputs[:sent], count)
-    if shard.planes.aliased:
-        return Planes(whole, whole.transposed())
-    return Planes(whole, col and from_wire(col, COLUMN_DIM, outputs[sent:], count))
-
-
-def _refresh(mine: Plane, fresh: Plane) -> None:
-    for name, part in mine.parts.items():
-        if part.data_ptr() != fresh.parts[name].data_ptr():
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):  # type: ignore
-                part.copy_(fresh.parts[name])

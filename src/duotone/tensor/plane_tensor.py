@@ -13,9 +13,10 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
 from duotone.formats.format import require_dense
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.plane import Plane, Planes, same_memory
+from duotone.tensor.plane import Plane, Planes, Usage, same_memory
 
 if TYPE_CHECKING:
+    from duotone.tensor.gathers import Gathers
     from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")
@@ -36,6 +37,8 @@ class PlaneTensor(Tensor):
     quantizer: "Quantizer"
     context: QuantizeContext
     is_piece: bool
+    gathers: "Gathers | None" = None
+    """Of a shard of FSDP2, and of the whole tensor that its gathers give."""
 
     def __new__(
         cls,
@@ -118,7 +121,10 @@ class PlaneTensor(Tensor):
     def values(self, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
         """`dequantize` without a gradient. Contiguous, as the tensor claims to be."""
         row, col = self._rowwise, self._columnwise
-        if row is not None and (col is None or row.format.precision >= col.format.precision):
+        reads_row = row is not None and (col is None or row.format.precision >= col.format.precision)
+        if self.gathers is not None:
+            row, col = self.gathers.readable(self.planes, Usage(reads_row, not reads_row))
+        if row is not None and reads_row:
             return row.dequantize(dtype).reshape(self.shape).contiguous()
         if col is not None:
             return col.dequantize(dtype).t().reshape(self.shape).contiguous()

@@ -52,7 +52,7 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[report
         if isinstance(self, torch.nn.Parameter):
             other = torch.nn.Parameter(other, self.requires_grad)
             assert isinstance(other, QuantizedTensor)
-        other.context = LOCAL
+        other.context, other.gathers = LOCAL, None
         memo[id(self)] = other
         # The copy counts no writes, so the initial value of a tensor that was written must not look current on it.
         stale: set[str] = {INIT_VALUE} if self.is_inference() or self._version else set()

@@ -1,0 +1,178 @@
+"""What FSDP2's all-gathers of one parameter send, and the buffers in which its planes arrive.
+
+A forward reads rowwise planes and a backward columnwise ones. If FSDP2 gathers the parameter for each of them, each
+gather sends that plane alone. A columnwise plane that follows from the rowwise one without loss never travels.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.formats import Format
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, from_wire, gather, same_memory, sharded_parts, to_wire
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+ROW_DIM, COLUMN_DIM = 0, 1
+"""The dimension of each plane that holds the rows of the tensor, which FSDP shards."""
+
+ROWWISE, COLUMNWISE, NOTHING = Usage(True, False), Usage(False, True), Planes(None, None)
+CHECKPOINT = "_checkpoint_wrapped_module"
+"""Part of the names of modules that torch's wrapper recomputes in backward."""
+
+
+class Gathers:
+    """Those of one parameter whose planes have these formats.
+
+    `derives`: the columnwise plane is the transpose of the rowwise one, without loss.
+    """
+
+    def __init__(self, formats: tuple[Format | None, Format | None], derives: bool) -> None:
+        self.formats, self.derives = formats, derives
+        self.param: FSDPParam | None = None
+        self.group: FSDPParamGroup | None = None
+        self.keeps_rowwise = False
+        """Whether backward reads the rowwise plane too."""
+        self.sent = self.valid = BOTH
+        """The planes that the last gather sent, and those that hold values since."""
+        self.shard = self.whole = NOTHING
+        """Planes of this rank, alive until copies of the last gather are done, and those of all ranks."""
+        self.wires: tuple[list[Tensor], list[Tensor]] = [], []
+        """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
+        self.derived: list[Tensor] = []
+        """The buffers of a columnwise plane that is a transposed copy of the rowwise one."""
+
+    def find(self, shard: Tensor) -> None:
+        """Find FSDP2's own objects for this shard. Without them every gather sends both planes."""
+        if self.param is None:
+            self.param, self.group = _owners(shard)
+        if self.param is not None and self.group is not None and self.whole == NOTHING:
+            module = self.param._module_info.module
+            names = [name for root in self.group.modules for name, part in root.named_modules() if part is module]
+            self.keeps_rowwise |= any(CHECKPOINT in name for name in names)
+
+    def send(self, count: int, encode: Callable[[Usage], Planes]) -> tuple[Tensor, ...]:
+        """The buffers of this rank for a gather over `count` ranks. `encode` gives planes of the shard."""
+        if self.group is not None and self.group._use_post_forward_mesh:
+            raise UserError(
+                "reshard_after_forward as a number takes parameters of one buffer, and quantized ones have several; "
+                "give fully_shard reshard_after_forward=True or False"
+            )
+        is_first = self.whole == NOTHING
+        self.count, self.encode, self.sent = count, encode, self._sent_now()
+        rowwise, columnwise = self.sent
+        self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
+        self.shard = row, col = encode(BOTH if is_first or count == 1 else self.sent)
+        if count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
+            return (torch.empty(0, dtype=torch.uint8),)
+        if self.param is not None and not is_first:
+            of_row, of_col = self.wires
+            self.param.all_gather_outputs = (of_row if rowwise else []) + (of_col if columnwise else [])
+            self.param._unsharded_inner_tensors = self.derived if self.valid.columnwise else []
+        sent = to_wire(row, ROW_DIM) if row is not None and rowwise else []
+        return tuple(sent + (to_wire(col, COLUMN_DIM) if col is not None and columnwise else []))
+
+    def _sent_now(self) -> Usage:
+        row, col = self.formats
+        if row is None or col is None or self.derives:
+            return Usage(row is not None, row is None)
+        group = self.group
+        if group is None or not group._reshard_after_forward:
+            return BOTH
+        if not self._needs_columnwise:
+            return ROWWISE
+        is_backward = group._training_state.name == "PRE_BACKWARD"
+        return COLUMNWISE if is_backward and group.reshard_after_backward and not self.keeps_rowwise else BOTH
+
+    @property
+    def _needs_columnwise(self) -> bool:
+        """Whether this pass, or one after it without a gather, reads the columnwise plane."""
+        group = self.group
+        if group is None or not group._reshard_after_forward or group._training_state.name != "FORWARD":
+            return True
+        return torch._C._current_graph_task_id() != -1  # the forward recomputes, and its backward gathers nothing
+
+    def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Bring `whole` up to date. Gives the buffers that FSDP2 has to free beside those of the first gather."""
+        if self.whole == NOTHING:
+            self._build([output.view(-1) for output in outputs])
+            return tuple(self.derived)
+        for whole, shard, dim in zip(self.whole, self.shard, (ROW_DIM, COLUMN_DIM), strict=True):
+            if whole is not None and shard is not None and not (dim == COLUMN_DIM and self.derives):
+                _refresh(whole, shard, sharded_parts(shard, dim) if self.count > 1 else ())
+        row, col = self.whole
+        if self.derived and row is not None and col is not None and self.valid.columnwise:
+            _refresh(col, _derived(row), ())
+        return ()
+
+    def _build(self, outputs: list[Tensor]) -> None:
+        row, col = self.whole = self.shard
+        if self.count == 1:
+            return
+        if row is not None:
+            sent = len(sharded_parts(row, ROW_DIM)) if self.sent.rowwise else 0
+            row = self._arriving(row, ROW_DIM, outputs[:sent])
+            outputs = outputs[sent:]
+        if row is not None and self.derives:
+            col = _derived(row)
+            shares = same_memory(row.parts["codes"], col.parts["codes"])
+            self.derived = [] if shares else [*col.parts.values()]
+        elif col is not None:
+            col = self._arriving(col, COLUMN_DIM, outputs)
+        self.whole = Planes(row, col)
+
+    def _arriving(self, shard: Plane, dim: int, outputs: list[Tensor]) -> Plane:
+        """The plane of all ranks over these flat buffers, or over new ones whose memory a later gather allocates."""
+        parts = [shard.parts[name] for name in sharded_parts(shard, dim)]
+        wires = outputs or [part.new_empty(part.numel() * self.count) for part in parts]
+        self.wires[dim].extend(wires)
+        tails = [part.shape[1:] if dim == ROW_DIM else part.shape[:-1] for part in parts]
+        shaped = [wire.view(-1, *tail) for wire, tail in zip(wires, tails, strict=True)]
+        plane = from_wire(shard, dim, shaped, self.count)
+        for wire in wires if not outputs else ():
+            wire.untyped_storage().resize_(0)
+        return plane
+
+    def readable(self, planes: Planes, usage: Usage) -> Planes:
+        """The planes. Those of `usage` that the last gather did not send are gathered now: every rank has to ask."""
+        read = list(planes)
+        for dim, (wanted, valid) in enumerate(zip(usage, self.valid, strict=True)):
+            if wanted and not valid and planes[dim] is not None and planes[dim] is self.whole[dim]:
+                assert self.param is not None
+                self.keeps_rowwise |= dim == ROW_DIM
+                shard = self.encode(Usage(dim == ROW_DIM, dim == COLUMN_DIM))[dim]
+                group = self.param.shard_mesh.get_group().group_name
+                read[dim] = shard and gather(shard, dim, group, self.count)
+        return Planes(*read)
+
+
+def _owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
+    from torch.distributed._composable_state import _module_state_mapping as states
+
+    for reference in states.values():
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for param in getattr(group, "fsdp_params", ()):
+                if param._sharded_local_tensor is shard:
+                    return param, group
+    return None, None
+
+
+def _derived(row: Plane) -> Plane:
+    col = row.transposed()
+    assert col is not None
+    return col
+
+
+def _refresh(whole: Plane, fresh: Plane, arrived: Sequence[str]) -> None:
+    """Copy the parts that did not arrive by a gather. They may be the same memory."""
+    for name, part in whole.parts.items():
+        if name not in arrived and part.data_ptr() != fresh.parts[name].data_ptr():
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(part):  # type: ignore
+                part.copy_(fresh.parts[name])
