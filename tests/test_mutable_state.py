@@ -31,6 +31,7 @@ GRAPHS = "compiled graphs hold a number or a name; this says what it stands for 
 STACK = "the stack of open regions: one for each thread and async task"
 
 ALLOWED = {
+    "comm.collectives.AGREED": "what the ranks of a group agreed on, since a capture cannot ask them",
     "attention.meeting._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,
     "conversion.left_alone.bypassed_children": PURE,
@@ -62,7 +63,8 @@ ALLOWED = {
     "recipes.recipe._RECIPES": GRAPHS,
     "report.page._environment": PURE,
     "state.delayed.STATES": GRAPHS,
-    "state.history._limits": LIMITS,
+    "state.history.limits": LIMITS,
+    "state.roll_table._joined": PURE,
     "state.parameters.STACK": STACK,
     "state.region.STACK": STACK,
     "state.rolling.OTHERS": WAITING,

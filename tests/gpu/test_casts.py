@@ -11,9 +11,9 @@ from duotone import formats
 from duotone.dispatch import casts, gemms
 from duotone.dispatch.products import factors
 from duotone.dispatch.target import target
-from duotone.state import history
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.roll_table import roll_all
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
@@ -126,7 +126,7 @@ def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None
         context = QuantizeContext(slots=(DelayedSlot(state.number, 2), None))
         planes = quantizer.encode(x.to(device), usage, context)
         for _ in range(3):
-            state.roll()
+            roll_all([state])
             quantizer.encode(x.to(device) * 2, usage, context)
         made.append((planes, state))
     same(made[0][0].rowwise, made[1][0].rowwise)
@@ -140,23 +140,28 @@ def test_delayed_casts_record_the_amax_and_use_the_scale(element, usage) -> None
 @pytest.mark.parametrize(("length", "margin"), [(1, 0), (2, 3), (5, 0), (1024, 0), (1000, 1)])
 @pytest.mark.parametrize(("skip", "spike"), [(False, 0), (True, 16.0)])
 def test_the_roll_in_one_kernel_has_the_bits_of_the_plain_one(length, margin, algorithm, skip, spike) -> None:
+    """Two states of 7 and 2 slots roll in one launch."""
     rule = {"skip_nonfinite_amax": skip, "spike_factor": spike}
     parameters = History(margin=margin, amax_history_len=length, amax_compute_algo=algorithm, **rule)
-    values = torch.rand(length, 7) * 100
-    values[0] = torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0, torch.nan])
-    largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0, 448.0]
-    events, counted = torch.zeros(2, 7, dtype=torch.int32), torch.zeros(2, 7, dtype=torch.int32, device="cuda")
-    here, there = values.clone(), values.cuda()
-    scale = torch.rand(7) + 1
-    moved = scale.cuda()
+    live = [torch.tensor([0.0, 1e-44, torch.inf, 3.0, 1e30, 7.0, torch.nan]), torch.tensor([2.0, 0.0])]
+    pairs = []
+    for amaxes in live:
+        here, there = (DelayedState(len(amaxes), parameters, device) for device in ("cpu", "cuda"))
+        here.largest = there.largest = [448.0, 448.0, 57344.0, 57344.0, 448.0, 0.0, 448.0][: len(amaxes)]
+        here.amax_history.copy_(torch.rand(length, len(amaxes)) * 100)
+        here.amax_history[0] = amaxes
+        here.scale.copy_(torch.rand(len(amaxes)) + 1)
+        there.load_state_dict(here.state_dict())
+        pairs.append((here, there))
     for _ in range(3):
-        old = moved.clone()
-        assert torch.equal(history.roll(there, moved, largest, parameters, counted), old)
-        history.roll(here, scale, largest, parameters, events)
-        assert torch.equal(bits(there), bits(here))
-        assert torch.equal(counted.cpu(), events)
-        assert torch.equal(bits(moved), bits(scale))
-        here[0], there[0] = 5.0, 5.0
+        roll_all([there for _, there in pairs])
+        for here, there in pairs:
+            before = here.scale.clone()
+            here.roll()
+            assert torch.equal(there.step.before.past.cpu(), before)
+            for name in ("amax_history", "events", "scale"):
+                assert torch.equal(bits(getattr(there, name)), bits(getattr(here, name))), name
+            here.amax_history[0], there.amax_history[0] = 5.0, 5.0
 
 
 PAIRS = [("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")]

@@ -206,10 +206,9 @@ CASES = [
         for case in launched(
             f"roll {length}",
             lambda length=length: roll.roll(
-                torch.zeros(length, 4),
+                torch.zeros(4, 4, dtype=torch.int64),
                 torch.ones(4),
-                torch.zeros(2, 4, dtype=torch.int32),
-                torch.ones(4),
+                length,
                 False,
                 True,
                 8.0,

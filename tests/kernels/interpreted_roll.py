@@ -38,8 +38,9 @@ def checks(everything: bool) -> Check:
         there, moved, counted = here.clone(), scale.clone(), events.clone()
         largest = (LARGEST * slots)[:slots]
         limit = torch.tensor(largest) * 2.0**-margin
+        table = roll.addresses(there, moved, counted)
         for step in range(2):
-            old = roll.roll(there, moved, counted, limit, algorithm != "max", bool(skip), spike)
+            old = roll.roll(table, limit, length, algorithm != "max", bool(skip), spike)
             before = history.roll(here, scale, largest, parameters, events)
             where = f"{length} {algorithm} {skip} {spike} {margin} {step}"
             yield f"before {where}", old, before

@@ -19,7 +19,7 @@ from duotone.recipes import CustomRecipe, DelayedScaling, DelayedScalingRequest
 from duotone.state import delayed_slot, rolling
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
-from duotone.state.region import outermost_region
+from duotone.state.region import Recording, outermost_region
 from duotone.state.rolling import pending, roll
 from duotone.tensor import History, QuantizedTensor, Quantizer
 
@@ -751,7 +751,7 @@ def test_one_step_has_one_scale_and_later_steps_measure_nothing_before_they_cast
     scales = [slot.place(torch.full((2, 2), value))[0].item() for value in (7.0, 14.0)]
     assert scales == [64.0, 64.0] and len(measured) == 2
     state.amax_history[0, 0] = 14.0
-    roll({(state.number, "")})
+    roll({Recording(state.number, "", False)})
     scale, live = slot.place(torch.full((2, 2), 7.0))
     assert scale.item() == 32.0 and live is not None and len(measured) == 2
     assert state.scale[1] == 1
@@ -785,9 +785,9 @@ def test_a_slot_that_has_met_nothing_usable_takes_its_scale_from_what_it_meets_n
     state = DelayedState(1, History(amax_history_len=3))
     slot = slot_of(state)
     assert slot.scale_for(torch.full((2, 2), first)).item() == 1.0
-    roll({(state.number, "")})
+    roll({Recording(state.number, "", False)})
     assert slot.scale_for(torch.full((2, 2), 7.0)).item() == 64.0
-    roll({(state.number, "")})
+    roll({Recording(state.number, "", False)})
     assert slot.scale_for(torch.full((2, 2), 3.5)).item() == 64.0
 
 
@@ -808,3 +808,48 @@ def test_a_slot_with_a_scale_or_a_history_from_a_checkpoint_is_not_new(field) ->
     saved[field][-1] = 2.0
     state.load_state_dict(saved)
     assert slot_of(state).scale_for(torch.full((2, 2), 7.0)).item() == saved["scale"].item()
+
+
+def capturing(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
+    """Let the library believe that a CUDA graph is captured, or not."""
+    for module in ("torch_private", "region", "delayed"):
+        monkeypatch.setattr(f"duotone.state.{module}.is_capturing", lambda: value)
+
+
+def test_a_capture_inside_of_an_older_region_is_refused(monkeypatch) -> None:
+    """Its replays would leave the rolling to the end of a region that is over."""
+    m = duotone.Linear(32, 32, recipe=DelayedScaling())
+    x = torch.randn(32, 32, requires_grad=True)
+    with duotone.autocast(recipe=DelayedScaling()), pytest.raises(UserError, match="older than the capture"):
+        capturing(monkeypatch, True)
+        m(x)
+    capturing(monkeypatch, False)
+    pending().backward.clear()
+
+
+def test_a_backward_warns_of_amaxes_that_a_graph_recorded_without_its_backward(monkeypatch) -> None:
+    m = duotone.Linear(32, 32, recipe=DelayedScaling())
+    x = torch.randn(32, 32, requires_grad=True)
+    m(x).sum().backward()
+    capturing(monkeypatch, True)
+    y = m(x)
+    capturing(monkeypatch, False)
+    with pytest.warns(UserWarning, match="its replays move no scale"):
+        y.sum().backward()
+
+
+def test_a_captured_backward_rolls_what_the_capture_recorded_alone(monkeypatch) -> None:
+    """What eager code recorded before waits for the next backward outside of the capture."""
+    first, second = (duotone.Linear(32, 32, recipe=DelayedScaling()) for _ in range(2))
+    x = torch.randn(32, 32, requires_grad=True)
+    for m in (first, second):
+        m(x).sum().backward()
+    first(x * 2)
+    before = first.duotone_forward.scale.clone()
+    capturing(monkeypatch, True)
+    second(x * 4).sum().backward()
+    capturing(monkeypatch, False)
+    assert torch.equal(first.duotone_forward.scale, before)
+    assert second.duotone_forward.amax_history[-1, 0] == x.abs().max() * 4
+    second(x).sum().backward()
+    assert first.duotone_forward.amax_history[-1, 0] == x.abs().max() * 2

@@ -152,15 +152,12 @@ def test_a_build_for_cuda_without_a_driver_trains(monkeypatch) -> None:
     train(model())
 
 
-def test_a_capture_of_delayed_scaling_is_one_clear_error(monkeypatch) -> None:
-    """A replay would compute under scales that never move. Evaluation records nothing and may be captured."""
+def test_an_evaluation_may_be_captured_anywhere(monkeypatch) -> None:
+    """It records nothing."""
     m = train(model())
     before = duotone.recipe_state(m)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(UserError, match="delayed scaling cannot be captured in a CUDA graph") as caught:
-        m(torch.randn(8, 16))
-    assert "\n" not in str(caught.value)
-    with torch.no_grad():
+    with duotone.autocast(recipe=RECIPE), torch.no_grad():
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         m(torch.randn(8, 16))
     assert same(before, duotone.recipe_state(m))

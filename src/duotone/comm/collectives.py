@@ -65,6 +65,10 @@ SHOWN = 240
 """Bytes of each rank's names that an error can show."""
 
 
+AGREED: set[tuple[str, int]] = set()
+"""What the ranks of a group agreed on, as digests: a capture can compare nothing."""
+
+
 def require_same(names: Sequence[str], device: torch.device, group: str) -> None:
     """UserError on every rank of the group unless all ranks come with the same names, in the same order.
 
@@ -73,8 +77,16 @@ def require_same(names: Sequence[str], device: torch.device, group: str) -> None
     if group_size(group) == 1:
         return
     digest = int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest(), "little")
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if (group, digest) in AGREED:
+            return
+        raise UserError(
+            f"a CUDA graph captures a reduction over group {group!r} before its ranks have compared what they reduce; "
+            "run a step before the capture"
+        )
     extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
     if all_reduce(extremes, "max", group).tolist() == [digest, -digest]:
+        AGREED.add((group, digest))
         return
     text = ", ".join(names).encode()[:SHOWN].ljust(SHOWN)
     shown = all_gather(torch.tensor([list(text)], dtype=torch.uint8, device=device), group).tolist()

@@ -21,6 +21,7 @@ from duotone.state.autocast_context import active_region
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
+from duotone.state.roll_table import roll_all
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 
@@ -90,7 +91,7 @@ class RecipeState:
     def roll(self) -> None:
         """Update the delayed scales now, in loops without autocast and backward, which otherwise do it."""
         if self.delayed is not None:
-            self.delayed.roll()
+            roll_all([self.delayed])
 
     def _value(self, i: int) -> Quantizer:
         require_known(self.roles[i])

@@ -1,4 +1,4 @@
-"""The end of a step of delayed scaling, `duotone.state.history.rolled`, for all slots of a state in one kernel."""
+"""The end of a step of delayed scaling, `duotone.state.history.rolled`, for all slots of many states in one kernel."""
 
 import functools
 
@@ -10,30 +10,31 @@ from duotone.kernels.launch import Launch, kernel
 
 
 @kernel
-def roll_kernel(
-    history, scale, before, largest, events, L, N, SPIKE, RECENT: tl.constexpr, SKIP: tl.constexpr, T: tl.constexpr
-):
+def roll_kernel(table, largest, before, L, SPIKE, RECENT: tl.constexpr, SKIP: tl.constexpr, T: tl.constexpr):
     """One slot a program: its column of (L, N) moves up, its live amax becomes the newest entry, its scale follows.
 
-    SKIP: a live amax that is not finite does not enter, and counts in row 0 of `events` (2, N). One above SPIKE times
+    SKIP: a live amax that is not finite does not enter, and counts in row 0 of the events (2, N). One above SPIKE times
     the largest of the rest enters as this, and counts in row 1; SPIKE 0 lets it be.
     """
     slot = tl.program_id(0)
+    column = tl.load(table + 4 * slot).to(tl.pointer_type(tl.float32))
+    scale = tl.load(table + 4 * slot + 1).to(tl.pointer_type(tl.float32))
+    events = tl.load(table + 4 * slot + 2).to(tl.pointer_type(tl.int32))
+    N = tl.load(table + 4 * slot + 3)
     i = tl.arange(0, T)
-    column = history + slot
     live = tl.load(column)
-    old = tl.load(scale + slot)
+    old = tl.load(scale)
     later = tl.load(column + (i + 1) * N, mask=i + 1 < L, other=0.0)
     if SKIP:
         finite = (live == live) & (live < float("inf"))
-        tl.store(events + slot, tl.load(events + slot) + tl.where(finite, 0, 1))
+        tl.store(events, tl.load(events) + tl.where(finite, 0, 1))
         live = tl.where(finite, live, 0.0)
         later = tl.where((later == later) & (later < float("inf")), later, 0.0)
     most = tl.max(tl.where(later == later, later, 0.0), axis=0)  # a NaN from outside does not count
     limit = most * SPIKE
     spike = (limit > 0.0) & (live > limit)
     live = tl.where(spike, limit, live)
-    tl.store(events + N + slot, tl.load(events + N + slot) + tl.where(spike, 1, 0))
+    tl.store(events + N, tl.load(events + N) + tl.where(spike, 1, 0))
     amax = live
     if not RECENT:
         amax = tl.where(live == live, tl.maximum(most, live), most)
@@ -42,20 +43,31 @@ def roll_kernel(
     result = tl.where((amax > 0.0) & (amax < float("inf")), result, old)
     moves = tl.where(live == live, live > 0.0, True)
     tl.store(before + slot, old)
-    tl.store(scale + slot, tl.where(moves, result, old))
+    tl.store(scale, tl.where(moves, result, old))
     tl.debug_barrier()  # every entry is read before any is written
     tl.store(column, 0.0)
     tl.store(column + i * N, tl.where(i == L - 1, live, later), mask=(i > 0) & (i < L) & moves)
 
 
-def roll(
-    history: Tensor, scale: Tensor, events: Tensor, largest: Tensor, recent: bool, skip: bool, spike: float
-) -> Tensor:
-    """Roll fp32 (L, n) and the scales (n,) in place; `largest` (n,) is MAX 2^-margin. The scales before."""
-    length, slots = history.shape
-    before = torch.empty_like(scale)
-    tensors = (history, scale, before, largest, events)
-    _launch(recent, skip, 1 << (length - 1).bit_length())(slots, tensors, (length, slots), (float(spike),))
+def addresses(history: Tensor, scale: Tensor, events: Tensor) -> Tensor:
+    """int64 (n, 4), on their device: for each slot the addresses of its column, its scale and its events, and n.
+
+    `history` fp32 (L, n), `scale` fp32 (n,), `events` int32 (2, n), contiguous.
+    """
+    slots = scale.numel()
+    first = torch.tensor([history.data_ptr(), scale.data_ptr(), events.data_ptr(), slots])
+    distance = torch.tensor([4, 4, 4, 0])
+    return (first + torch.arange(slots)[:, None] * distance).to(scale.device)
+
+
+def roll(table: Tensor, largest: Tensor, length: int, recent: bool, skip: bool, spike: float) -> Tensor:
+    """Roll slots in place: `table` holds `addresses` of histories of one length, `largest` (n,) is MAX 2^-margin.
+
+    Returns the scales before, fp32 (n,).
+    """
+    before = torch.empty_like(largest)
+    tensors = (table, largest, before)
+    _launch(recent, skip, 1 << (length - 1).bit_length())(largest.numel(), tensors, (length,), (float(spike),))
     return before
 
 

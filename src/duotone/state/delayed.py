@@ -1,6 +1,7 @@
 """DelayedState: the scales and the amax history of one module and direction, as module buffers."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,11 @@ from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.state import history
 from duotone.state.region import AmaxMode
+from duotone.state.torch_private import is_capturing
 from duotone.tensor.history import History
+
+if TYPE_CHECKING:
+    from duotone.state.roll_table import RollTable
 
 
 class Scales:
@@ -57,12 +62,13 @@ class DelayedState(nn.Module):
     def _register(self) -> None:
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._new: set[int] | None = None
+        self.roll_table: tuple[tuple[float, ...], RollTable] | None = None
         self.started: set[int] = set()
         self.steps_with_new = 0
         self.number = STATES.add(self)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_views": {}}
+        return {**self.__dict__, "_views": {}, "roll_table": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
@@ -93,8 +99,10 @@ class DelayedState(nn.Module):
 
         It may name slots that have a scale by now, which they keep: only `rolling.settle` looks at the device.
         """
+        asks = self.history.first_scale_from_amax
+        if self._new is None and asks and is_capturing():  # nobody may look now
+            return set(range(self.scale.numel()))
         if self._new is None:
-            asks = self.history.first_scale_from_amax
             flags = history.is_new(self.amax_history, self.scale).tolist() if asks else []
             self._new = {slot for slot, is_new in enumerate(flags) if is_new}
             self.steps_with_new = 0
@@ -105,7 +113,7 @@ class DelayedState(nn.Module):
 
         Looking waits for the device, and the slot of an expert that gets no rows stays new.
         """
-        if not self.started:
+        if not self.started or is_capturing():
             return False
         self.steps_with_new += 1
         return self.steps_with_new.bit_count() == 1
@@ -164,10 +172,12 @@ class DelayedState(nn.Module):
 
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry and scales follow. Slots without an amax stay."""
+        self.end_step(history.roll(self.amax_history, self.scale, self.largest, self.history, self.events))
+
+    def end_step(self, before: Tensor) -> None:
+        """The buffers have rolled; `before` (n,) are the scales before."""
         step = self.step
-        amaxes, scale = self._buffers["amax_history"], self._buffers["scale"]
-        assert amaxes is not None and scale is not None
-        step.now.past = history.roll(amaxes, scale, self.largest, self.history, self.events)
+        step.now.past = before
         step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(

@@ -98,12 +98,6 @@ class DelayedSlot(Slot):
         state, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        # A build for CUDA on a machine without a driver raises where it is asked for the stream.
-        if mode is not AmaxMode.USE and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise UserError(
-                "delayed scaling cannot be captured in a CUDA graph, whose replays record amaxes and move no scale; "
-                "capture under fp8-current, or leave this module out of the graph"
-            )
         key = ("scale", self.state, self.index)
         earlier = frames.recomputed() if running and not self.backward else None
         if earlier is not None:

@@ -19,24 +19,23 @@ SKIPPED, CLAMPED = range(2)
 """Rows of `events`: amaxes that were not finite and did not enter, and spikes that entered as something smaller."""
 
 
+def has_kernel(history: Tensor, parameters: History) -> bool:
+    """Whether one kernel rolls this history (L, n), with those of other states."""
+    simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
+    length, slots = history.shape
+    return simple and history.is_cuda and slots > 0 and length <= LONGEST and runs_kernels(history.get_device())
+
+
+@torch.no_grad()
 def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
     """Roll the history (L, n) and the scales (n,) in place and count `events`, int32 (2, n). Returns the old scales."""
-    simple = isinstance(parameters.amax_compute_algo, str) and parameters.scaling_factor_compute_algo is None
-    if simple and scale.is_cuda and runs_kernels(scale.get_device()) and scale.numel() and history.shape[0] <= LONGEST:
-        from duotone.kernels.roll import roll as in_one_kernel
-
-        limits = _limits(tuple(largest), parameters.margin, scale.device)
-        recent, skip = parameters.amax_compute_algo != "max", parameters.skip_nonfinite_amax
-        spike = parameters.spike_factor
-        return in_one_kernel(history, scale, events, largest=limits, recent=recent, skip=skip, spike=spike)
-    with torch.no_grad():
-        before = scale.clone()
-        scale.copy_(rolled(history, scale, largest, parameters, events))
+    before = scale.clone()
+    scale.copy_(rolled(history, scale, largest, parameters, events))
     return before
 
 
 @functools.lru_cache(maxsize=1024)
-def _limits(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
+def limits(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
     """fl(MAX 2^-margin) of each slot, fp32 (n,). Cached, because a copy from the host waits for the device."""
     with torch.inference_mode(False):
         return torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
@@ -65,11 +64,11 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """The scales (n,) that follow from amaxes; the old ones for amaxes that are not usable."""
-    limits = _limits if type(amax) is Tensor else _limits.__wrapped__  # a fake tensor must not be cached
+    limits_of = limits if type(amax) is Tensor else limits.__wrapped__  # a fake tensor must not be cached
     if parameters.scaling_factor_compute_algo is not None:
-        fp8_max = limits(tuple(largest), 0, amax.device).clone()
+        fp8_max = limits_of(tuple(largest), 0, amax.device).clone()
         return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
-    fresh = divide(limits(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX.real)
+    fresh = divide(limits_of(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX.real)
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 
 

@@ -10,7 +10,7 @@ import types
 import warnings
 from contextvars import ContextVar, Token
 from enum import Enum
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from duotone.state.torch_private import (
     SHAPES,
     graph_task_id,
     in_pipeline,
+    is_capturing,
     is_forward_grad_enabled,
     top_saved_hooks,
 )
@@ -68,6 +69,9 @@ class Region:
     is_open = True
     is_void = False
     """Whether another thread or task left it than the one that entered it. A void region counts nowhere."""
+
+    in_capture = False
+    """Whether a CUDA graph that is captured holds its entering."""
 
     token: "Token[tuple[Region, ...]] | None" = None
     """Identifies the context that entered it; None in traced code."""
@@ -130,6 +134,7 @@ class Stack(types.ModuleType, Generic[R]):
 
     def enter(self, region: R) -> None:
         regions = (*self.current(), region)
+        region.in_capture = is_capturing()
         region.token = self.variable.set(regions)
         self.starts.entered(region, regions)
 
@@ -202,8 +207,16 @@ class RegionManager(Generic[R]):
         """What else happens when a region has ended, with an exception or without."""
 
 
-Recorded = set[tuple[str, str]]
-"""Delayed states that recorded an amax: the number of each, and the group that reduces it ("" for none)."""
+class Recording(NamedTuple):
+    """A delayed state that recorded an amax: its number, and the group that reduces it, "" for none."""
+
+    state: str
+    group: str
+    in_capture: bool
+    """Whether a CUDA graph records it at each replay."""
+
+
+Recorded = set[Recording]
 
 
 class AutocastRegion(Region):

@@ -13,12 +13,19 @@ from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
-from duotone.state.region import AutocastRegion, Recorded, outermost_region
+from duotone.state.region import AutocastRegion, Recorded, Recording, outermost_region
+from duotone.state.roll_table import roll_all
 from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
 
 ALONE = (
     "delayed scales of this pipeline move at the end of each backward, so they depend on its schedule; run "
     "schedule.step inside duotone.autocast, and they move once a step, as in one process"
+)
+
+OLD_REGION = (
+    "a CUDA graph captures delayed scaling in an autocast region that is older than the capture, so no replay would roll "
+    "its scales; enter duotone.autocast inside of what is captured, or convert the model with the recipe and capture "
+    "without autocast"
 )
 
 
@@ -43,11 +50,14 @@ class Pending:
             self.schedule()
         if recorded:
             region = None if running or backward else outermost_region()
-            (self.backward if region is None else region.recorded).add((state, group))
+            captured = torch_private.is_capturing()
+            if region is not None and captured and not region.in_capture:
+                raise UserError(OLD_REGION)
+            (self.backward if region is None else region.recorded).add(Recording(state, group, captured))
             if region is None and not (backward or running) and PIPELINES in sys.modules and in_pipeline(MICROBATCH):
                 warnings.warn(ALONE, stacklevel=2)
             if region is not None:  # the write of an optimizer rolls with the region, not with a backward in it
-                self.backward.difference_update(((state, group), (state, "")))
+                self.backward -= {Recording(state, each, captured) for each in (group, "")}
 
     def forget_failed(self) -> None:
         """Forget what a failed backward left. Its amaxes stay in their histories and count in the next step."""
@@ -65,11 +75,23 @@ class Pending:
 
     def end_of_backward(self) -> None:
         self.end = None
-        finished, self.backward = self.backward, set()
+        finished = self.take()
         for other in self._served():
-            finished |= other.backward
-            other.backward = set()
+            finished |= other.take()
         roll(finished)
+
+    def take(self) -> Recorded:
+        """What rolls now. A capture rolls what it has recorded itself; the rest waits for a backward outside of it."""
+        captures = torch_private.is_capturing()
+        finished = {recording for recording in self.backward if recording.in_capture or not captures}
+        self.backward -= finished
+        if not captures and any(recording.in_capture for recording in finished):
+            warnings.warn(
+                "a CUDA graph records amaxes of delayed scaling, and no backward was captured with it, so that its "
+                "replays move no scale; capture a whole step, or use torch.cuda.make_graphed_callables",
+                stacklevel=2,
+            )
+        return {recording for recording in finished if recording.in_capture is captures}
 
     def _served(self) -> list["Pending"]:
         """Threads whose backwards run elsewhere, such as those of DataParallel's replicas. `OTHERS` serves all."""
@@ -112,16 +134,18 @@ def end_of_region(region: AutocastRegion, *, failed: bool) -> None:
     """Roll what forward recorded in a region that has ended. An open region of this thread and task takes it over."""
     finished, region.recorded = region.recorded, set()
     if failed:
-        for number, _ in finished:
-            if number in STATES:
-                STATES[number].forget_live()
+        for recording in finished:
+            if recording.state in STATES:
+                STATES[recording.state].forget_live()
         return
     remaining = outermost_region()
     if remaining is not None:
         remaining.recorded |= finished
         return
-    waiting, numbers = pending(), {number for number, _ in finished}
-    together = {record for record in waiting.backward if record[0] in numbers}  # by the write of an optimizer, say
+    waiting, numbers = pending(), {recording.state for recording in finished}
+    together = {
+        recording for recording in waiting.backward if recording.state in numbers
+    }  # by the write of an optimizer, say
     waiting.backward -= together
     roll(finished | together)
 
@@ -133,15 +157,16 @@ def roll_after(gradient: Tensor) -> None:
     waiting.schedule()
 
 
-def roll(records: Recorded) -> None:
+def roll(recorded: Recorded) -> None:
     """Reduce the live amaxes, one collective per group and device, and roll every state once.
 
     Raises UserError on all ranks of a group, before any state moves, if they did not record the same states.
     """
-    living = {number: STATES[number] for number, _ in records if number in STATES}
+    records = sorted(recorded)  # equal sets come in one order, and so share a table of what rolls together
+    living = {record.state: STATES[record.state] for record in records if record.state in STATES}
     members: dict[str, list[DelayedState]] = {}
-    for group in sorted({group for number, group in records if group and number in living}):
-        states = [living[number] for number, by in records if by == group and number in living]
+    for group in sorted({record.group for record in records if record.group and record.state in living}):
+        states = [living[record.state] for record in records if record.group == group and record.state in living]
         members[group] = sorted([s for s in states if s.history.reduce_amax], key=lambda state: state.name)
     try:
         for group, reducing in members.items():
@@ -156,8 +181,7 @@ def roll(records: Recorded) -> None:
         for state in reducing:
             state.drop_nonfinite()
         history.reduce([state.amax_history for state in reducing], group)
-    for state in living.values():
-        state.roll()
+    roll_all(living.values())
     settle(living.values())
 
 

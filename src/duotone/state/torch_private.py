@@ -69,3 +69,8 @@ def in_pipeline(methods: frozenset[str]) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def is_capturing() -> bool:
+    """Whether the current stream captures a CUDA graph. torch's own question raises without a driver."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

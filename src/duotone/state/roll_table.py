@@ -1,0 +1,67 @@
+"""RollTable: where the delayed slots of several states lie, so that one kernel rolls them all."""
+
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from duotone.errors import UserError
+from duotone.state import history
+from duotone.state.delayed import DelayedState
+from duotone.state.torch_private import is_capturing
+from duotone.tensor.history import History
+
+
+class RollTable:
+    """`addresses` int64 (n, 4), see `duotone.kernels.roll`; `limits` fp32 (n,): MAX 2^-margin of each slot."""
+
+    def __init__(self, addresses: Tensor, limits: Tensor) -> None:
+        self.addresses = addresses
+        self.limits = limits
+
+
+def roll_all(states: Iterable[DelayedState]) -> None:
+    """End a step of every state: one launch for all that share a history rule and a device and have a kernel."""
+    batches: dict[tuple[History, torch.device], list[DelayedState]] = {}
+    for state in states:
+        if history.has_kernel(state.amax_history, state.history):
+            batches.setdefault((state.history, state.amax_history.device), []).append(state)
+        else:
+            state.roll()
+    for (parameters, _), batch in batches.items():
+        before = _roll_in_one_kernel(parameters, [_table_of(state) for state in batch])
+        for state, past in zip(batch, before.split([state.scale.numel() for state in batch]), strict=True):
+            state.end_step(past)
+
+
+def _roll_in_one_kernel(parameters: History, tables: list[RollTable]) -> Tensor:
+    from duotone.kernels.roll import roll
+
+    join = _joined.__wrapped__ if is_capturing() else _joined  # memory of a CUDA graph holds no values before a replay
+    table = join(*tables)
+    recent = parameters.amax_compute_algo != "max"
+    skip, spike = parameters.skip_nonfinite_amax, parameters.spike_factor
+    return roll(table.addresses, table.limits, parameters.amax_history_len, recent, skip, spike)
+
+
+@functools.lru_cache(maxsize=64)
+def _joined(*tables: RollTable) -> RollTable:
+    return RollTable(torch.cat([t.addresses for t in tables]), torch.cat([t.limits for t in tables]))
+
+
+def _table_of(state: DelayedState) -> RollTable:
+    """The table of one state, kept until one of its buffers moves. UserError if a capture comes before it."""
+    from duotone.kernels.roll import addresses
+
+    buffers = (state.amax_history, state.scale, state.events)
+    key = (*[buffer.data_ptr() for buffer in buffers], *state.largest, state.history.margin)
+    if state.roll_table is None or state.roll_table[0] != key:
+        if is_capturing():
+            raise UserError(
+                "a CUDA graph captures a module under delayed scaling that has finished no step; run a step of forward "
+                "and backward before the capture, as torch.cuda.make_graphed_callables does by itself"
+            )
+        limits = history.limits(tuple(state.largest), state.history.margin, state.scale.device)
+        state.roll_table = key, RollTable(addresses(*buffers), limits)
+    return state.roll_table[1]

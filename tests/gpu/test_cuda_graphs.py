@@ -1,0 +1,173 @@
+"""On a CUDA device: replays of CUDA graphs move delayed scales and seeds as eager steps do, to the bit."""
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from comparing import bits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+from duotone.recipes import DelayedScaling
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+
+STEPS, ROWS, WIDTH = 20, 64, 128
+NAMES = ["fp8-delayed", "fp8-current", "nvfp4", "mxfp8"]
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def model(recipe: str, **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)]
+    m = nn.Sequential(*layers).to("cuda", torch.bfloat16)
+    return duotone.convert(m, recipes.load(recipe), **options)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Inputs and gradients whose magnitudes change from step to step, so that delayed scales do."""
+    sizes = [2.0 ** (step % 5) for step in range(STEPS)]
+    return [tuple((torch.randn(ROWS, WIDTH, device="cuda") * s).bfloat16() for _ in range(2)) for s in sizes]
+
+
+def eager_step(m: nn.Module, x: Tensor, dy: Tensor, call: Callable | None = None) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = (call or m)(x)
+    y.backward(dy)
+    return [y, x.grad, *finish(m)]
+
+
+@torch.no_grad()
+def finish(m: nn.Module) -> list[Tensor]:
+    """Take the gradients, and write other weights."""
+    gradients = [p.grad.clone() for p in m.parameters()]
+    for p in m.parameters():
+        p -= 0.01 * p.grad
+        p.grad.zero_()
+    return gradients
+
+
+def states(m: nn.Module) -> list[Tensor]:
+    return [*duotone.recipe_state(m).values(), *duotone.rng_state(m).values()]
+
+
+def follow(m: nn.Module, other: nn.Module) -> None:
+    """Let `m` have the values, scales and seeds of `other`, which warmed up."""
+    m.load_state_dict(other.state_dict())
+    duotone.load_recipe_state(m, {name: value.clone() for name, value in duotone.recipe_state(other).items()})
+    duotone.load_rng_state(m, duotone.rng_state(other))
+
+
+def compare(
+    m: nn.Module, graphed: nn.Module, step: Callable[[Tensor, Tensor], list[Tensor]], call: Callable | None = None
+) -> None:
+    """`call` is how `m` runs, if not by itself."""
+    follow(m, graphed)
+    for number, (x, dy) in enumerate(batches()):
+        ours, theirs = eager_step(m, x, dy, call), step(x, dy)
+        for a, b in zip([*ours, *states(m)], [*theirs, *states(graphed)], strict=True):
+            assert torch.equal(bits(a), bits(b)), number
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graphed_callables(name) -> None:
+    m, graphed = model(name), model(name)
+    for p in graphed.parameters():
+        p.grad = torch.zeros_like(p)
+    x = torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_()
+    call = torch.cuda.make_graphed_callables(graphed, (x,))
+
+    def step(x: Tensor, dy: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = call(x)
+        y.backward(dy)
+        return [y, x.grad, *finish(graphed)]
+
+    compare(m, graphed, step)
+
+
+def captured(graphed: nn.Module, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """A whole step in one graph, after three steps that warm up."""
+    x = torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_()
+    dy = torch.randn(ROWS, WIDTH, device="cuda").bfloat16()
+
+    def run() -> Tensor:
+        y = forward(x)
+        y.backward(dy)
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+            finish(graphed)
+    torch.cuda.current_stream().wait_stream(side)
+    x.grad.zero_()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+
+    def step(new: Tensor, gradient: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            x.copy_(new), dy.copy_(gradient), x.grad.zero_()
+        graph.replay()
+        return [y, x.grad, *finish(graphed)]
+
+    return step
+
+
+@pytest.mark.parametrize("how", ["plain", "region", "checkpoint", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_whole_steps(name, how) -> None:
+    """A region inside of the capture, a recompute, and compiled code."""
+    m, graphed = model(name), model(name)
+    forward = torch.compile(graphed) if how == "compiled" else graphed
+    region = duotone.autocast(recipe=recipes.load(name)) if how == "region" else contextlib.nullcontext()
+
+    def run(x: Tensor) -> Tensor:
+        with region:
+            if how == "checkpoint":
+                return checkpoint(forward, x, use_reentrant=False)
+            return forward(x)
+
+    compare(m, graphed, captured(graphed, run), torch.compile(m) if how == "compiled" else m)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reduce_overhead(name) -> None:
+    """torch takes graphs of what it can; scales and seeds are those of code that is compiled without them."""
+    m, graphed = model(name), model(name)
+    plain, fast = torch.compile(m), torch.compile(graphed, mode="reduce-overhead")
+    for number, (x, dy) in enumerate(batches()):
+        torch.compiler.cudagraph_mark_step_begin()
+        ours, theirs = eager_step(m, x, dy, plain), eager_step(graphed, x, dy, fast)
+        for a, b in zip([*ours, *states(m)], [*theirs, *states(graphed)], strict=True):
+            assert torch.equal(bits(a), bits(b)), number
+
+
+def test_a_capture_inside_of_an_older_region_is_refused_and_training_goes_on() -> None:
+    m = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
+    x = torch.randn(32, 64, device="cuda").bfloat16().requires_grad_()
+    with duotone.autocast(recipe=RECIPE), pytest.raises(UserError, match="older than the capture"):
+        torch.cuda.make_graphed_callables(m, (x,))
+    torch.cuda.synchronize()
+    for _ in range(2):
+        m(x).sum().backward()
+    assert m.weight.grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_before_any_step_is_refused() -> None:
+    m = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=RECIPE, device="cuda")
+    x = torch.randn(32, 64, device="cuda").bfloat16().requires_grad_()
+    with pytest.raises(UserError, match="run a step of forward and backward before the capture"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            m(x).sum().backward()
