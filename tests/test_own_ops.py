@@ -20,7 +20,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
 OF_MODULES = {"delayed_scale", "traced_scale"}
-ON_CUDA = {"block_mm", "cast_planes", "delayed_planes", "traced_planes"}
+ON_CUDA = {"block_mm", "cast_planes", "cast_two_level", "decode", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 import duotone
 from duotone import recipes
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(),
     reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
 )
-RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8")
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "nvfp4-1d-weight")
 
 
 def steps(module: torch.nn.Module, call: object, x: Tensor, count: int = 3) -> list[list[Tensor]]:
@@ -36,13 +37,15 @@ def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
         for _ in range(2)
     ]
     made[1].load_state_dict(made[0].state_dict(), strict=False)
+    duotone.load_rng_state(made[1], duotone.rng_state(made[0]))
     compiled = torch.compile(made[1], backend=backend, fullgraph=True, dynamic=False)
     for eager, traced in zip(steps(made[0], made[0], x), steps(made[1], compiled, x), strict=True):
         for a, b in zip(eager, traced, strict=True):
             assert torch.equal(a, b)
 
 
-def test_the_graph_of_a_compiled_linear_calls_the_kernel() -> None:
+@pytest.mark.parametrize(("name", "op"), [("fp8-delayed", "traced_planes"), ("nvfp4", "cast_two_level")])
+def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
     torch.compiler.reset()
     seen: list[str] = []
 
@@ -56,9 +59,18 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel() -> None:
 
         return aot_autograd(fw_compiler=look, bw_compiler=look)(graph, inputs)
 
-    recipe = recipes.load("fp8-delayed")
+    recipe = recipes.load(name)
     module = duotone.Linear(512, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, recipe=recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
-    assert sum("traced_planes" in name for name in seen) == 3
-    assert not any("traced_scale" in name for name in seen)
+    assert sum(op in name for name in seen) == 3
+    assert not any("traced_scale" in name or "random_bytes" in name for name in seen)
+
+
+@pytest.mark.parametrize("name", ["nvfp4_rht_sr", "nvfp4_16x16_sr", "nvfp4_row"])
+def test_ops_of_nvfp4_are_what_their_schemas_say(name) -> None:
+    x, seed = torch.randn(100, 72, device="cuda").bfloat16(), torch.tensor([5], device="cuda")
+    opcheck(torch.ops.duotone.cast_two_level.default, (x, name, name, True, seed))
+    codes, scale, amax = torch.ops.duotone.cast_two_level(x, name, "", True, seed)[:3]
+    for amaxes in (amax, None):
+        opcheck(torch.ops.duotone.decode.default, (codes, scale, amaxes, name, torch.bfloat16))

@@ -1,7 +1,6 @@
 """Which formats one kernel encodes to both planes in one read of the matrix, and which ones a kernel decodes.
 
 Parts and values have the bits of the plain stages. The columnwise plane is a tensor, not a view of the rowwise one.
-Compiled code calls a cast as an op, so that the compiler sees shapes and not kernels.
 """
 
 import functools
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.target import Target, runs_kernels
-from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCodec, get, hadamard
+from duotone.formats import ROW, TENSOR, Block, Epilogue, Format, Parts, ScaleCodec, hadamard
 from duotone.formats.elements import FP8_DTYPES
 
 if TYPE_CHECKING:
@@ -69,15 +68,30 @@ def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | None":
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
     """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them, of codes and scales alone."""
-    if not where.runs_kernels or ScaleCodec.TWO_LEVEL in (row and row.scale_codec, col and col.scale_codec):
-        return False
-    return all(_cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col)))
+    return not is_two_level(row, col) and has_casts(row, col, dtype, where)
+
+
+def is_two_level(*formats: Format | None) -> bool:
+    """Whether a plane has a third part, its amax, beside codes and scales."""
+    return any(fmt is not None and fmt.scale_codec is ScaleCodec.TWO_LEVEL for fmt in formats)
+
+
+def has_casts(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
+    """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them."""
+    return where.runs_kernels and all(
+        _cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col))
+    )
 
 
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes without the scales. None if no kernel decodes it."""
     if torch.compiler.is_dynamo_compiling():
-        return None
+        amax = parts.get("amax") if scaled else None
+        return (
+            torch.ops.duotone.decode(parts["codes"], parts["scale"], amax, fmt.name, dtype)
+            if is_two_level(fmt)
+            else None
+        )
     key = (id(fmt), dtype)
     entry = _DECODERS.get(key)
     if entry is None:
@@ -137,7 +151,7 @@ def _new_cast(
     if dtype not in DTYPES:
         return None
     shared = row is not None and col is not None and row == col and row.is_derivable
-    if any(fmt is not None and fmt.scale_codec is ScaleCodec.TWO_LEVEL for fmt in (row, col)):
+    if is_two_level(row, col):
         return _two_level_cast(row, col, shared, propagate)
     if any(fmt is not None and not _is_simple(fmt) for fmt in (row, col)):
         return None
@@ -212,63 +226,3 @@ def _spec(fmt: Format | None, dtype: torch.dtype) -> "PlaneSpec | None":
     return PlaneSpec(
         element, block.rows, block.cols, fmt.scale_codec, *fmt.scale_limits(dtype), is_delayed=fmt.is_delayed
     )
-
-
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define(
-    "cast_planes(Tensor x, str row, str col, bool propagate, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-
-def cast_planes(
-    x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None, live: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is "".
-
-    The scale of the columnwise plane is empty if it is that of the rowwise one.
-    """
-    if x.numel() == 0:
-        return tuple(part.fill_(0) for part in empty_planes(x, row, col))
-    kernel = one_read(_format(row), _format(col), x, propagate)
-    delayed = row and get(row).is_delayed
-    scales = (scale, None) if delayed else (None, scale)
-    assert kernel is not None
-    planes = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
-    parts: list[Tensor] = []
-    for one in planes:
-        parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
-    if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
-        parts[3] = x.new_empty(0)  # results of an op may not share memory
-    return tuple(parts)
-
-
-def empty_planes(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    """What `cast_planes` gives, without values."""
-    parts: list[Tensor] = []
-    for name, (m, k) in ((row, (x.shape[0], x.shape[1])), (col, (x.shape[1], x.shape[0]))):
-        fmt = _format(name)
-        parts += [x.new_empty(0), x.new_empty(0)] if fmt is None else _empty_parts(fmt, x, m, k)
-    if row == col and get(row).is_derivable and parts[1].shape == (1,):
-        parts[3] = x.new_empty(0)
-    return tuple(parts)
-
-
-def _empty_parts(fmt: Format, x: Tensor, m: int, k: int) -> list[Tensor]:
-    """In the memory order of `duotone.kernels.cast`: scales of a column of 1 x C blocks lie together."""
-    specs = fmt.parts(m, k)
-    codes, scale = specs["codes"], specs["scale"]
-    turned = fmt.block.rows == 1 and len(scale.shape) == 2 and fmt.block.cols > 0
-    memory = x.new_empty(scale.shape[::-1] if turned else scale.shape, dtype=scale.dtype)
-    return [x.new_empty(codes.shape, dtype=codes.dtype), memory.t() if turned else memory]
-
-
-def _format(name: str) -> Format | None:
-    return get(name) if name else None
-
-
-def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
-    return empty_planes(x, row, col)
-
-
-_LIBRARY.impl("cast_planes", cast_planes, "CUDA")
-_LIBRARY.impl("cast_planes", _fake, "Meta")

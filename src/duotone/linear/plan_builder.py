@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from duotone.comm import ShardContext
-from duotone.dispatch.casts import can_read_once
+from duotone.dispatch.casts import has_casts
 from duotone.dispatch.gemms import choose
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import least_work, target
@@ -110,7 +110,7 @@ def _source_of_held_weight(request: PlanRequest, wanted: Quantizer, present: Qua
 
 
 def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
-    kernel = can_read_once(quantizer.rowwise, quantizer.columnwise, request.dtype, target(request.device))
+    kernel = has_casts(quantizer.rowwise, quantizer.columnwise, request.dtype, target(request.device))
     return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_reduce, require_same
-from duotone.dispatch.casts import cast_planes, empty_planes
+from duotone.dispatch.cast_ops import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
 from duotone.state import frames, history

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import cast_planes, empty_planes
+from duotone.dispatch.cast_ops import cast_planes, empty_planes
 from duotone.errors import UserError
 from duotone.state.delayed_slot import TAGS, measured_scale
 from duotone.state.traced_stages import planner_of

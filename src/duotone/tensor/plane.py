@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_gather
+from duotone.dispatch.cast_ops import PARTS, traced_cast
 from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
@@ -160,8 +161,7 @@ def encode_once(
         if slot is None:
             return None
     if torch.compiler.is_dynamo_compiling():
-        traces = ctx.traces_kernel and ctx.shard is None and producer is None
-        return _encode_traced(row, col, x, slot, ctx.propagate) if traces else None
+        return None if producer is not None else _encode_traced(row, col, x, slot, ctx)
     if producer is not None and ctx.shard is not None:
         return None
     cast = one_read(row, col, x, ctx.propagate)
@@ -195,18 +195,26 @@ def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContex
     return None if ctx.seed is None or ctx.seed.device != x.device else (ctx.seed,)
 
 
-def _encode_traced(row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, propagate: bool) -> Planes:
+def _encode_traced(
+    row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, ctx: QuantizeContext
+) -> Planes | None:
     """`encode_once` as one opaque op of the graph."""
+    seed = _seed(row, col, x, ctx)
+    if not ctx.traces_kernel or ctx.shard is not None or seed is None:
+        return None
     names = "" if row is None else row.name, "" if col is None else col.name
-    if slot is None:
-        parts = torch.ops.duotone.cast_planes(x, *names, propagate, None)
+    if slot is not None:
+        parts = slot.cast(x, *names, ctx.propagate)
     else:
-        parts = slot.cast(x, *names, propagate)
+        parts = traced_cast(x, row, col, ctx.propagate, *seed)
+    half = len(parts) // 2
+    row_parts, col_parts = dict(zip(PARTS, parts[:half])), dict(zip(PARTS, parts[half:]))  # noqa: B905
+    if col_parts["scale"].shape == (0,):
+        col_parts["scale"] = row_parts["scale"]
     rows, cols = x.shape[0], x.shape[1]
-    col_scale = parts[3] if parts[3].shape != (0,) else parts[1]
     return Planes(
-        None if row is None else Plane(row, {"codes": parts[0], "scale": parts[1]}, (rows, cols)),
-        None if col is None else Plane(col, {"codes": parts[2], "scale": col_scale}, (cols, rows)),
+        None if row is None else Plane(row, row_parts, (rows, cols)),
+        None if col is None else Plane(col, col_parts, (cols, rows)),
     )
 
 

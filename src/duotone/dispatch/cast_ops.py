@@ -1,0 +1,137 @@
+"""Casts and decoding as ops of a graph, so that a compiler sees shapes and not kernels."""
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.casts import decoded, is_two_level, one_read
+from duotone.formats import Format, get
+from duotone.formats.elements import PLAIN
+
+PARTS = ("codes", "scale", "amax")
+
+
+def traced_cast(
+    x: Tensor, row: Format | None, col: Format | None, propagate: bool, seed: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """`PARTS` of both planes, or the first two of them where no plane has an amax. `seed` as of `cast_two_level`."""
+    names = "" if row is None else row.name, "" if col is None else col.name
+    if is_two_level(row, col):
+        return torch.ops.duotone.cast_two_level(x, *names, propagate, seed)
+    return torch.ops.duotone.cast_planes(x, *names, propagate, None)
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+CAST = "Tensor x, str row, str col, bool propagate"
+_LIBRARY.define(f"cast_planes({CAST}, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)")
+
+
+def cast_planes(
+    x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None, live: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Codes and scales of the rowwise and of the columnwise plane of (M, K); both empty where a name is "".
+
+    The scale of the columnwise plane is empty if it is that of the rowwise one.
+    """
+    if x.numel() == 0:
+        return tuple(part.fill_(0) for part in empty_planes(x, row, col))
+    kernel = one_read(_format(row), _format(col), x, propagate)
+    delayed = row and get(row).is_delayed
+    scales = (scale, None) if delayed else (None, scale)
+    assert kernel is not None
+    planes = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
+    parts: list[Tensor] = []
+    for one in planes:
+        parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
+    if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
+        parts[3] = x.new_empty(0)  # results of an op may not share memory
+    return tuple(parts)
+
+
+def empty_planes(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    """What `cast_planes` gives, without values."""
+    parts: list[Tensor] = []
+    for name, (m, k) in ((row, (x.shape[0], x.shape[1])), (col, (x.shape[1], x.shape[0]))):
+        fmt = _format(name)
+        parts += [x.new_empty(0), x.new_empty(0)] if fmt is None else _empty_parts(fmt, x, m, k)
+    if row == col and get(row).is_derivable and parts[1].shape == (1,):
+        parts[3] = x.new_empty(0)
+    return tuple(parts)
+
+
+def _empty_parts(fmt: Format, x: Tensor, m: int, k: int) -> list[Tensor]:
+    """In the memory order of `duotone.kernels.cast`: scales of a column of 1 x C blocks lie together."""
+    specs = fmt.parts(m, k)
+    codes, scale = specs["codes"], specs["scale"]
+    turned = fmt.block.rows == 1 and len(scale.shape) == 2 and fmt.block.cols > 0
+    memory = x.new_empty(scale.shape[::-1] if turned else scale.shape, dtype=scale.dtype)
+    return [x.new_empty(codes.shape, dtype=codes.dtype), memory.t() if turned else memory]
+
+
+def _format(name: str) -> Format | None:
+    return get(name) if name else None
+
+
+def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
+    return empty_planes(x, row, col)
+
+
+def cast_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
+    """Codes, scales and amax of the rowwise and of the columnwise plane of (M, K); all empty where a name is "".
+
+    `seed`, int64 (1,), if a plane rounds stochastically.
+    """
+    if x.numel() == 0:
+        return tuple(part.fill_(0) for part in _empty_two_level(x, row, col))
+    kernel = one_read(_format(row), _format(col), x, propagate)
+    assert kernel is not None
+    seeds = () if seed is None else (seed,)
+    parts: list[Tensor] = []
+    for one in kernel(x if x.is_contiguous() else x.contiguous(), (None, None), None, None, *seeds):
+        # The amaxes of rows are views, which results of an op may not be.
+        parts += _nothing(x) if one is None else [one["codes"], one["scale"], one["amax"].clone()]
+    return tuple(parts)
+
+
+def _nothing(x: Tensor) -> list[Tensor]:
+    return [x.new_empty(0) for _ in PARTS]
+
+
+def _empty_two_level(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+    parts: list[Tensor] = []
+    for name, shape in ((row, (x.shape[0], x.shape[1])), (col, (x.shape[1], x.shape[0]))):
+        specs = get(name).parts(*shape).values() if name else ()
+        parts += [x.new_empty(spec.shape, dtype=spec.dtype) for spec in specs] or _nothing(x)
+    return tuple(parts)
+
+
+def _decode(codes: Tensor, scale: Tensor, amax: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
+    """(M, K or its padded length) values of a plane in `dtype`; without `amax`, under block scales alone."""
+    fmt = get(name)
+    parts = {"codes": codes, "scale": scale, "amax": codes.new_ones(1, dtype=torch.float32) if amax is None else amax}
+    values = decoded(fmt, parts, dtype, amax is not None)
+    if values is not None:
+        return values
+    return fmt.factors(parts, PLAIN, None).values.to(dtype) if amax is None else fmt.decode(parts, dtype, PLAIN)
+
+
+def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
+    return empty_planes(x, row, col)
+
+
+def _fake_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
+    return _empty_two_level(x, row, col)
+
+
+def _fake_decode(codes: Tensor, scale: Tensor, amax: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype)
+
+
+_LIBRARY.define(f"cast_two_level({CAST}, Tensor? seed) -> ({', '.join(['Tensor'] * 6)})")
+_LIBRARY.define("decode(Tensor codes, Tensor scale, Tensor? amax, str format, ScalarType dtype) -> Tensor")
+for _name, _kernel, _meta in (
+    ("cast_planes", cast_planes, _fake),
+    ("cast_two_level", cast_two_level, _fake_two_level),
+    ("decode", _decode, _fake_decode),
+):
+    _LIBRARY.impl(_name, _kernel, "CUDA")
+    _LIBRARY.impl(_name, _meta, "Meta")
