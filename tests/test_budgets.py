@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 28846
+LIBRARY_LINES = 29079
 TOOL_LINES = 5413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,13 +22,13 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (1053, 18, 0),
     "cli": (1160, 3, 0),
-    "comm": (129, 1, 0),
-    "compat": (744, 1, 0),
+    "comm": (141, 1, 0),
+    "compat": (745, 1, 0),
     "conversion": (2619, 31, 0),
-    "dispatch": (2408, 0, 0),
+    "dispatch": (2495, 0, 0),
     "formats": (1464, 0, 0),
     "integrations": (329, 18, 0),
-    "kernels": (3665, 0, 0),
+    "kernels": (3677, 0, 0),
     "lab": (2436, 7, 0),
     "linear": (1810, 5, 0),
     "modules": (494, 15, 0),
@@ -41,8 +41,8 @@ BUDGETS = {
     "recipes": (1982, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1842, 18, 0),
-    "tensor": (2205, 13, 0),
+    "state": (1954, 18, 0),
+    "tensor": (2214, 13, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

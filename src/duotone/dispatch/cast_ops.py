@@ -71,10 +71,6 @@ def _format(name: str) -> Format | None:
     return get(name) if name else None
 
 
-def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
-    return empty_planes(x, row, col)
-
-
 def cast_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
     """Codes, scales and amax of the rowwise and of the columnwise plane of (M, K); all empty where a name is "".
 

@@ -23,9 +23,9 @@ ALONE = (
 )
 
 OLD_REGION = (
-    "a CUDA graph captures delayed scaling in an autocast region that is older than the capture, so no replay would roll "
-    "its scales; enter duotone.autocast inside of what is captured, or convert the model with the recipe and capture "
-    "without autocast"
+    "a CUDA graph captures delayed scaling in an autocast region that is older than the capture, so no replay would "
+    "roll its scales; enter duotone.autocast inside of what is captured, or convert the model with the recipe and "
+    "capture without autocast"
 )
 
 

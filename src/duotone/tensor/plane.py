@@ -208,7 +208,8 @@ def _encode_traced(
     else:
         parts = traced_cast(x, row, col, ctx.propagate, *seed)
     half = len(parts) // 2
-    row_parts, col_parts = dict(zip(PARTS, parts[:half])), dict(zip(PARTS, parts[half:]))  # noqa: B905
+    row_parts: Parts = dict(zip(PARTS, parts[:half], strict=False))
+    col_parts: Parts = dict(zip(PARTS, parts[half:], strict=False))
     if col_parts["scale"].shape == (0,):
         col_parts["scale"] = row_parts["scale"]
     rows, cols = x.shape[0], x.shape[1]
