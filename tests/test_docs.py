@@ -4,6 +4,7 @@ A block has no names but those of its page's preamble here: what the page says i
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_a_block_runs_as_it_is_written(
     if (page, number) in NEEDS:
         pytest.importorskip(NEEDS[page, number], reason="pip install '.[integrations]'")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     for part in code.split("\n\n") if (page, number) in EACH_FOR_ITSELF else [code]:
         names: dict[str, object] = {"__name__": "reader"}
         exec(compile(PREAMBLES.get((page, number), ""), f"preamble of {page}", "exec"), names)

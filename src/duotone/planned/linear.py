@@ -176,7 +176,7 @@ class Linear(PlannedLinear, nn.Linear):
                 "parameters_split gives its gradients to autograd; leave it out to accumulate or delay them"
             )
         keep_initialiser(self, init_method)
-        nn.Linear.__init__(self, local_in, local_out, bias=bias, device=device, dtype=params_dtype)
+        super().__init__(local_in, local_out, bias=bias, device=device, dtype=params_dtype)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input

@@ -1,0 +1,112 @@
+"""`install()`: scripts that import `transformer_engine` get Duotone.
+
+Each module of Transformer Engine is a table of names, which are resolved when a script asks for them.
+"""
+
+import importlib.metadata
+import pkgutil
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from duotone.compat.transformer_engine.names import INSTEAD, MODULES, VERSION
+from duotone.errors import UserError
+
+ROOT = "transformer_engine"
+
+
+class Without(type):
+    """The class of names without a counterpart. They can be imported and subclassed."""
+
+    def __call__(cls, *_: object, **__: object) -> None:
+        raise UserError(_line(cls))
+
+    def __getattr__(cls, name: str) -> None:
+        raise AttributeError(_line(cls))
+
+
+def _line(cls: type) -> str:
+    name = next(base.__name__ for base in cls.__mro__ if base.__name__ in INSTEAD)
+    return f"{ROOT}'s {name} has no counterpart in Duotone; {INSTEAD[name]}"
+
+
+STAND_INS = {name: Without(name, (), {"__module__": __name__, "__doc__": INSTEAD[name]}) for name in INSTEAD}
+
+
+class Names(ModuleType):
+    """A module of Transformer Engine."""
+
+    def __getattr__(self, name: str) -> object:
+        names, inner = MODULES[self.__name__], f"{self.__name__}.{name}"
+        if inner in MODULES:
+            return import_module(inner)
+        if name in names:
+            return pkgutil.resolve_name(names[name])
+        if name in INSTEAD and names:
+            return STAND_INS[name]
+        raise AttributeError(f"Duotone has no counterpart of {inner}; docs/from-te.md lists the names that it has")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *MODULES[self.__name__]})
+
+
+class Distribution(importlib.metadata.Distribution):
+    """What packages see that ask for the version of transformer-engine."""
+
+    def read_text(self, filename: str) -> str | None:
+        return (
+            f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {VERSION}\n" if filename == "METADATA" else None
+        )
+
+    def locate_file(self, path: object) -> Path:
+        return Path(__file__)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Finds the modules of Transformer Engine before any that is installed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in MODULES:
+            return ModuleSpec(fullname, self, origin=__name__, is_package=True)
+        if fullname.partition(".")[0] in (ROOT, f"{ROOT}_torch"):
+            message = f"Duotone has no counterpart of {fullname}; docs/from-te.md lists the modules that it has"
+            raise ModuleNotFoundError(message, name=fullname)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return Names(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__version__ = VERSION  # type: ignore[attr-defined]
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        name = getattr(context, "name", None)
+        if name is not None and name.lower().replace("-", "_") == ROOT:
+            yield Distribution()
+
+
+FINDER = Finder()
+
+
+def install() -> None:
+    """Let `import transformer_engine`, its PyTorch modules and its recipes resolve to Duotone in this process.
+
+    Names, defaults and numerics are those of Transformer Engine. What has no counterpart is a UserError that names it
+    and what to write instead. Call it before anything imports or looks for `transformer_engine`; again is allowed.
+    UserError if the real package is imported already.
+    """
+    imported = sys.modules.get(ROOT)
+    if imported is not None and not isinstance(imported, Names):
+        raise UserError(
+            f"{ROOT} {getattr(imported, '__version__', '')} is imported already; call duotone.compat.te.install() first"
+        )
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)

@@ -1,0 +1,265 @@
+"""Functions of Transformer Engine around modules: autocast, what a GPU can do, checkpoints, offload, graphs."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from duotone.compat.transformer_engine import recipe as their
+from duotone.dispatch.target import Version, target
+from duotone.errors import UserError
+from duotone.recipes.recipe import Recipe
+from duotone.state import autocast as duotone_autocast
+from duotone.state import quantized_model_init as duotone_model_init
+from duotone.state.autocast_context import HIGH_PRECISION, active_recipe, active_region
+from duotone.state.parameters import construction
+
+HOPPER, BLACKWELL, WORKSTATION = (9, 0), (10, 0), (12, 0)
+
+
+def capability() -> Version | None:
+    """Of the GPU that modules are built on; None without one, where every format runs emulated."""
+    return target("cuda").arch if torch.cuda.is_available() else None
+
+
+def get_default_recipe() -> Recipe:
+    """What runs without a recipe: MXFP8 on Blackwell, current scaling on its workstation GPUs, else delayed scaling."""
+    arch = capability() or HOPPER
+    if arch >= WORKSTATION:
+        return their.Float8CurrentScaling()
+    return their.MXFP8BlockScaling() if arch >= BLACKWELL else their.DelayedScaling()
+
+
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: object = None,
+    **_graph: bool,
+) -> duotone_autocast:
+    """Amaxes of delayed scaling are reduced over all ranks if no group is given."""
+    group = amax_reduction_group
+    if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        group = torch.distributed.group.WORLD
+    chosen = get_default_recipe() if recipe is None else recipe
+    return duotone_autocast(bool(enabled), calibrating=calibrating, recipe=chosen, amax_reduction_group=group)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: object = None,
+    **_graph: bool,
+) -> duotone_autocast:
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group)
+
+
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> duotone_model_init:
+    chosen = get_default_recipe() if recipe is None else recipe
+    preserve = preserve_high_precision_init_val
+    return duotone_model_init(bool(enabled), recipe=chosen, preserve_high_precision_init_val=preserve)
+
+
+def _availability(least: Version, what: str) -> Callable[..., Any]:
+    def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+        arch = capability()
+        fits = arch is None or arch >= least
+        reason = "" if fits else f"{what} needs compute capability {least[0]}.{least[1]}; here it would run emulated"
+        return (fits, reason) if return_reason else fits
+
+    return is_available
+
+
+is_fp8_available = _availability((8, 9), "FP8")
+is_fp8_block_scaling_available = _availability(HOPPER, "FP8 block scaling")
+is_mxfp8_available = _availability(BLACKWELL, "MXFP8")
+is_nvfp4_available = _availability(BLACKWELL, "NVFP4")
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    return (True, "") if return_reason else True
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    return is_fp8_available(return_reason=True)
+
+
+def check_mxfp8_support() -> tuple[bool, str]:
+    return is_mxfp8_available(return_reason=True)
+
+
+def get_device_compute_capability() -> Version:
+    return capability() or (0, 0)
+
+
+class FP8GlobalStateManager:
+    """Questions about the enclosing autocast."""
+
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        recipe = active_recipe()
+        return recipe is not None and recipe != HIGH_PRECISION
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        region = active_region()
+        return region is not None and region.calibrating is not None
+
+    @staticmethod
+    def with_fp8_parameters() -> bool:
+        region = construction()
+        return region is not None and region.enabled
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        recipe = active_recipe()
+        return get_default_recipe() if recipe is None or recipe == HIGH_PRECISION else recipe
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: object = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """torch's checkpoint; states of the tracker are those of the forward in the recompute."""
+    if distribute_saved_activations:
+        raise UserError("te.checkpoint(distribute_saved_activations=True) has no counterpart in Duotone; leave it out")
+    if get_rng_state_tracker is not None:
+        function = _replaying(function, get_rng_state_tracker())
+    if use_reentrant and kwargs:  # which takes arguments by position alone
+        return torch.utils.checkpoint.checkpoint(lambda *x: function(*x, **kwargs), *args, use_reentrant=True)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def _replaying(function: Callable[..., Any], tracker: Any) -> Callable[..., Any]:
+    """`function`, whose later calls start from the states of the first one and change none."""
+    first: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not first:
+            first.append(tracker.get_states())
+            return function(*args, **kwargs)
+        now = tracker.get_states()
+        tracker.set_states(first[0])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(now)
+
+    return call
+
+
+class _Offload:
+    """Entered around each layer in turn; the first `count` of every `layers` leave their activations on the host."""
+
+    def __init__(self, count: int, layers: int) -> None:
+        self.count, self.layers, self.entered = count, layers, 0
+        self.open: list[Any] = []
+
+    def __enter__(self) -> None:
+        offloads = self.entered % self.layers < self.count
+        self.entered += 1
+        saves = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        self.open.append(saves if offloads else contextlib.nullcontext())
+        self.open[-1].__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.open.pop().__exit__(*exception)
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    **_how: object,
+) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
+    """A context for each layer, and a function for its output, which changes nothing here."""
+    if enabled and offload_weights:
+        raise UserError("get_cpu_offload_context(offload_weights=True) has no counterpart in Duotone; use FSDP2's")
+    offloads = enabled and offload_activations
+    return _Offload(num_layers, max(model_layers, num_layers)) if offloads else contextlib.nullcontext(), lambda x: x
+
+
+REGION = {
+    "fp8_enabled": "enabled",
+    "fp8_calibrating": "calibrating",
+    "fp8_recipe": "recipe",
+    "fp8_group": "amax_reduction_group",
+}
+
+
+def make_graphed_callables(
+    modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, **options: Any
+) -> Any:
+    """torch's graphed callables under an autocast; without a GPU they run as they are."""
+    options = {REGION.get(name, name): value for name, value in options.items()}
+    enabled, calibrating, recipe, group = (options.pop(name, None) for name in REGION.values())
+    for name in (name for name, value in options.items() if value):
+        raise UserError(f"make_graphed_callables({name}=) has no counterpart in Duotone; leave it out")
+    modules = tuple(modules) if isinstance(modules, list) else modules
+    for module in modules if isinstance(modules, tuple) else (modules,):
+        module.forward = autocast(bool(enabled), bool(calibrating), recipe, group)(module.forward)
+    if not torch.cuda.is_available():
+        return modules
+    return torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input)
+
+
+class CudaRNGStatesTracker:
+    """Random states of the GPU by name; `fork` draws from one of them."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.states_: dict[str, Tensor] = {}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states_ = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        if name in self.states_:
+            raise UserError(f"the random state {name!r} is there already; choose another name")
+        before = _state()
+        torch.cuda.manual_seed(seed) if torch.cuda.is_available() else torch.manual_seed(seed)
+        self.states_[name] = _state()
+        _set_state(before)
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        before = _state()
+        _set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = _state()
+            _set_state(before)
+
+
+def _state() -> Tensor:
+    return torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.get_rng_state()
+
+
+def _set_state(state: Tensor) -> None:
+    (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
+
+
+def mark_not_offload(*_: Tensor) -> None:
+    """Tensors are not offloaded one by one here."""

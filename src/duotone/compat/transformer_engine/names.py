@@ -1,0 +1,118 @@
+"""The modules and names of Transformer Engine: where each is here, or what to write instead of it."""
+
+from collections.abc import Mapping
+
+VERSION = "2.9.0+duotone"
+"""What scripts see that ask for a version: one whose modules take the arguments here."""
+
+HERE = "duotone.compat.transformer_engine"
+
+
+def _all(home: str, names: str) -> dict[str, str]:
+    return {name: f"{home}:{name}" for name in names.split()}
+
+
+RECIPE = {
+    **_all(
+        f"{HERE}.recipe",
+        "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling MMParams MXFP8BlockScaling "
+        "NVFP4BlockScaling QParams",
+    ),
+    **_all("duotone.recipes", "DelayedScalingRequest Format QuantizerRole Recipe"),
+    "quantizer_factory": "duotone.compat:factories",
+}
+OPTIMIZERS = _all(f"{HERE}.optimizers", "FusedAdam FusedSGD")
+OPS = {
+    **_all(
+        "duotone.ops",
+        "AddExtraInput AllGather AllReduce ClampedSwiGLU ConstantScale Dropout GEGLU GELU GLU Identity "
+        "L2Normalization MakeExtraOutput QGEGLU QGELU Quantize ReGLU ReLU ReduceScatter Reshape SReGLU SReLU "
+        "ScaledClampedQGeGLU ScaledSReLU ScaledSwiGLU Sequential SiLU SwiGLU",
+    ),
+    **_all(f"{HERE}.ops", "BasicLinear Bias GroupedLinear LayerNorm Linear RMSNorm"),
+}
+PYTORCH = {
+    **RECIPE,
+    **_all(
+        f"{HERE}.pytorch",
+        "DotProductAttention GroupedLinear LayerNorm LayerNormLinear LayerNormMLP Linear MultiheadAttention RMSNorm "
+        "TransformerLayer",
+    ),
+    **_all(
+        f"{HERE}.contexts",
+        "CudaRNGStatesTracker FP8GlobalStateManager autocast check_fp8_support check_mxfp8_support checkpoint "
+        "fp8_autocast get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
+        "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
+        "make_graphed_callables quantized_model_init",
+    ),
+    **_all(
+        "duotone",
+        "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer HybridQuantizer IdentityQuantizer "
+        "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer RotaryPositionEmbedding",
+    ),
+    **_all("duotone.attention.rotary", "apply_rotary_pos_emb"),
+    **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
+    "align_size": "duotone.recipes:align_size",
+    "fp8_model_init": f"{HERE}.contexts:quantized_model_init",
+    "mark_not_offload": f"{HERE}.contexts:mark_not_offload",
+    "get_default_fp8_recipe": f"{HERE}.contexts:get_default_recipe",
+}
+PARTS = (
+    "attention attention.rope cpu_offload cross_entropy distributed export float8_tensor fp8 graph module module.base "
+    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization rope tensor "
+    "tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
+)
+MODULES: dict[str, Mapping[str, str]] = {
+    "transformer_engine": {},
+    "transformer_engine.common": {},
+    "transformer_engine.common.recipe": RECIPE,
+    "transformer_engine.pytorch": PYTORCH,
+    "transformer_engine.pytorch.recipe": RECIPE,
+    "transformer_engine.pytorch.ops": OPS,
+    "transformer_engine.pytorch.optimizers": OPTIMIZERS,
+    **{f"transformer_engine.pytorch.{part}": PYTORCH for part in PARTS.split()},
+}
+"""Each module with its names, and where they are: "module:name"."""
+
+OVERLAP = "collectives do not overlap through user buffers: leave it out"
+PADDING = "GroupedLinear takes row counts of any size: leave it out"
+ROUTING = "use duotone.MoE, or index tokens with torch"
+TENSOR = "use duotone.QuantizedTensor, and tell formats by .quantizer"
+INSTEAD = {
+    "CusolverMpCtx": "write the iteration with torch",
+    "Float8BlockwiseQTensor": TENSOR,
+    "Float8Tensor": TENSOR,
+    "Fp8Padding": PADDING,
+    "Fp8Unpadding": PADDING,
+    "FusedMLAQUpProjFunction": "use LayerNormLinear and RotaryPositionEmbedding",
+    "FusedOperation": "register a rewrite rule with duotone.ops.register_rule",
+    "FusibleOperation": "write a duotone.pipeline.op.Op",
+    "GatedDeltaNetAttention": "use a module of its own library",
+    "HybridQuantizedTensor": TENSOR,
+    "IdentityTensor": TENSOR,
+    "InferenceParams": "keep keys and values yourself, and call DotProductAttention",
+    "MXFP8Tensor": TENSOR,
+    "ManualOffloadSynchronizer": "use get_cpu_offload_context, or torch.autograd.graph.save_on_cpu",
+    "NVFP4Tensor": TENSOR,
+    "UserBufferQuantizationMode": OVERLAP,
+    "apply_recipe": "use duotone.convert_parameters",
+    "cast_master_weights_to_fp8": "use duotone.optim.AdamW, whose step writes quantized weights",
+    "deinterleave_glu_tensor": "use torch.Tensor.unflatten and transpose",
+    "destroy_ub": OVERLAP,
+    "get_cudnn_version": "use torch.backends.cudnn.version()",
+    "initialize_ub": OVERLAP,
+    "interleave_glu_tensor": "use torch.Tensor.unflatten and transpose",
+    "moe_permute": ROUTING,
+    "moe_permute_and_pad_with_probs": ROUTING,
+    "moe_permute_with_probs": ROUTING,
+    "moe_sort_chunks_by_index": ROUTING,
+    "moe_sort_chunks_by_index_with_probs": ROUTING,
+    "moe_unpermute": ROUTING,
+    "multi_tensor_applier": "use torch._foreach functions",
+    "newton_schulz": "write the iteration with torch",
+    "newton_schulz_tp": "write the iteration with torch",
+    "onnx_export": "use duotone.export, or torch.onnx.export of the model after duotone.revert",
+    "parallel_cross_entropy": "use torch.nn.functional.cross_entropy",
+    "restore_from_func_ctx": "use restore_from_saved",
+}
+"""What has no counterpart, and what to write instead. It can be imported; a call is a UserError."""

@@ -1,0 +1,126 @@
+"""Arguments of Transformer Engine's modules: their order, and those that Duotone does not have."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from duotone.errors import UserError
+
+Options = dict[str, Any]
+
+
+def is_off(value: object) -> bool:
+    return value is None or value is False
+
+
+def is_unset(value: object) -> bool:
+    return value is None
+
+
+def is_ignored(value: object) -> bool:
+    """For hints and labels: no value of theirs changes a result."""
+    return True
+
+
+WITHOUT: dict[str, tuple[Callable[[object], bool], str]] = {
+    "alibi_slopes": (is_unset, "attention takes no biases: use rotary_pos_emb"),
+    "atomic_gemm": (is_off, "leave it out"),
+    "checkpoint_core_attention": (is_off, "attention keeps no scores: leave it out"),
+    "core_attention_bias": (is_unset, "call torch's scaled_dot_product_attention with attn_mask"),
+    "core_attention_bias_type": (lambda value: value == "no_bias", "call torch's scaled_dot_product_attention"),
+    "cp_comm_type": (is_ignored, ""),
+    "cp_global_ranks": (is_ignored, ""),
+    "cp_group": (is_unset, "there is no context parallelism: use torch.distributed.tensor.experimental"),
+    "cp_stream": (is_ignored, ""),
+    "cu_seqlens_kv_padded": (is_unset, "pack sequences without padding, and give cu_seqlens_kv"),
+    "cu_seqlens_q_padded": (is_unset, "pack sequences without padding, and give cu_seqlens_q"),
+    "fast_zero_fill": (is_ignored, ""),
+    "inference_params": (is_unset, "keep keys and values yourself, and call DotProductAttention"),
+    "layer_number": (is_ignored, ""),
+    "max_seqlen_kv": (is_ignored, ""),
+    "max_seqlen_q": (is_ignored, ""),
+    "micro_batch_size": (is_ignored, ""),
+    "num_splits": (lambda value: value in (None, 1), "torch chooses: leave it out"),
+    "pad_between_seqs": (is_off, "pack sequences without padding"),
+    "return_layernorm_output_gathered": (is_off, "call torch.distributed.all_gather_into_tensor on the output"),
+    "return_max_logit": (is_off, "compute it from query and key"),
+    "rng_tracker_name": (is_ignored, ""),
+    "rotary_pos_interleaved": (is_off, "turn pairs of neighbours in a RotaryPositionEmbedding of your own"),
+    "seq_length": (is_ignored, ""),
+    "softmax_type": (lambda value: value == "vanilla", "call torch's flex_attention"),
+    "symmetric_ar_type": (is_unset, "leave it out"),
+    "ub_name": (is_ignored, ""),
+}
+"""An option without a counterpart: which of its values change no result, and what to write instead of the others."""
+
+LINEAR = (
+    "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker init_method bias return_bias "
+    "params_dtype parallel_mode parameters_split device"
+)
+ORDER = {
+    "Linear": f"in_features out_features {LINEAR}",
+    "LayerNormLinear": "in_features out_features eps sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
+    "get_rng_state_tracker init_method bias normalization return_bias params_dtype parallel_mode",
+    "LayerNormMLP": "hidden_size ffn_hidden_size eps sequence_parallel return_bias get_rng_state_tracker tp_group "
+    "tp_size init_method bias normalization activation",
+    "GroupedLinear": "num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size "
+    "get_rng_state_tracker rng_tracker_name init_method bias return_bias params_dtype parallel_mode device",
+    "LayerNorm": "normalized_shape eps",
+    "RMSNorm": "normalized_shape eps",
+    "DotProductAttention": "num_attention_heads kv_channels num_gqa_groups attention_dropout qkv_format attn_mask_type",
+    "MultiheadAttention": "hidden_size num_attention_heads kv_channels attention_dropout layernorm_epsilon "
+    "init_method output_layer_init_method layer_number attn_mask_type",
+    "TransformerLayer": "hidden_size ffn_hidden_size num_attention_heads num_gqa_groups layernorm_epsilon "
+    "hidden_dropout attention_dropout init_method output_layer_init_method layer_number kv_channels "
+    "self_attn_mask_type",
+}
+"""The arguments of constructors that scripts give by position."""
+
+ATTENTION = (
+    "is_first_microbatch checkpoint_core_attention inference_params rotary_pos_emb core_attention_bias_type "
+    "core_attention_bias alibi_slopes cu_seqlens_q cu_seqlens_kv max_seqlen_q max_seqlen_kv fast_zero_fill"
+)
+CALLS = {
+    "Linear": "inp is_first_microbatch fp8_output fp8_grad",
+    "LayerNormLinear": "inp is_first_microbatch fp8_output fp8_grad",
+    "LayerNormMLP": "inp is_first_microbatch",
+    "GroupedLinear": "inp m_splits is_first_microbatch",
+    "LayerNorm": "inp",
+    "RMSNorm": "inp",
+    "DotProductAttention": "query_layer key_layer value_layer attention_mask qkv_format cu_seqlens_q cu_seqlens_kv "
+    "cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv attn_mask_type window_size",
+    "MultiheadAttention": f"hidden_states attention_mask encoder_output attn_mask_type window_size {ATTENTION}",
+    "TransformerLayer": "hidden_states attention_mask self_attn_mask_type window_size encoder_output "
+    f"enc_dec_attn_mask enc_dec_attn_mask_type enc_dec_window_size {ATTENTION}",
+}
+"""The arguments of forwards."""
+
+RENAMED = {"inp": "x", "input_": "x", "hidden_size": "normalized_shape"}
+"""Arguments that have another name here, if a module has that one and not the old one."""
+
+
+def by_name(call: str, order: Sequence[str], values: Sequence[object], options: Mapping[str, object]) -> Options:
+    """All arguments of a call by name. TypeError, as Python's, for too many and for one that comes twice."""
+    if len(values) > len(order):
+        raise TypeError(f"{call} takes {len(order)} arguments by position; got {len(values)}: name the others")
+    named = dict(zip(order, values, strict=False))
+    for name in named.keys() & options.keys():
+        raise TypeError(f"{call} got {name} twice, by position and by name")
+    return {**named, **options}
+
+
+def counterparts(call: str, named: Options, known: frozenset[str]) -> Options:
+    """The arguments as Duotone names them. UserError for a value that it has no counterpart for."""
+    result: Options = {}
+    for name, value in named.items():
+        new = name if name in known else RENAMED.get(name, name)
+        if new in known:
+            result[new] = value
+            continue
+        is_harmless, remedy = WITHOUT.get(name, (None, ""))
+        if name.startswith("ub_"):
+            is_harmless, remedy = is_off, "collectives do not overlap through user buffers: leave it out"
+        if is_harmless is None:
+            raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(known))}")
+        if not is_harmless(value):
+            raise UserError(f"{call}({name}={value!r}) has no counterpart in Duotone; {remedy}")
+    return result

@@ -1,0 +1,178 @@
+"""Modules that take the arguments of Transformer Engine's, and fill their weights as those do.
+
+Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in the name of their module.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from duotone import attention, modules, ops
+from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
+
+STD = 0.023
+"""Weights are normal with this deviation where no `init_method` comes, and biases are zero."""
+
+
+def normal(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=STD)
+
+
+def default_device() -> str | None:
+    """Where modules are built: on the GPU, if one is there and torch was not told otherwise."""
+    return "cuda" if torch.cuda.is_available() and torch.get_default_device().type == "cpu" else None
+
+
+def arguments(function: Callable[..., object]) -> Iterator[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return (p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self")
+
+
+def constructor_arguments(*bases: type) -> frozenset[str]:
+    """The arguments of Duotone's classes among the bases, which pass on what is not theirs."""
+    classes = {cls for base in bases for cls in base.__mro__ if cls.__module__.startswith("duotone.")}
+    return frozenset(name for cls in classes if "__init__" in vars(cls) for name in arguments(cls.__init__))
+
+
+def ranks(named: Options) -> int:
+    """How many ranks share the module."""
+    group = named.get("tp_group")
+    return named.get("tp_size", 1) if group is None else group.size()
+
+
+class TakesTheirArguments:
+    """Mixed in before a module of Duotone; `title` is its name there."""
+
+    title: ClassVar[str]
+    constructor: ClassVar[frozenset[str]]
+    call: ClassVar[frozenset[str]]
+
+    def __init_subclass__(cls, further: tuple[type, ...] = (), **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if TakesTheirArguments in cls.__bases__:
+            base = cls.__bases__[1]
+            cls.title = cls.__name__
+            cls.constructor = constructor_arguments(base, *further)
+            cls.call = frozenset(arguments(base.forward))  # type: ignore[attr-defined]
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
+        tracker = named.pop("get_rng_state_tracker", None)
+        sequence_parallel = bool(named.get("sequence_parallel"))
+        self.prepare(named)
+        for method in {"init_method", "output_layer_init_method"} & self.constructor:
+            named[method] = _forked(named.get(method) or normal, tracker)
+        if "device" in self.constructor and named.get("device") is None:
+            named["device"] = default_device()
+        super().__init__(**counterparts(f"te.{self.title}", named, self.constructor))
+        assert isinstance(self, nn.Module)
+        for name, parameter in self.named_parameters(recurse=False):
+            if "layer_norm" in name or isinstance(self, ops.LayerNorm | ops.RMSNorm):
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # who sums its gradient
+        replace_classes(self, tracker)
+
+    def forward(self, *values: Any, **options: Any) -> Any:
+        call = f"te.{self.title}.forward"
+        named = by_name(call, CALLS[self.title].split(), values, options)
+        return super().forward(**counterparts(call, named, self.call))  # type: ignore[misc]
+
+    def prepare(self, named: Options) -> None:
+        """Leave out what says that there is one rank."""
+        if ranks(named) == 1:
+            for name in ("tp_group", "tp_size", "parallel_mode", "set_parallel_mode", "sequence_parallel"):
+                named.pop(name, None)
+
+
+class Linear(TakesTheirArguments, modules.Linear):
+    pass
+
+
+class LayerNormLinear(TakesTheirArguments, modules.LayerNormLinear):
+    pass
+
+
+class GroupedLinear(TakesTheirArguments, modules.GroupedLinear):
+    pass
+
+
+class LayerNorm(TakesTheirArguments, modules.LayerNorm):
+    pass
+
+
+class RMSNorm(TakesTheirArguments, modules.RMSNorm):
+    pass
+
+
+ALIASES = {f"{part}_{kind}": (part, kind) for part in ("fc1", "fc2") for kind in ("weight", "bias")}
+
+
+class LayerNormMLP(TakesTheirArguments, modules.LayerNormMLP):
+    """Its parameters can be read and replaced as `fc1_weight` and so on, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ALIASES:
+            part, kind = ALIASES[name]
+            return getattr(self._modules[part], kind)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ALIASES:
+            part, kind = ALIASES[name]
+            setattr(self._modules[part], kind, value)
+        else:
+            super().__setattr__(name, value)
+
+
+class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
+    get_rng_state_tracker: Callable[[], Any] | None = None
+
+    def prepare(self, named: Options) -> None:
+        """Heads are those of all ranks there, and those of this rank here."""
+        for heads in ("num_attention_heads", "num_gqa_groups"):
+            if named.get(heads) is not None:
+                named[heads] //= ranks(named)
+        for name in ("tp_group", "tp_size", "sequence_parallel", "attention_type"):
+            named.pop(name, None)
+
+    def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
+        with _fork(self.get_rng_state_tracker):
+            return super()._attend(*heads, **masking)
+
+
+class MultiheadAttention(TakesTheirArguments, attention.MultiheadAttention):
+    pass
+
+
+class TransformerLayer(TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)):
+    pass
+
+
+CLASSES = {cls.__bases__[1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
+
+
+def replace_classes(module: nn.Module, tracker: Callable[[], Any] | None) -> None:
+    """Let the blocks inside take the same arguments. They have the same attributes, whichever class they are of."""
+    for inner in module.modules():
+        inner.__class__ = CLASSES.get(type(inner), type(inner))
+        if tracker is not None and isinstance(inner, DotProductAttention):
+            inner.get_rng_state_tracker = tracker
+
+
+def _fork(tracker: Callable[[], Any] | None) -> AbstractContextManager[object]:
+    return nullcontext() if tracker is None else tracker().fork()
+
+
+def _forked(fill: Callable[[Tensor], object], tracker: Callable[[], Any] | None) -> Callable[[Tensor], object]:
+    """`fill` with the random numbers of this rank."""
+    if tracker is None:
+        return fill
+
+    def fill_in_fork(weight: Tensor) -> None:
+        with _fork(tracker):
+            fill(weight)
+
+    return fill_in_fork

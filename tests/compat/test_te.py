@@ -1,0 +1,273 @@
+"""Scripts for Transformer Engine run after `install()`, with its defaults and numerics, or are refused in one line."""
+
+import importlib.metadata
+import importlib.util
+import pickle
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import duotone
+from duotone.compat import te as compat
+from duotone.compat.transformer_engine.names import INSTEAD, MODULES
+from duotone.errors import UserError
+
+SCRIPTS = Path(__file__).parent / "te_scripts"
+
+
+def script(name: str) -> ModuleType:
+    """A script as a module; it imports transformer_engine when it runs."""
+    spec = importlib.util.spec_from_file_location(f"te_script_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rounded(x: Tensor, scale: float, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return (x * scale).clamp(-largest, largest).to(dtype).float() / scale
+
+
+def test_a_classifier_learns_with_and_without_fp8(te) -> None:
+    digits = script("digits")
+    model, loss, known = digits.main(use_fp8=True)
+    _, plain, known_plain = digits.main(use_fp8=False)
+    assert min(known, known_plain) > 0.95
+    assert loss == pytest.approx(plain, abs=0.1) and loss != plain
+    assert {"fc1.duotone_forward.scale", "fc2.duotone_backward.scale"} <= set(duotone.recipe_state(model))
+
+
+def test_the_parts_of_a_layer_compute_what_torch_computes(te) -> None:
+    plain, modules, layer = script("layers").main(enabled=False)
+    assert torch.allclose(modules, plain, atol=1e-5) and torch.allclose(layer, plain, atol=1e-5)
+    plain, modules, layer = script("layers").main(enabled=True)
+    for output in (modules, layer):
+        error = (output - plain).norm() / plain.norm()
+        assert 1e-3 < error < 0.05
+
+
+def test_delayed_scaling_starts_as_there_from_a_scale_of_one(te) -> None:
+    """By hand: scale 1 in the first step, 448 / amax in the second."""
+    linear = te.Linear(32, 16, bias=False)
+    recipe = te.recipe.DelayedScaling(amax_history_len=4)
+    xs = [torch.randn(8, 32) * 100, torch.randn(8, 32)]
+    scales = [(1.0, 1.0), (448 / xs[0].abs().max().item(), 448 / linear.weight.abs().max().item())]
+    for x, (of_x, of_w) in zip(xs, scales, strict=True):
+        with te.fp8_autocast(fp8_recipe=recipe):
+            y = linear(x)
+        y.sum().backward()
+        want = rounded(x, of_x) @ rounded(linear.weight.detach(), of_w).T
+        assert torch.allclose(y, want, rtol=1e-4, atol=1e-3)
+
+
+def test_weights_are_normal_and_biases_zero_as_there(te) -> None:
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(256, 512, 4)
+    built = [te.Linear(256, 256), te.LayerNormLinear(256, 256), te.GroupedLinear(2, 256, 128), layer]
+    for name, parameter in (item for module in built for item in module.named_parameters()):
+        if parameter.dim() == 2:
+            assert parameter.std().item() == pytest.approx(0.023, rel=0.03), name
+        else:
+            assert torch.equal(parameter, torch.full_like(parameter, float("layer_norm_weight" in name))), name
+    assert te.Linear(64, 64, init_method=nn.init.ones_).weight.mean() == 1
+    bound = 256**-0.5
+    op = te.ops.Linear(256, 256)
+    assert op.weight.abs().max() <= bound and op.weight.std() > bound / 2 and not op.bias.any()
+
+
+def test_arguments_go_by_position_and_by_their_names(te) -> None:
+    """The third argument of te.Linear is sequence_parallel, and forwards take `inp`."""
+    linear = te.Linear(32, 16, False, False, None, 1, None, None, False)
+    assert linear.bias is None
+    x = torch.randn(8, 32)
+    assert torch.equal(linear(inp=x), linear(x, None))
+    grouped = te.GroupedLinear(2, 32, 16, parallel_mode="column", sequence_parallel=True)
+    assert torch.equal(grouped(inp=x, m_splits=[4, 4])[:4], grouped(x, [4, 4], True)[:4])
+    norm = te.LayerNorm(hidden_size=32, eps=1e-6, sequence_parallel=True)
+    assert norm.weight.sequence_parallel and norm.eps == 1e-6
+    layer = te.TransformerLayer(32, 64, 4, layer_number=1, seq_length=8, micro_batch_size=2, ub_tp_comm_overlap=False)
+    hidden = torch.randn(8, 2, 32)
+    layer.eval()
+    assert torch.equal(layer(hidden, None, "causal", max_seqlen_q=8), layer(hidden_states=hidden))
+    with pytest.raises(TypeError, match="in_features twice"):
+        te.Linear(32, 16, in_features=32)
+
+
+def test_the_recipe_of_an_autocast_without_one_is_that_of_the_device(te, monkeypatch) -> None:
+    contexts = import_module("duotone.compat.transformer_engine.contexts")
+    for arch, kind in (((9, 0), "delayed"), ((10, 0), "mxfp8"), ((12, 0), "float8_current_scaling"), (None, "delayed")):
+        monkeypatch.setattr(contexts, "capability", lambda arch=arch: arch)
+        assert getattr(te.get_default_recipe(), kind)()
+        assert te.is_mxfp8_available() == (arch is None or arch >= (10, 0))
+    monkeypatch.setattr(contexts, "capability", lambda: (8, 0))
+    available, reason = te.is_fp8_available(return_reason=True)
+    assert not available and "8.9" in reason
+
+
+def test_recipes_take_their_options_and_tell_their_kind(te) -> None:
+    recipe = import_module("transformer_engine.common.recipe")
+    current = recipe.Float8CurrentScaling(
+        use_power_2_scales=True, fp8_gemm_fprop=recipe.MMParams(use_split_accumulator=True)
+    )
+    assert current.power_of_two_scales and not current.fprop_fast_accum
+    assert current.float8_current_scaling() and current.float8_per_tensor_scaling() and not current.delayed()
+    block = recipe.Float8BlockScaling(use_f32_scales=True, x_block_scaling_dim=1)
+    assert not block.power_of_two_scales and block.float8_block_scaling()
+    same = recipe.QParams(power_2_scale=False, amax_epsilon=1e-3)
+    assert recipe.Float8CurrentScaling(fp8_quant_fwd_inp=same, fp8_quant_bwd_grad=same).amax_epsilon == 1e-3
+    delayed = recipe.DelayedScaling(0, recipe.Format.E4M3, interval=1)
+    assert delayed.fp8_format == "E4M3" and pickle.loads(pickle.dumps(delayed)) == delayed
+    assert recipe.NVFP4BlockScaling(fp4_format=recipe.Format.E2M1).nvfp4()
+    for options in ({"override_linear_precision": (False, False, True)}, {"margin": 1}, {"x_block_scaling_dim": 2}):
+        with pytest.raises(duotone.RecipeError, match=next(iter(options))):
+            recipe.Float8BlockScaling(**options)
+    with pytest.raises(duotone.RecipeError, match="RuleRecipe"):
+        recipe.Float8CurrentScaling(fp8_quant_fwd_inp=same, fp8_quant_fwd_weight=recipe.QParams())
+
+
+REFUSED = {
+    "ub_overlap_ag": lambda te: te.Linear(32, 16, ub_overlap_ag=True),
+    "no argument typo": lambda te: te.Linear(32, 16, typo=1),
+    "tp_group": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=2),
+    "core_attention_bias": lambda te: te.DotProductAttention(2, 8)(
+        *[torch.ones(4, 1, 2, 8)] * 3, core_attention_bias=1
+    ),
+    "cp_group": lambda te: te.DotProductAttention(2, 8, cp_group=[1]),
+    "softmax_type": lambda te: te.DotProductAttention(2, 8, softmax_type="learnable"),
+    "adam_w_mode": lambda te: te.optimizers.FusedAdam([nn.Parameter(torch.ones(1))], adam_w_mode=False),
+    "offload_weights": lambda te: te.get_cpu_offload_context(True, 1, 1, True, True),
+    "distribute_saved_activations": lambda te: te.checkpoint(torch.sin, distribute_saved_activations=True),
+    "cache_quantized_params": lambda te: te.make_graphed_callables(te.Linear(8, 8), (), cache_quantized_params=True),
+    "duotone.MoE": lambda te: te.moe_permute(torch.ones(2), None),
+    "cross_entropy": lambda te: te.parallel_cross_entropy(torch.ones(2), None),
+    "rewrite rule": lambda te: type("Mine", (te.ops.FusedOperation,), {})(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_counterpart_is_one_line_that_names_it(te, name: str) -> None:
+    with pytest.raises(UserError, match=name) as error:
+        REFUSED[name](te)
+    assert "\n" not in str(error.value)
+
+
+def test_every_name_leads_somewhere(te) -> None:
+    for path, names in MODULES.items():
+        module = import_module(path)
+        for name in names:
+            assert getattr(module, name) is not None
+        assert set(names) <= set(dir(module)) and not set(names) & set(INSTEAD)
+    with pytest.raises(ImportError, match="transformer_engine_torch"):
+        import_module("transformer_engine_torch")
+    with pytest.raises(AttributeError, match=r"pytorch\.Nothing"):
+        te.Nothing  # noqa: B018
+
+
+def test_packages_find_the_version_and_the_modules(te) -> None:
+    assert importlib.metadata.version("transformer_engine") == importlib.metadata.version("transformer-engine")
+    assert importlib.util.find_spec("transformer_engine") is not None
+    root = import_module("transformer_engine")
+    assert root.pytorch is te and root.common.recipe.DelayedScaling is te.recipe.DelayedScaling
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("transformer-engine-not")
+
+
+def test_checkpointed_and_offloaded_layers_have_the_same_gradients(te) -> None:
+    torch.manual_seed(0)
+    layer = te.LayerNormMLP(32, 64)
+    x = torch.randn(8, 32, requires_grad=True)
+    recipe = te.recipe.Float8CurrentScaling()
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 1)
+
+    def dropped(x: Tensor) -> Tensor:
+        with tracker.fork():
+            return nn.functional.dropout(layer(x))
+
+    def plain() -> Tensor:
+        return dropped(x)
+
+    def recomputed() -> Tensor:
+        return te.checkpoint(dropped, x, get_rng_state_tracker=lambda: tracker, use_reentrant=False)
+
+    def reentrant() -> Tensor:
+        return te.checkpoint(lambda inp: dropped(inp), x, get_rng_state_tracker=lambda: tracker)
+
+    def offloaded() -> Tensor:
+        context, synchronise = te.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=2)
+        with context:
+            y = dropped(x)
+        return synchronise(y)
+
+    results = []
+    start = tracker.get_states()
+    for call in (plain, recomputed, reentrant, offloaded):
+        tracker.set_states(start)
+        layer.zero_grad(), setattr(x, "grad", None)
+        with te.autocast(recipe=recipe):
+            y = call()
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+        after = tracker.get_states()["model-parallel-rng"]
+        results[-1].append(after)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+
+
+def test_the_state_manager_tells_the_enclosing_region(te) -> None:
+    manager, recipe = te.fp8.FP8GlobalStateManager, te.recipe.MXFP8BlockScaling()
+    assert not manager.is_fp8_enabled() and not manager.with_fp8_parameters()
+    with te.autocast(recipe=recipe), te.fp8_model_init(recipe=recipe):
+        assert manager.is_fp8_enabled() and manager.get_fp8_recipe() == recipe and manager.with_fp8_parameters()
+        linear = te.Linear(32, 32)
+        with te.fp8_autocast(enabled=False):
+            assert not manager.is_fp8_enabled()
+        with te.fp8_autocast(enabled=False, calibrating=True):
+            assert manager.is_fp8_calibration()
+    assert isinstance(linear.weight, te.QuantizedTensor)
+
+
+def test_graphed_modules_run_under_their_recipe(te) -> None:
+    linear, x = te.Linear(32, 32), torch.randn(8, 32)
+    recipe = te.recipe.Float8CurrentScaling()
+    with te.autocast(recipe=recipe):
+        want = linear(x)
+    graphed = te.make_graphed_callables(linear, (x,), fp8_enabled=True, fp8_recipe=recipe)
+    assert torch.equal(graphed(x), want)
+
+
+def test_optimizers_have_the_defaults_there(te) -> None:
+    """No weight decay, unlike torch.optim.AdamW; the update is torch's."""
+    ours, theirs = (nn.Parameter(torch.arange(1.0, 5.0)) for _ in range(2))
+    optimizers = te.optimizers.FusedAdam([ours], lr=0.1), torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
+    for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(ours, theirs)
+    assert isinstance(te.optimizers.FusedSGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD)
+
+
+def test_models_are_pickled_without_install() -> None:
+    """A class is named as Duotone's, so that the file loads where nothing is installed."""
+    code = """
+import pickle, sys
+from duotone.compat import te; te.install()
+import transformer_engine.pytorch as te
+pickle.dump(te.TransformerLayer(32, 64, 4), sys.stdout.buffer)
+"""
+    data = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert "transformer_engine" not in sys.modules
+    assert isinstance(pickle.loads(data), duotone.TransformerLayer)
+
+
+def test_install_is_refused_beside_the_real_package(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    with pytest.raises(UserError, match="imported already"):
+        compat.install()
+    assert compat.FINDER not in sys.meta_path
