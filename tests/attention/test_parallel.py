@@ -1,14 +1,10 @@
 """Attention over the ranks of a tensor-parallel group; parallel_worker.py holds the checks."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from launching import launch
 
 from duotone.attention import MultiheadAttention, TransformerLayer
 from duotone.errors import UserError
@@ -16,19 +12,10 @@ from duotone.errors import UserError
 WORKER = Path(__file__).parent / "parallel_worker.py"
 
 
-@pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo; install one"
-)
 def test_two_ranks_give_the_layer_of_one(tmp_path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", str(WORKER), str(tmp_path), "2"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([*command, str(rank)], env=environment, **pipes) for rank in range(2)]
-    outputs = [process.communicate(timeout=240) for process in ranks]
-    assert not any(process.returncode for process in ranks), outputs[0][1][-3000:] + outputs[1][1][-3000:]
-    found = [json.loads(line) for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
-    assert len(found) == 6
-    assert not [failure for each in found for failure in each["failures"]]
+    failures = launch(WORKER, tmp_path)
+    assert len(failures) == 3
+    assert not [failure for each in failures.values() for failure in each]
 
 
 class Group:

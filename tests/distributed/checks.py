@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from duotone.dispatch import stages
+
 DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
 """Where a worker runs that knows both: "cpu", or "cuda" with a GPU for each rank."""
 CHECKS: list[Callable[[Path], None]] = []
@@ -20,9 +22,12 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
 
 
 def main() -> None:
-    """Run every check on this rank: python worker.py FOLDER WORLD RANK DEVICE."""
+    """Run every check on this rank: worker.py FOLDER WORLD RANK DEVICE, as `launching.run` calls it."""
     folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
+    stages.COMPILE_FROM = (
+        1 << 20
+    )  # each rank would compile the same casts; test_stages.py compares these with plain ones
     store = dist.FileStore(str(folder / "store"), world)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)

@@ -1,49 +1,60 @@
-"""Starts a worker script once per rank, and collects what its checks say."""
+"""Runs a worker script once per rank, and collects what its checks say."""
 
 import itertools
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["duotone", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._inductor.compile_fx"]
+)
+"""Ranks on a CPU are copies of one process, which imported these once. CUDA does not work in copies of a process."""
 
 
-def names(worker: str) -> list[str]:
+def names(worker: str | Path) -> list[str]:
     """The checks that a worker script holds, in order."""
     lines = (HERE / worker).read_text().splitlines()
     return [after.split("(")[0].removeprefix("def ") for at, after in itertools.pairwise(lines) if at == "@check"]
 
 
+def run(worker: Path, folder: Path, world: int, rank: int, device: str) -> None:
+    """In the process of a rank: run the script, as if it had been started alone. What it prints goes to two files."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+    os.environ |= {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
+    warnings.simplefilter("ignore")
+    sys.argv = [str(worker), str(folder), str(world), str(rank), device]
+    runpy.run_path(str(worker), run_name="__main__")
+
+
 def launch(
-    worker: str, folder: Path, world: int = 2, timeout: float = 240, device: str = "cpu"
+    worker: str | Path, folder: Path, world: int = 2, timeout: float = 240, device: str = "cpu"
 ) -> dict[str, list[str]]:
     """Run `worker` once per rank; gives the failures of each check, empty where all ranks passed."""
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo here; install a torch build that has it: pip install torch")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment["NCCL_NVLS_ENABLE"] = "0"
-    command = [sys.executable, "-W", "ignore", str(HERE / worker), str(folder), str(world)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), device], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(world)
-    ]
+    context = FORKS if device == "cpu" else multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=run, args=(HERE / worker, folder, world, rank, device)) for rank in range(world)]
+    for process in ranks:
+        process.start()
     found: dict[str, list[str]] = {}
     for rank, process in enumerate(ranks):
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
+        process.join(timeout)
+        if process.exitcode is None:
             for each in ranks:
                 each.kill()
-            raise
-        assert process.returncode == 0, f"rank {rank}: {err[-3000:]}"
-        for line in out.splitlines():
+            raise TimeoutError(f"rank {rank} did not end in {timeout} seconds")
+        assert process.exitcode == 0, f"rank {rank}: {(folder / f'{rank}.err').read_text()[-3000:]}"
+        for line in (folder / f"{rank}.out").read_text().splitlines():
             if line.startswith("{"):
                 check = json.loads(line)
                 found.setdefault(check["name"], []).extend(check["failures"])
