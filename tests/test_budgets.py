@@ -14,31 +14,31 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 30177
+LIBRARY_LINES = 31105
 TOOL_LINES = 5413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1053, 18, 0),
+    "attention": (1932, 22, 0),
     "cli": (1160, 3, 0),
     "comm": (141, 1, 0),
     "compat": (1843, 54, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2495, 0, 0),
-    "formats": (1464, 0, 0),
+    "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),
     "lab": (2436, 7, 0),
-    "linear": (1810, 5, 0),
+    "linear": (1814, 5, 0),
     "modules": (494, 15, 0),
     "observe": (1610, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
     "pipeline": (1329, 64, 1),
-    "planned": (2106, 45, 4),
-    "recipes": (1982, 27, 0),
+    "planned": (2122, 45, 4),
+    "recipes": (2002, 27, 0),
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1954, 18, 0),

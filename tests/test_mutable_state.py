@@ -31,6 +31,7 @@ GRAPHS = "compiled graphs hold a number or a name; this says what it stands for 
 STACK = "the stack of open regions: one for each thread and async task"
 
 ALLOWED = {
+    "attention.attention_stage.STAGES": GRAPHS,
     "comm.collectives.AGREED": "what the ranks of a group agreed on, since a capture cannot ask them",
     "attention.meeting._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
@@ -20,13 +21,14 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
 OF_MODULES = {"delayed_scale", "traced_scale"}
+OF_ATTENTION = {"attend", "attend_backward"}
 ON_CUDA = {"block_mm", "cast_planes", "cast_two_level", "decode", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
 
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    assert {name.removeprefix("duotone::") for name in names} == PLAIN.keys() | OF_MODULES | ON_CUDA
+    assert {name.removeprefix("duotone::") for name in names} == PLAIN.keys() | OF_MODULES | OF_ATTENTION | ON_CUDA
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -46,3 +48,19 @@ def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
     if name == "traced_scale":
         where = (m.plans.handle, plan, 0, "input", 0)
     opcheck(getattr(torch.ops.duotone, name).default, (x, *where))
+
+
+def test_the_ops_of_attention_are_what_their_schemas_say() -> None:
+    core = duotone.DotProductAttention(2, 8, num_gqa_groups=1, recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+    calls: dict[str, tuple[Any, ...]] = {}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            calls[str(op).removeprefix("duotone.").removesuffix(".default")] = args
+            return op(*args, **(kwargs or {}))
+
+    with Watch():
+        heads = (torch.randn(9, 2, count, 8, requires_grad=True) for count in (2, 1, 1))
+        core(*heads).sum().backward()
+    for name in OF_ATTENTION:
+        opcheck(getattr(torch.ops.duotone, name).default, calls[name])

@@ -106,8 +106,8 @@ def test_recipes_for_linears_do_not_ask_for_attention(name, custom) -> None:
     core = DotProductAttention(4, 8, name="core", recipe=recipe)
     core(*heads())
     assert [tuple(row) for row in core.plan_rows(recipe)] == [
-        ("QK^T", "identity", "identity", "attention runs in high precision"),
-        ("PV", "identity", "identity", "attention runs in high precision"),
+        ("QK^T", "identity", "identity", "attention runs in high precision", "torch", True),
+        ("PV", "identity", "identity", "attention runs in high precision", "torch", True),
     ]
 
 
@@ -121,14 +121,24 @@ ASKING = {
 
 
 @pytest.mark.parametrize("name", ASKING)
-def test_a_request_that_is_not_met_is_in_the_plan_and_changes_no_bit(name) -> None:
+def test_a_request_runs_as_its_recipe_says_and_is_in_the_plan(name) -> None:
     recipe = ASKING[name]
     core = DotProductAttention(4, 8, name="core", recipe=recipe)
     inputs = heads()
-    assert torch.equal(core(*inputs), DotProductAttention(4, 8)(*inputs))
-    kinds = "s" if name == "tensor type" else "qkv, s, do, dp"
-    reason = f"attention runs in high precision; the request of recipe {recipe.name} for {kinds} is not met"
-    assert {row.reason for row in core.plan_rows(recipe)} == {reason}
+    out, plain = core(*inputs), DotProductAttention(4, 8)(*inputs)
+    assert not torch.equal(out, plain) and (out - plain).norm() < 0.1 * plain.norm()
+    rows = {row.gemm: (row.a, row.b) for row in core.plan_rows(recipe)}
+    kinds = {kind: recipe.attention_quantizer(dpa(kind)) for kind in ("qkv", "s", "do", "dp")}
+    planes = {kind: (each.rowwise.name, each.columnwise.name) for kind, each in kinds.items()}
+    assert rows == {
+        "QK^T": (planes["qkv"][0], planes["qkv"][0]),
+        "PV": (planes["s"][0], planes["qkv"][1]),
+        "QK^T again": (planes["qkv"][0], planes["qkv"][0]),
+        "P^T dO": (planes["s"][1], planes["do"][1]),
+        "dO V^T": (planes["do"][0], planes["qkv"][0]),
+        "dS K": (planes["dp"][0], planes["qkv"][1]),
+        "dS^T Q": (planes["dp"][1], planes["qkv"][1]),
+    }
 
 
 @pytest.mark.parametrize(
@@ -173,13 +183,21 @@ def test_strict_makes_a_request_an_error_in_the_plan_and_in_every_forward(name) 
     for call in (lambda: core.plan_rows(core.recipe), lambda: core(*heads()), lambda: core(*heads())):
         with pytest.raises(RecipeError) as error:
             call()
-        assert "strict: a.core runs in high precision" in str(error.value) and "\n" not in str(error.value)
+        assert "strict: a.core would emulate its products" in str(error.value) and "\n" not in str(error.value)
+        assert "no attention kernel takes mxfp8_e4m3;" in str(error.value)
     with duotone.autocast(recipe=recipes.load("bf16")):
         core(*heads())
 
 
-def test_a_strict_request_stops_before_any_projection_ran() -> None:
+def test_strict_takes_formats_that_an_attention_kernel_takes() -> None:
     recipe = CustomRecipe(qfactory=lambda role: RECIPES["nvfp4-linear-fp8-dpa"](role), strict=True, fp8_dpa=True)
+    core = DotProductAttention(4, 8, name="a", recipe=recipe)
+    core(*heads())
+    assert {row.kernel for row in core.plan_rows(recipe)} == {"blocks of keys"}
+
+
+def test_a_strict_request_stops_before_any_projection_ran() -> None:
+    recipe = CustomRecipe(qfactory=RECIPES["nvfp4"], strict=True, fp8_dpa=True)
     module = MultiheadAttention(32, 4, name="a", fuse_qkv_params=True, recipe=recipe)
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with pytest.raises(RecipeError, match=r"strict: a\.core_attention"):
@@ -273,8 +291,8 @@ def test_boundaries_follow_names_that_come_later() -> None:
 def test_rules_by_name_reach_attention_once_modules_are_named() -> None:
     rules = (Rule(module="1.*", module_type="dpa", format="mxfp8_e4m3"),)
     layers = duotone.assign_names(torch.nn.ModuleList(MultiheadAttention(32, 4) for _ in range(2)))
-    reasons = [m.core_attention.plan_rows(RuleRecipe(rules=rules))[0].reason for m in layers]
-    assert ["request" in reason for reason in reasons] == [False, True]
+    formats = [m.core_attention.plan_rows(RuleRecipe(rules=rules))[0].a for m in layers]
+    assert formats == ["identity", "mxfp8_e4m3"]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

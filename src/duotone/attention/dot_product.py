@@ -1,20 +1,22 @@
-"""DotProductAttention: softmax(Q K^T) V by torch's own kernels, with the roles of attention."""
+"""DotProductAttention: softmax(Q K^T) V, by torch's own kernels or in the formats of the roles of attention."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
+from duotone.attention.low_precision import LowPrecision
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
+from duotone.attention.products import AttentionFormats, ProductPlan
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
+from duotone.planned import delayed_states
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
-from duotone.recipes.rules import RuleRecipe, first_match
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor.quantizer import Quantizer
 
@@ -25,13 +27,8 @@ SLOTS = {"qkv": 3, "s": 3, "do": 2, "dp": 2}
 """The tensors that attention's products multiply, with their slots: three each in forward, two in backward."""
 
 
-class ProductPlan(NamedTuple):
-    """One product of attention, by the names of the formats that it multiplies, and why."""
-
-    gemm: str
-    a: str
-    b: str
-    reason: str
+TRANSIENT = ("_answers", "_requests", "_met", "_low_precision")
+"""Attributes that follow from recipes and the rest."""
 
 
 class DotProductAttention(BoundaryRoles, MeetsRecipes):
@@ -39,8 +36,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     `kv_channels` is the width of a head, or (of query and key, of value). `softmax_scale` None is 1/sqrt(width).
     `window_size` (left, right) bounds the keys around a query's own position, -1 for no bound. Products run in high
-    precision; a recipe that asks for less shows in `plan_rows`, and is a RecipeError where it is strict. UserError for
-    names that are not allowed, heads that groups do not divide, and probabilities outside of [0, 1).
+    precision, or in the formats of a recipe that asks for them; `plan_rows` shows which. UserError for names that are
+    not allowed, heads that groups do not divide, and probabilities outside of [0, 1).
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -71,6 +68,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self.qkv_format = check_layout(qkv_format)
         self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)
         self._roles: tuple[QuantizerRole | None, QuantizerRole | None] = (None, None)
+        self.saved_states: dict[str, dict[str, Tensor]] = {}
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 
     def forward(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -95,7 +93,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """
         layout = check_layout(qkv_format or self.qkv_format)
         self._check(layout, query_layer, key_layer, value_layer)
-        self.meet_recipe_of_call(self.recipe)
+        recipe, group = self.meet_recipe_of_call(self.recipe)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         query, key, value = (to_heads(x, layout) for x in (query_layer, key_layer, value_layer))
         seen = self.visible(
@@ -108,6 +106,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
         )
+        if self.requested(recipe):
+            return from_heads(self._low_precision.run((query, key, value), seen, kind.causal, recipe, group), layout)
         if seen is None:
             return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)
@@ -133,11 +133,15 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         masking = Masking(kind, window, layout == "thd")
         return masking.mask(to_heads(query, layout), to_heads(key, layout), mask, cu_seqlens)
 
+    @property
+    def dropout(self) -> float:
+        """The probability with which a call drops weights now."""
+        return self.attention_dropout if self.training else 0.0
+
     def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
-        dropout = self.attention_dropout if self.training else 0.0
         grouped = self.num_gqa_groups != self.num_attention_heads
         return F.scaled_dot_product_attention(
-            *heads, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
+            *heads, dropout_p=self.dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
         )
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -173,11 +177,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests: dict[str, list[str]] = {}
+        self._low_precision = LowPrecision(self)
         self._met = ""
         """The key of the recipe that was met last."""
 
     def roles_changed(self) -> None:
         self._met = ""
+        self._low_precision = LowPrecision(self)
 
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
         """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
@@ -197,7 +203,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return [quantizer for role, slots in roles for quantizer in self._ask(recipe, role, slots)]
 
     def requested(self, recipe: Recipe) -> list[str]:
-        """The tensor types of attention's products that the recipe wants in low precision; RecipeError where strict."""
+        """The tensor types of attention's products that the recipe wants in low precision.
+
+        RecipeError where no attention kernel takes their formats and the recipe is strict.
+        """
         kinds = self._requests.get(recipe.key)
         if kinds is None:
             roles = {kind: self._role(kind) for kind in SLOTS}
@@ -205,17 +214,23 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
             drop_dead(self._requests)
             self._requests[recipe.key] = kinds
-        if kinds and recipe.strict:
-            remedy = "give roles of module type 'dpa' identity, or set strict to false"
-            asked = f"the recipe asks for low precision in {', '.join(kinds)}"
-            raise RecipeError(f"strict: {self.module_name} runs in high precision and {asked}; {remedy}")
+        if kinds and recipe.strict and (refusal := self.formats(recipe).refusal):
+            remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
+            raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
         return kinds
 
+    def formats(self, recipe: Recipe) -> AttentionFormats:
+        """What a recipe that asks for low precision gives the tensors of attention."""
+        roles = {kind.partition(".")[0]: role for mode in COUNTS for kind, role in self.roles_of(mode).items()}
+        counts = {kind: COUNTS["forward" if kind in ("qkv", "output", "s") else "backward"] for kind in roles}
+        answers = {kind: self._ask(recipe, role, counts[kind]) for kind, role in roles.items() if role is not None}
+        return AttentionFormats.of(answers, recipe, self.module_name)
+
     def plan_rows(self, recipe: Recipe) -> list[ProductPlan]:
-        """What runs for both products under the recipe; RecipeError if it is strict and asks for something else."""
-        reason, asked = "attention runs in high precision", self.requested(recipe)
-        if asked:
-            reason += f"; the request of recipe {recipe.name} for {', '.join(asked)} is not met"
+        """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats."""
+        if self.requested(recipe):
+            return self.formats(recipe).rows()
+        reason = "attention runs in high precision"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in ("QK^T", "PV")]
 
     def meet(self, recipe: Recipe) -> None:
@@ -228,19 +243,20 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         key = (recipe.key, role)
         if key not in self._answers:
             drop_dead(self._answers)
-            self._answers[key] = tuple(_answer(recipe, role, self.site) for _ in range(slots))
+            self._answers[key] = tuple(recipe.attention_quantizer(role, self.site) for _ in range(slots))
         return self._answers[key]
 
     def _role(self, tensor_type: str) -> QuantizerRole:
         return QuantizerRole("dpa", tensor_type, self.module_name)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Delayed scales that the module does not have yet wait for a recipe that needs them."""
+        self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __getstate__(self) -> dict[str, Any]:  # the keys of recipes are this process's
-        return {name: value for name, value in self.__dict__.items() if name not in ("_answers", "_requests", "_met")}
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name not in TRANSIENT}
 
-
-def _answer(recipe: Recipe, role: QuantizerRole, site: Site) -> Quantizer:
-    """What the recipe gives a slot of attention. Strict rules without a word on attention leave it as it is."""
-    if not isinstance(recipe, RuleRecipe):
-        return recipe.quantizer(role, site)
-    quantizer = first_match(recipe.rules, role, site, recipe.history)
-    return quantizer or (Quantizer() if recipe.base is None else _answer(recipe.base, role, site))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"saved_states": {}, **state})

@@ -10,7 +10,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
 from duotone.state.autocast_context import active_region
-from duotone.state.region import in_backward
+from duotone.state.region import CallRegion, in_backward, mode_now
 
 UNNAMED = Site(named=False)
 _MODULES: "Numbered[MeetsRecipes]" = Numbered()
@@ -34,19 +34,23 @@ class MeetsRecipes(KnownRoles, nn.Module):
     def forget(self) -> None:
         """Meet every recipe anew."""
         self._number = _MODULES.add(self)
+        self._region = CallRegion()
 
-    def meet_recipe_of_call(self, default: Recipe) -> None:
+    def meet_recipe_of_call(self, default: Recipe) -> tuple[Recipe, str]:
+        """The recipe of this call and the group that reduces its amaxes; a recompute has those of its forward."""
         compiling = torch.compiler.is_dynamo_compiling()
-        if not compiling and in_backward():  # a recompute follows its forward, maybe in another thread
-            return
-        region = active_region()
-        recipe = default if region is None else region.recipe
+        region = active_region() if compiling else self._region.now(mode_now())
+        recipe, group = (default, "") if region is None else (region.recipe, region.group)
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         if compiling:
             _meet(self._number, recipe.key)
-        else:
+        elif not in_backward():  # a recompute follows its forward
             self.meet(recipe)
+        return recipe, group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_region"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -54,8 +58,12 @@ class MeetsRecipes(KnownRoles, nn.Module):
 
 
 def _meet(number: str, recipe: str) -> str:
-    _MODULES[number].meet(recipe_of(recipe))
+    module_of(number).meet(recipe_of(recipe))
     return recipe
+
+
+def module_of(number: str) -> MeetsRecipes:
+    return _MODULES[number]
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.

@@ -245,7 +245,7 @@ def _rows(
 
 def _attention(name: str, module: DotProductAttention, recipe: Recipe) -> Iterator[PlanRow]:
     for row in module.plan_rows(recipe):
-        yield PlanRow(name, row.gemm, row.a, row.b, "torch", True, row.reason)
+        yield PlanRow(name, row.gemm, row.a, row.b, row.kernel, row.native, row.reason)
 
 
 def _row(name: str, reason: str) -> PlanRow:

@@ -78,7 +78,7 @@ def _planned_as(module: Planned, recipe: Recipe) -> tuple[LinearPlan, dict[str, 
     request = module.plans.request(recipe).without_held()
     slots = ask_recipe(request)
     plan = build_plan(request, slots)
-    delayed_states.agreed_history(plan)
+    delayed_states.agreed_history(plan.quantizers)
     if recipe.evaluation is not None:
         weight = plan.weight.quantizer
         build_plan(dataclasses.replace(request, recipe=recipe.evaluation, weight_held=weight, input_grad=False))

@@ -56,6 +56,10 @@ class Format:
         """The format under `name` in which an amax counts as at least `epsilon`. UserError without fp32 scales."""
         raise UserError(f"{self.name} has no amax floor; choose a format with fp32 scales")
 
+    def tiled(self, rows: int, cols: int) -> "Format":
+        """The format with a scale for each tile, for a tensor that exists only tile by tile."""
+        return self
+
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         """Three numbers from which kernels make scales, for an input dtype.
 

@@ -62,6 +62,11 @@ class ScaledFormat(Format):
         rule = None if self.is_delayed else self.rule.with_floor(epsilon)
         return super().with_epsilon(epsilon, name) if rule is None else replace(self, name=name, rule=rule)
 
+    def tiled(self, rows: int, cols: int) -> Format:
+        if self.block != TENSOR:
+            return self
+        return replace(self, name=f"{self.name}_{rows}x{cols}", block=Block(rows, cols), is_delayed=False)
+
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         return self.rule.limits(self.element, dtype)
 

@@ -166,6 +166,10 @@ class LinearPlan:
         return dict(zip(TENSOR_TYPES, (self.input, self.weight, self.gradient), strict=True))
 
     @property
+    def quantizers(self) -> dict[str, Quantizer]:
+        return {kind: operand.quantizer for kind, operand in self.operands.items()}
+
+    @property
     def gemms(self) -> Iterator[GemmPlan]:
         return iter((self.fprop, self.dgrad, self.wgrad))
 

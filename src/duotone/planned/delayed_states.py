@@ -1,9 +1,10 @@
 """The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duotone.comm import group_ranks
 from duotone.errors import RecipeError
@@ -21,9 +22,8 @@ FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
-def agreed_history(plan: LinearPlan) -> History:
-    """The one history of a plan's delayed slots. RecipeError where two slots disagree."""
-    quantizers = {kind: operand.quantizer for kind, operand in plan.operands.items()}
+def agreed_history(quantizers: Mapping[str, Quantizer]) -> History:
+    """The one history of a module's delayed slots, by tensor. RecipeError where two slots disagree."""
     delayed = {kind: quantizer for kind, quantizer in quantizers.items() if any(quantizer.delayed)}
     check_requests(delayed)
     return next((quantizer.history for quantizer in delayed.values() if quantizer.history is not None), History())
@@ -39,7 +39,7 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
     )
     if not any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
         return
-    if not group or not agreed_history(plan).reduce_amax:
+    if not group or not agreed_history(plan.quantizers).reduce_amax:
         raise RecipeError(
             f"{name}: delayed scaling of shards of one tensor needs one scale on all ranks; keep reduce_amax and "
             "call it under duotone.autocast(recipe=..., amax_reduction_group=the tensor-parallel group)"
@@ -53,20 +53,35 @@ def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
 
 def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values."""
-    history = agreed_history(plan)
+    history = agreed_history(plan.quantizers)
     members = len(module.weights)
     forward = _state(module, FORWARD_STATE, history)
     backward = _state(module, BACKWARD_STATE, history)
-    forward.largest = [*_largest(plan.input.quantizer), *_largest(plan.weight.quantizer)] * members
-    backward.largest = _largest(plan.gradient.quantizer) * members
+    forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
+    backward.largest = largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
 
 
 def _state(module: "Planned", name: str, history: History) -> DelayedState:
+    return state_of(module, name, STATES[name] * len(module.weights), history, module.weight.device)
+
+
+class HoldsStates(Protocol):
+    """A module with delayed states, which lie among its submodules."""
+
+    module_name: str
+    saved_states: dict[str, dict[str, Tensor]]
+    _modules: dict[str, nn.Module | None]
+
+
+def state_of(
+    module: HoldsStates, name: str, slots: int, history: History, device: torch.device | str | None
+) -> DelayedState:
+    """The state of that name, created or adjusted to the history, with loaded values."""
     state = module._modules.get(name)
     if state is None:
         with torch.inference_mode(False):  # an inference tensor could not be written in training
-            state = DelayedState(STATES[name] * len(module.weights), history, module.weight.device)
+            state = DelayedState(slots, history, device)
             saved = module.saved_states.pop(name, None)
             if saved is not None:
                 state.load_state_dict(saved)
@@ -93,7 +108,7 @@ def drop(module: "Planned") -> None:
         module._modules.pop(name, None)
 
 
-def set_aside(module: "Planned", state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+def set_aside(module: HoldsStates, state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
     """Take the states out of a checkpoint that the module does not have (yet), by name."""
     states: dict[str, dict[str, Tensor]] = {}
     for name in STATES:
@@ -111,6 +126,7 @@ def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> Quan
     return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context
 
 
-def _largest(quantizer: Quantizer) -> list[float]:
+def largest(quantizer: Quantizer) -> list[float]:
+    """The largest magnitude of the element of each slot of a quantizer, 0 for a direction without one."""
     sides = zip((quantizer.rowwise, quantizer.columnwise), quantizer.delayed, strict=True)
     return [fmt.largest if slot and fmt is not None else 0.0 for fmt, slot in sides]

@@ -70,6 +70,9 @@ class CustomRecipe(Recipe):
         """What the function returns for the role, which is None if the consumer of a boundary slot is unknown."""
         return self(role)
 
+    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
+        return self(role)
+
 
 @dataclass(frozen=True)
 class AdaptedQuantizer(Quantizer):

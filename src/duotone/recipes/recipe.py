@@ -2,11 +2,12 @@
 
 import inspect
 import weakref
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union
 
 from duotone.errors import RecipeError, qualified_name, shown_fields
+from duotone.formats import IDENTITY
 from duotone.numbered import Numbered
 from duotone.recipes.limits import PRINTABLE, Table, check_integer
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
@@ -158,6 +159,17 @@ class Recipe(metaclass=RecipeClass):
         names no tensor of a linear: if the consumer is unknown (None) or attention.
         """
         return self(in_slot(role, slot))
+
+    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
+        """The quantizer of a role of attention, asked by its products.
+
+        A recipe for all tensors alike leaves dO V^T and the gradient of the scores in high precision, the products
+        whose errors reach the gradients of query and key most.
+        """
+        quantizer = self.quantizer(role, site)
+        if role.tensor_type == "dp":
+            return Quantizer()
+        return replace(quantizer, rowwise=IDENTITY) if role.tensor_type == "do" else quantizer
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
         """Whether a role of attention runs in low precision. A recipe for all tensors alike means linears only."""

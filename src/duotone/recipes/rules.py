@@ -240,6 +240,11 @@ class RuleRecipe(Recipe):
             raise RecipeError(f"strict: no rule of recipe {self.title} matches {role}; {remedy}")
         return Quantizer()
 
+    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
+        """What a rule or the base gives the role. Strict rules without a word on attention leave it as it is."""
+        quantizer = first_match(self.rules, role, site, self.history)
+        return quantizer or (Quantizer() if self.base is None else self.base.attention_quantizer(role, site))
+
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
         """Also where the rule of the role names attention by its module type or its tensor type."""
         if super().asks_for(role, site):

@@ -1,0 +1,214 @@
+"""Attention as a stage of a pipeline: it encodes heads, multiplies in blocks, and keeps planes for backward.
+
+The products are two ops of torch, so that a graph has one node for each and the bits of eager code.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differentiate
+from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.errors import UserError
+from duotone.numbered import Numbered
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.state.delayed_slot import TAGS
+from duotone.tensor.plane import Plane, Usage
+
+
+class Sizes(NamedTuple):
+    """Of the heads of a call: (batch, groups, heads of a group, tokens, width), with one head of keys in a group."""
+
+    batch: int
+    groups: int
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        return self.batch, self.groups, self.heads, self.queries, self.width
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return self.batch, self.groups, 1, self.keys, self.width
+
+    @property
+    def value(self) -> tuple[int, ...]:
+        return self.batch, self.groups, 1, self.keys, self.value_width
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        return self.batch, self.groups, self.heads, self.queries, self.value_width
+
+
+STAGES: "Numbered[AttentionStage]" = Numbered()
+ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStage(Stage):
+    """query (B, G, R, S, D), key and value (B, G, 1, T, D), seen bool or None, seed int64 (1,) or None -> like query.
+
+    `out` is how the output is saved for D. A call that does not track gradients keeps nothing.
+    """
+
+    name: str
+    query: HeadOperand
+    key: HeadOperand
+    value: HeadOperand
+    gradient: HeadOperand
+    out: HeadOperand
+    weights: TileOperand
+    scores_gradient: TileOperand
+    scale: float
+    causal: bool
+    dropout: float
+    tracks: bool
+    is_stochastic: bool
+    number: str = field(init=False)
+    """By which ops of a graph find the stage."""
+
+    arity = (4,)
+    refusal = "the operands of attention are quantized"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", STAGES.add(self))
+
+    @property
+    def rolls_forward_alone(self) -> bool:
+        forward = (*self.query.context.slots, *self.key.context.slots, *self.value.context.slots, *self.weights.slots)
+        return any(forward) and not any((*self.scores_gradient.slots, *self.gradient.context.slots))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed: Tensor | None
+    ) -> tuple[Tensor, Saved]:
+        batch, groups, heads, queries, width = q.shape
+        sizes, usage = Sizes(batch, groups, heads, queries, k.shape[-2], width, v.shape[-1]), Usage(True, self.tracks)
+        planes = self.query.encode(q, usage, seed), self.key.encode(k, usage, seed)
+        planes = *planes, self.value.encode(v, Usage(self.tracks, True), seed)
+        row_scale, col_scale = self._scales_of_weights(q)
+        parts = [part for each in planes for plane in each for part in plane.parts.values()]
+        out, lse = torch.ops.duotone.attend(parts, seen, seed, row_scale, sizes, q.dtype, self.number)
+        if not self.tracks:
+            return out, ()
+        saved_out = self.out.encode(out, ROWWISE, seed)
+        flat = [plane for each in (*planes, saved_out) for plane in each]
+        return out, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))
+
+    def _scales_of_weights(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Of probabilities under delayed scaling. Their largest magnitude is 1 in every step."""
+        one = like.new_ones((1, 1))
+        row, col = self.weights.slots
+        return row and row.scale_for(one), col and col.scale_for(one)
+
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
+        *planes, lse, seen, (sizes,), (seed,), (scale,) = saved
+        gradient = self.gradient.encode(dy.contiguous(), Usage(True, True), seed)
+        parts = [part for plane in (*planes, *gradient) for part in plane.parts.values()]
+        dq, dk, dv = torch.ops.duotone.attend_backward(parts, lse, seen, seed, scale, sizes, dy.dtype, self.number)
+        return dq, dk, dv, None, None
+
+    def blocks(self, seen: Tensor | None, seed: Tensor | None, like: torch.dtype) -> Blocks:
+        return Blocks(self.scale, self.causal, self.dropout, seen, seed, like)
+
+    def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":
+        """The planes of query, key, value and, in backward, of the saved output and its gradient."""
+        both = self.tracks
+        wanted = [
+            (self.query, sizes.query, Usage(True, both)),
+            (self.key, sizes.key, Usage(True, both)),
+            (self.value, sizes.value, Usage(both, True)),
+        ]
+        if backward:
+            wanted += [(self.out, sizes.output, ROWWISE), (self.gradient, sizes.output, Usage(True, True))]
+        planes, at = [], 0
+        for operand, shape, usage in wanted:
+            planes.append(operand.planes(parts[at:], shape, usage))
+            at += sum(len(plane.parts) for plane in planes[-1].values())
+        return planes
+
+
+def stage_of(number: str) -> AttentionStage:
+    stage = STAGES.get(number)
+    if stage is None:
+        raise UserError("compiled attention ran after its module was gone; keep the module")
+    return stage
+
+
+def _attend(
+    parts: list[Tensor],
+    seen: Tensor | None,
+    seed: Tensor | None,
+    scale: Tensor | None,
+    sizes: list[int],
+    dtype: torch.dtype,
+    number: str,
+) -> tuple[Tensor, Tensor]:
+    stage, shape = stage_of(number), Sizes(*sizes)
+    query, key, value = stage.operands(parts, shape, backward=False)
+    q = stage.query.values(query, shape.query, "rowwise")
+    k = stage.key.values(key, shape.key, "rowwise")
+    v = stage.value.values(value, shape.value, "columnwise")
+    out, lse = attend(q, k, v, stage.blocks(seen, seed, dtype), stage.weights, scale)
+    return out.to(dtype), lse
+
+
+def _attend_backward(
+    parts: list[Tensor],
+    lse: Tensor,
+    seen: Tensor | None,
+    seed: Tensor | None,
+    scale: Tensor | None,
+    sizes: list[int],
+    dtype: torch.dtype,
+    number: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    stage, shape = stage_of(number), Sizes(*sizes)
+    query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
+    operands = BackwardOperands(
+        stage.query.values(query, shape.query, "rowwise"),
+        stage.query.values(query, shape.query, "columnwise"),
+        stage.key.values(key, shape.key, "rowwise"),
+        stage.key.values(key, shape.key, "columnwise"),
+        stage.value.values(value, shape.value, "rowwise"),
+        stage.gradient.values(gradient, shape.output, "rowwise"),
+        stage.gradient.values(gradient, shape.output, "columnwise"),
+    )
+    saved_out = stage.out.values(out, shape.output, "rowwise")
+    blocks = stage.blocks(seen, seed, dtype)
+    gradients = differentiate(operands, saved_out, lse, blocks, stage.weights, stage.scores_gradient, scale)
+    dq, dk, dv = (each.to(dtype) for each in gradients)
+    return dq, dk, dv
+
+
+def _fake_attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
+    *_, sizes, dtype, _ = arguments
+    shape = Sizes(*sizes).output  # type: ignore[misc]
+    out = parts[0].new_empty(shape, dtype=dtype)  # type: ignore[call-overload]
+    return out, parts[0].new_empty((*shape[:-1], 1), dtype=torch.float32)
+
+
+def _fake_attend_backward(parts: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
+    *_, sizes, dtype, _ = arguments
+    shape = Sizes(*sizes)  # type: ignore[misc]
+    shapes = shape.query, shape.key, shape.value
+    return tuple(parts[0].new_empty(each, dtype=dtype) for each in shapes)  # type: ignore[call-overload]
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+_CALL = "Tensor? seen, Tensor? seed, Tensor? scale, SymInt[] sizes, ScalarType dtype, str number"
+_LIBRARY.define(f"attend(Tensor[] parts, {_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attend_backward(Tensor[] parts, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+for _name, _kernel, _fake in (
+    ("attend", _attend, _fake_attend),
+    ("attend_backward", _attend_backward, _fake_attend_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"duotone::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,166 @@
+"""Heads as planes: for products over the width of heads, and for products over their tokens."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from duotone.dispatch.stages import stages_for
+from duotone.formats import IDENTITY, Format
+from duotone.formats.geometry import TENSOR
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
+from duotone.tensor.plane import Plane, Usage
+from duotone.tensor.quantizer import Quantizer, encode_plane
+
+TILE = 128
+"""Queries and keys of one tile of the matrix of scores."""
+
+
+@dataclass(frozen=True)
+class HeadOperand:
+    """How query, key, value or the gradient of the output become planes.
+
+    Heads are (*lead, tokens, width). The rowwise plane is the matrix (lead tokens, width) and serves products over the
+    width. The columnwise plane is (lead width, tokens) and serves products over tokens. No block of elements under one
+    scale reaches into another head, except for scales of the whole tensor.
+    """
+
+    quantizer: Quantizer
+    context: QuantizeContext = LOCAL
+    stream: int = 0
+    """Its random numbers are those of the call's seed plus this."""
+
+    serving: str = ""
+    """The direction whose plane serves all products; "" if each direction has its own."""
+
+    @staticmethod
+    def of(quantizer: Quantizer, context: QuantizeContext, stream: int) -> "HeadOperand":
+        """One plane where that of the transpose would have the same values."""
+        same = quantizer.rowwise == quantizer.columnwise and quantizer.columnwise_source == "original"
+        shares = same and quantizer.rowwise is not None and quantizer.rowwise.is_derivable
+        return HeadOperand(quantizer, context, stream, "rowwise" if shares else "")
+
+    def usage(self, usage: Usage) -> Usage:
+        """The planes that are encoded where `usage` is wanted."""
+        return Usage(self.serving == "rowwise", self.serving == "columnwise") if self.serving else usage
+
+    def encode(self, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
+        """The planes of `x` (*lead, tokens, width) that `usage` names, rowwise first."""
+        context = self.context.with_seed(None if seed is None else seed + self.stream)
+        rowwise, columnwise = self.usage(usage)
+        row, col = self.quantizer.rowwise or IDENTITY, self.quantizer.columnwise or IDENTITY
+        planes: list[Plane] = []
+        follows = columnwise and self.quantizer.columnwise_source != "original"
+        if rowwise or follows:
+            plane = encode_plane(row, as_rows(x, row), context)
+            planes += [plane] if rowwise else []
+            x = as_heads(plane, x.shape).to(x.dtype) if follows else x
+        if columnwise:
+            planes.append(encode_plane(col, as_rows(x.mT, col), context, "col"))
+        return planes
+
+    def planes(self, parts: Sequence[Tensor], shape: Sequence[int], usage: Usage) -> dict[str, Plane]:
+        """The planes over their flat parts, by direction: what `encode` gave for heads of this shape."""
+        planes, at = {}, 0
+        *lead, tokens, width = shape
+        usage = self.usage(usage)
+        for direction, fmt, is_used, sizes in (
+            ("rowwise", self.quantizer.rowwise or IDENTITY, usage.rowwise, (tokens, width)),
+            ("columnwise", self.quantizer.columnwise or IDENTITY, usage.columnwise, (width, tokens)),
+        ):
+            if is_used:
+                rows = torch.Size(lead).numel() * _padded(sizes[0], fmt)
+                names = tuple(fmt.parts(rows, sizes[1]))
+                planes[direction] = Plane(fmt, dict(zip(names, parts[at:], strict=False)), (rows, sizes[1]))
+                at += len(names)
+        return planes
+
+    def values(self, planes: dict[str, Plane], shape: Sequence[int], direction: str) -> Tensor:
+        """fp32 (*lead, tokens, width): what a product multiplies that reads the plane of this direction."""
+        direction = self.serving or direction
+        if direction == "rowwise":
+            return as_heads(planes[direction], shape)
+        *lead, tokens, width = shape
+        return as_heads(planes[direction], (*lead, width, tokens)).mT
+
+
+def _padded(rows: int, fmt: Format) -> int:
+    step = fmt.alignment[0]
+    return -(-rows // step) * step
+
+
+def as_rows(x: Tensor, fmt: Format) -> Tensor:
+    """(*lead, M, K) -> (lead M, K), with rows of zeros behind each M where blocks would reach into the next one."""
+    missing = _padded(x.shape[-2], fmt) - x.shape[-2]
+    return (F.pad(x, (0, 0, 0, missing)) if missing else x).reshape(-1, x.shape[-1])
+
+
+def as_heads(plane: Plane, shape: Sequence[int]) -> Tensor:
+    """The values of a plane of `as_rows`, fp32 in `shape` (*lead, M, K)."""
+    *lead, rows, cols = shape
+    values = plane.dequantize(torch.float32)
+    return values.reshape(*lead, _padded(rows, plane.format), cols)[..., :rows, :]
+
+
+@dataclass(frozen=True)
+class TileOperand:
+    """How probabilities, or their gradients, become operands while they exist: tile by tile.
+
+    A scale of the whole tensor cannot be known. `limit` is a bound of all elements: the scale is then the largest power
+    of two that does not overflow. Without one each tile of 128 x 128 has the scale of its amax. A delayed scale comes
+    with the call.
+    """
+
+    quantizer: Quantizer
+    slots: tuple[Slot | None, Slot | None] = (None, None)
+    """Where the scales of delayed directions come from, if they are not given with the call."""
+
+    limit: float | None = None
+    stream: int = 0
+    propagate: bool = True
+
+    @property
+    def is_new(self) -> bool:
+        """Whether a delayed direction takes its scale from the first tensor."""
+        return any(slot is not None and slot.is_new for slot in self.slots)
+
+    def start(self, amaxes: Tensor) -> None:
+        """Tell delayed directions the amaxes of all tiles before the first of them is encoded."""
+        for slot in self.slots:
+            if slot is not None and amaxes.numel():
+                slot.scale_for(amaxes[None])
+
+    def rounded(
+        self, x: Tensor, direction: str, like: torch.dtype, scale: Tensor | None, seed: Tensor | None
+    ) -> Tensor:
+        """fp32 (*lead, M, K) -> what a product over K multiplies, fp32. `like` is the dtype of high precision.
+
+        `scale` is that of a delayed format, fp32 (1,).
+        """
+        fmt = getattr(self.quantizer, direction) or IDENTITY
+        if fmt == IDENTITY:
+            return x.to(like).float()
+        if fmt.block != TENSOR:
+            scale = None
+        elif scale is None and self.limit is not None:
+            scale = x.new_full((1,), 2.0 ** math.floor(math.log2(fmt.largest / self.limit)))
+        elif scale is None:
+            fmt = fmt.tiled(TILE, TILE)
+        matrix = as_rows(x, fmt)
+        seed = None if seed is None else seed + self.stream
+        parts = fmt.encode(
+            matrix, scale=scale, seed=seed, plane=direction[:3], stages=stages_for(matrix), propagate=self.propagate
+        )
+        return as_heads(Plane(fmt, parts, (matrix.shape[0], matrix.shape[1])), x.shape)
+
+    def both(self, x: Tensor, like: torch.dtype, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+        """fp32 (*lead, M, K) -> what products multiply over K, and (*lead, K, M) over M."""
+        flat = x.reshape(-1, x.shape[-1])
+        scales = [None if slot is None else slot.scale_for(flat) for slot in self.slots]
+        row = self.rounded(x, "rowwise", like, scales[0], seed)
+        if self.quantizer.rowwise == self.quantizer.columnwise and (self.quantizer.rowwise or IDENTITY).is_derivable:
+            return row, row.mT
+        return row, self.rounded(x.mT, "columnwise", like, scales[1], seed)

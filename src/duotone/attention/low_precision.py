@@ -1,0 +1,149 @@
+"""LowPrecision: the stages of one attention module under each recipe, and how a call runs one."""
+
+import weakref
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.attention.attention_stage import AttentionStage
+from duotone.attention.meeting import module_of
+from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
+from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
+from duotone.pipeline.op import is_autocast
+from duotone.pipeline.second_order import Refused
+from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
+from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
+from duotone.state.delayed_slot import DelayedSlot
+from duotone.state.region import AMAX_MODES, AmaxMode, mode_now
+from duotone.state.rolling import roll_after
+from duotone.tensor.context import Slot
+
+if TYPE_CHECKING:
+    from duotone.attention.dot_product import DotProductAttention
+
+
+class Call(NamedTuple):
+    """What decides the stage of a call besides the recipe: strings and numbers, which a graph holds as constants."""
+
+    recipe: str
+    device: str
+    group: str
+    mode: str
+    causal: bool
+    dropout: float
+    tracks: bool
+
+
+class TracedStages:
+    """Stages as attributes, whose guards a graph can hold."""
+
+
+class LowPrecision:
+    """Stages by kind of call. They follow from the module and its recipes, so they are not copied or pickled."""
+
+    def __init__(self, module: "DotProductAttention") -> None:
+        self._module = weakref.ref(module)
+        self._stages: dict[Call, AttentionStage] = {}
+        self.traced = TracedStages()
+
+    def run(
+        self, heads: tuple[Tensor, Tensor, Tensor], seen: Tensor | None, causal: bool, recipe: Recipe, group: str
+    ) -> Tensor:
+        """Query, key and value (batch, heads, tokens, width) -> like the query. `seen` broadcasts to their scores."""
+        module = self._module()
+        assert module is not None
+        q = heads[0]
+        device = q.device.type
+        if is_autocast(device):
+            heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
+        q, k, v = heads
+        compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
+        tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
+        mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
+        tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
+        call = Call(recipe.key, str(q.device), group, mode.value, causal and seen is None, module.dropout, tracks)
+        stage = getattr(self.traced, _traced_stage(module._number, *call)) if compiling else self.stage(call)
+        draws = bool(call.dropout) or stage.is_stochastic
+        seed = torch.randint(2**62, (1,), device=q.device) if draws else None
+        groups = module.num_gqa_groups
+        operands = q.unflatten(1, (groups, -1)), k.unsqueeze(2), v.unsqueeze(2), grouped(seen, groups), seed
+        if device == "meta":
+            return self._apply(stage, operands)
+        with torch.autocast(device, enabled=False):
+            return self._apply(stage, operands)
+
+    def _apply(self, stage: AttentionStage, operands: tuple[Tensor | None, ...]) -> Tensor:
+        stages = (stage,)
+        if torch.compiler.is_dynamo_compiling():
+            out: Tensor = PipelineFunction.apply(stages, Backward(stages), *operands)
+            return out.flatten(1, 2)
+        again = Refused(f"{stage.name}: {stage.refusal}")
+        if is_transformed():
+            again.check()
+        out, _ = RUNNER.apply(stages, Backward(stages, again), *operands)
+        if stage.rolls_forward_alone and out.requires_grad:
+            out.register_hook(roll_after)
+        return out.flatten(1, 2)
+
+    def stage(self, call: Call) -> AttentionStage:
+        """The stage of a call, with the states that delayed scaling needs."""
+        stage = self._stages.get(call)
+        if stage is None:
+            drop_dead(self._stages)
+            stage = self._stages[call] = self._build(call)
+        return stage
+
+    def _build(self, call: Call) -> AttentionStage:
+        module, recipe = self._module(), recipe_of(call.recipe)
+        assert module is not None
+        formats = module.formats(recipe)
+        scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
+        slots = delayed_slots(module, formats, call)
+        options = recipe.propagate_nonfinite, scale, call.causal, call.dropout, call.tracks
+        return formats.stage(module.module_name, slots, *options)
+
+
+def delayed_slots(
+    module: "DotProductAttention", formats: AttentionFormats, call: Call
+) -> dict[str, tuple[Slot | None, Slot | None]]:
+    """The slots of tensors with delayed scales: two each, in a state of forward and one of backward."""
+    delayed = formats.delayed((*FORWARD_OPERANDS, *BACKWARD_OPERANDS))
+    if not delayed:
+        return {}
+    history, mode = agreed_history(delayed), AMAX_MODES[call.mode]
+    slots: dict[str, tuple[Slot | None, Slot | None]] = {}
+    for name, tensors in ((FORWARD_STATE, FORWARD_OPERANDS), (BACKWARD_STATE, BACKWARD_OPERANDS)):
+        state = state_of(module, name, 2 * len(tensors), history, call.device)
+        state.largest = [one for tensor in tensors for one in largest(getattr(formats, tensor))]
+        is_backward = name == BACKWARD_STATE
+        use = AmaxMode.RECORD if is_backward else mode
+        for place, tensor in enumerate(tensors):
+            row, col = getattr(formats, tensor).delayed
+            places = (2 * place if row else None, 2 * place + 1 if col else None)
+            slots[tensor] = tuple(  # type: ignore[assignment]
+                None if index is None else DelayedSlot(state.number, index, call.group, use, is_backward)
+                for index in places
+            )
+    return slots
+
+
+def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
+    """A mask that broadcasts to (batch, heads, queries, keys), for scores (batch, groups, heads of a group, ...)."""
+    if seen is None:
+        return None
+    seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)
+    return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
+
+
+def _traced_stage(number: str, *call: object) -> str:
+    """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
+    low_precision: LowPrecision = module_of(number)._low_precision  # type: ignore[attr-defined]
+    stage = low_precision.stage(Call(*call))  # type: ignore[arg-type]
+    name = f"stage_{stage.number}"
+    setattr(low_precision.traced, name, stage)
+    return name
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_traced_stage._dynamo_marked_constant = True  # type: ignore[attr-defined]

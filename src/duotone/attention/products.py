@@ -1,0 +1,164 @@
+"""The seven products of attention: the formats of their operands, what runs them, and the stage that follows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from duotone.attention.attention_stage import AttentionStage
+from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.errors import RecipeError
+from duotone.formats import IDENTITY, Format
+from duotone.formats.geometry import TENSOR
+from duotone.recipes.recipe import Recipe
+from duotone.tensor.context import QuantizeContext, Slot
+from duotone.tensor.quantizer import Quantizer
+
+PRODUCTS = {
+    "QK^T": (("query", "rowwise"), ("key", "rowwise")),
+    "PV": (("s", "rowwise"), ("value", "columnwise")),
+    "QK^T again": (("query", "rowwise"), ("key", "rowwise")),
+    "P^T dO": (("s", "columnwise"), ("do", "columnwise")),
+    "dO V^T": (("do", "rowwise"), ("value", "rowwise")),
+    "dS K": (("dp", "rowwise"), ("key", "columnwise")),
+    "dS^T Q": (("dp", "columnwise"), ("query", "columnwise")),
+}
+"""The two operands of each product: which tensor, read in which direction. The first two are those of forward."""
+
+FORWARD_OPERANDS, BACKWARD_OPERANDS = ("query", "key", "value", "s", "output"), ("do", "dp")
+"""The tensors that have delayed scales, in the order of their slots: two each, rowwise first."""
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NO_SLOTS: tuple[Slot | None, Slot | None] = (None, None)
+
+
+class ProductPlan(NamedTuple):
+    """One product of attention, by the names of the formats that it multiplies, what runs it, and why."""
+
+    gemm: str
+    a: str
+    b: str
+    reason: str
+    kernel: str = "torch"
+    native: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionFormats:
+    """What a recipe gives the tensors of attention.
+
+    `s` are the probabilities and `dp` the gradient of the scores. `output` is how backward keeps the output. `serving`
+    names the direction whose plane serves all products of query, key and value, "" if each direction has its own.
+    """
+
+    query: Quantizer
+    key: Quantizer
+    value: Quantizer
+    s: Quantizer
+    output: Quantizer
+    do: Quantizer
+    dp: Quantizer
+    is_dequantized: bool = False
+    """Whether backward reads the planes of forward in high precision."""
+
+    @staticmethod
+    def of(answers: Mapping[str, Sequence[Quantizer]], recipe: Recipe, name: str) -> "AttentionFormats":
+        """`answers` are by kind of slot. RecipeError for a quantizer with an `encode` of its own."""
+        for kind, quantizers in answers.items():
+            for quantizer in quantizers:
+                if type(quantizer).encode is not Quantizer.encode:
+                    title = type(quantizer).__name__
+                    raise RecipeError(
+                        f"{name}: attention takes a duotone.Quantizer for {kind}, whose formats it reads; got {title}, "
+                        "which encodes by itself: give its formats to a Quantizer"
+                    )
+        query, key, value = answers["qkv"]
+        forward, do, dp = answers["s"][0], answers["do"][0], answers["dp"][0]
+        output = answers["output"][0].rowwise or IDENTITY
+        keeps = output.precision >= 8 and not output.is_stochastic and not output.transform
+        formats = AttentionFormats(query, key, value, forward, Quantizer(output if keeps else IDENTITY), do, dp)
+        return formats if recipe.backward_override is None else formats.overridden(recipe.backward_override)
+
+    def overridden(self, override: str) -> "AttentionFormats":
+        """As `Recipe.backward_override` wants it. The scores of backward stay those of forward."""
+        high = Quantizer()
+        changed = replace(self, do=high, dp=high, s=replace(self.s, columnwise=IDENTITY, columnwise_source="original"))
+        if override == "dequantized":
+            return replace(changed, is_dequantized=True)
+        query, key = (
+            replace(each, columnwise=IDENTITY, columnwise_source="original") for each in (self.query, self.key)
+        )
+        return replace(changed, query=query, key=key, value=replace(self.value, rowwise=IDENTITY))
+
+    def format(self, tensor: str, direction: str) -> Format:
+        """That of the plane that a product reads."""
+        if self.is_dequantized and tensor in ("query", "key", "value"):
+            direction = "columnwise" if tensor == "value" else "rowwise"
+        quantizer: Quantizer = getattr(self, tensor)
+        return getattr(quantizer, direction) or IDENTITY
+
+    def products(self) -> dict[str, tuple[Format, Format]]:
+        """The formats of both operands of each product."""
+        return {name: (self.format(*a), self.format(*b)) for name, (a, b) in PRODUCTS.items()}
+
+    @property
+    def refusal(self) -> str:
+        """Why no attention kernel can take these formats on any GPU, or ""."""
+        used = {fmt for pair in self.products().values() for fmt in pair}
+        odd = sorted(
+            fmt.name for fmt in used if fmt != IDENTITY and not (fmt.code_dtype in FP8 and fmt.block == TENSOR)
+        )
+        return f"no attention kernel takes {', '.join(odd)}" if odd else ""
+
+    def rows(self) -> list[ProductPlan]:
+        """What runs for each product."""
+        reason = self.refusal or "no attention kernel on this device"
+        reason += ": decoded, multiplied in fp32 by blocks of keys"
+        return [
+            ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False)
+            for gemm, (a, b) in self.products().items()
+        ]
+
+    @property
+    def is_stochastic(self) -> bool:
+        tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
+        return any(getattr(self, tensor).is_stochastic for tensor in tensors)
+
+    def delayed(self, tensors: Sequence[str]) -> dict[str, Quantizer]:
+        """Those of the tensors whose scales follow from earlier steps."""
+        quantizers = {tensor: getattr(self, tensor) for tensor in tensors}
+        return {tensor: quantizer for tensor, quantizer in quantizers.items() if any(quantizer.delayed)}
+
+    def stage(
+        self,
+        name: str,
+        slots: Mapping[str, tuple[Slot | None, Slot | None]],
+        propagate: bool,
+        scale: float,
+        causal: bool,
+        dropout: float,
+        tracks: bool,
+    ) -> AttentionStage:
+        """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow."""
+
+        def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
+            context = QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=propagate)
+            operand = HeadOperand.of(getattr(self, tensor), context, stream)
+            return replace(operand, serving=serving) if self.is_dequantized and serving else operand
+
+        return AttentionStage(
+            name=name,
+            query=heads("query", 0, "rowwise"),
+            key=heads("key", 1, "rowwise"),
+            value=heads("value", 2, "columnwise"),
+            gradient=heads("do", 3),
+            out=heads("output", 4),
+            weights=TileOperand(self.s, slots.get("s", NO_SLOTS), 1.0, 0, propagate),
+            scores_gradient=TileOperand(self.dp, slots.get("dp", NO_SLOTS), None, 1 << 20, propagate),
+            scale=scale,
+            causal=causal,
+            dropout=dropout,
+            tracks=tracks,
+            is_stochastic=self.is_stochastic,
+        )

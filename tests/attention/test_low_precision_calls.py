@@ -1,0 +1,185 @@
+"""How calls of attention in low precision behave: masks of nothing, NaN, dropout, recompute, compile, derivatives."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import recipes
+from duotone.attention import DotProductAttention, TransformerLayer
+from duotone.errors import RecipeError, UserError
+from duotone.recipes import Rule, RuleRecipe
+
+DPA = recipes.load("nvfp4-linear-fp8-dpa")
+MX = RuleRecipe(rules=(Rule(module_type="dpa", format="mxfp8_e4m3"),))
+CURRENT = duotone.Float8CurrentScaling(fp8_dpa=True)
+
+
+def core(recipe, **options) -> DotProductAttention:
+    return DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd", name="a", recipe=recipe, **options)
+
+
+def heads(tokens: int = 150, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, tokens, count, 16, generator=generator) for count in (4, 2, 2)]
+
+
+def step(run, x: list[Tensor], *args, **options) -> list[Tensor]:
+    leaves = [t.clone().requires_grad_() for t in x]
+    y = run(*leaves, *args, **options)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("recipe", [DPA, MX])
+def test_queries_that_see_no_key_give_zeros_and_no_gradient(recipe) -> None:
+    module = core(recipe, attn_mask_type="arbitrary")
+    mask = torch.zeros(150, 150, dtype=torch.bool)
+    mask[3:7] = True
+    out, dq, dk, dv = step(module, heads(), mask)
+    assert torch.equal(out[:, 3:7], torch.zeros_like(out[:, 3:7])) and torch.equal(dq[:, 3:7], 0 * dq[:, 3:7])
+    assert all(torch.isfinite(t).all() for t in (out, dq, dk, dv))
+    for t in step(module, heads(), torch.ones_like(mask)):
+        assert torch.equal(t, torch.zeros_like(t))
+
+
+def test_nan_in_a_head_stays_there_unless_heads_share_a_scale() -> None:
+    """MXFP8 scales 32 elements of one head. FP8 with a scale per tensor marks codes, and no scale becomes NaN."""
+    x = heads()
+    x[0][0, 5, 1, 3] = torch.nan
+    for recipe in (MX, CURRENT):
+        clean, out = core(recipe)(*heads()).unflatten(-1, (4, 16)), core(recipe)(*x).unflatten(-1, (4, 16))
+        assert out[0, 5, 1].isnan().all()
+        others = torch.ones(2, 150, 4, dtype=torch.bool)
+        others[0, 5, 1] = False
+        assert torch.isfinite(out[others]).all()
+        if recipe is MX:
+            assert torch.equal(out[others], clean[others])
+
+
+def test_a_sink_does_not_flush_the_probabilities_of_other_tokens() -> None:
+    """Blocks go from the last keys to the first. The other way round, e^-14 would be below E4M3's 2^-17."""
+    q, k, v = (torch.zeros(1, 256, 1, 16) for _ in range(3))
+    q[..., 0], k[:, 0, :, 0] = 1.0, 14.0 * 4
+    v[:, 128:] = torch.randn(128, 1, 16, generator=torch.Generator().manual_seed(0)) + 3
+    module = DotProductAttention(1, 16, attn_mask_type="no_mask", qkv_format="bshd", recipe=CURRENT)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2).double() for t in (q, k, v)))
+    out = module(q, k, v).view(1, 1, 256, 16)
+    assert ((out - exact).norm() / exact.norm()) < 0.05
+
+
+def test_dropout_keeps_the_mean_and_backward_drops_what_forward_dropped() -> None:
+    recipe = RuleRecipe(rules=(Rule(module_type="dpa", tensor_type="dp", format="fp8_e5m2_tensor"),))
+    module = core(recipe, attention_dropout=0.25, attn_mask_type="no_mask")
+    q, k, v = heads(400)
+    torch.manual_seed(0)
+    out, _, _, dv = step(module, [q, k, v])
+    # The output is linear in v, so <out, 1> is <v, dv> if both used one mask.
+    assert torch.allclose(out.sum(), (v * dv).sum(), rtol=1e-4)
+    mean = module(q, k, torch.ones_like(v)).mean()
+    assert abs(mean - 1) < 0.01
+    assert torch.equal(module.eval()(q, k, v), core(recipe, attn_mask_type="no_mask")(q, k, v))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recompute_repeats_dropout_and_delayed_scales(reentrant) -> None:
+    results = []
+    for again in (False, True):
+        module = core(duotone.DelayedScaling(fp8_dpa=True), attention_dropout=0.2)
+        torch.manual_seed(3)
+        for seed in range(2):
+            run = partial(checkpoint, module, use_reentrant=reentrant) if again else module
+            results.append(step(run, heads(seed=seed)))
+        results.append([buffer.clone() for buffer in module.buffers()])
+    for first, second in zip(results[:3], results[3:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_delayed_scales_come_from_the_step_before_and_go_into_checkpoints() -> None:
+    module = core(DPA)
+    step(module, heads())
+    assert module.duotone_forward.scale[6] == 448  # the largest probability is 1
+    dp = module.duotone_backward.scale[2].item()
+    other = core(DPA)
+    other.load_state_dict(module.state_dict())
+    first, second = (step(each, heads(seed=1)) for each in (module, other))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert module.duotone_backward.scale[2].item() != dp
+    moved = copy.deepcopy(module)
+    assert torch.equal(moved.duotone_backward.scale, module.duotone_backward.scale)
+    step(moved, heads(seed=2))
+    assert not torch.equal(moved.duotone_backward.scale, module.duotone_backward.scale)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dropout"), [(DPA, 0.0), (CURRENT, 0.3), (duotone.DelayedScaling(fp8_dpa=True), 0.0)]
+)
+def test_a_compiled_call_has_the_bits_of_an_eager_one(recipe, dropout) -> None:
+    torch._dynamo.reset()
+    eager = core(recipe, attention_dropout=dropout)
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    for seed in range(2):
+        torch.manual_seed(seed)
+        ours = step(run, heads(seed=seed))
+        torch.manual_seed(seed)
+        theirs = step(eager, heads(seed=seed))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(eager.buffers(), compiled.buffers(), strict=True))
+
+
+def test_what_cannot_be_differentiated_again_says_so_in_one_line() -> None:
+    module, x = core(CURRENT), [t.requires_grad_() for t in heads()]
+    (gradient,) = torch.autograd.grad(module(*x).sum(), x[0], create_graph=True)
+    with pytest.raises(UserError, match="a: the operands of attention are quantized, so it has no second") as error:
+        gradient.sum().backward()
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"none of torch\.func"):
+        torch.func.grad(lambda q: module(q, x[1], x[2]).sum())(x[0])
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_a_backward_override_changes_gradients_alone(override) -> None:
+    recipe = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override=override)
+    rows = {row.gemm: (row.a, row.b) for row in core(recipe).plan_rows(recipe)}
+    codes, plain = "fp8_e4m3_tensor", "identity"
+    held = codes if override == "dequantized" else plain
+    assert rows["QK^T again"] == (codes, codes) and rows["dO V^T"] == (plain, held)
+    assert rows["dS K"] == (plain, held) and rows["P^T dO"] == (plain, plain)
+    ours, default = step(core(recipe), heads()), step(core(CURRENT), heads())
+    assert torch.equal(ours[0], default[0]) and not torch.equal(ours[3], default[3])
+
+
+def test_a_quantizer_that_encodes_by_itself_is_refused_in_one_line() -> None:
+    class Own(duotone.Quantizer):
+        def encode(self, x, usage, ctx):
+            raise AssertionError
+
+    recipe = duotone.CustomRecipe(
+        qfactory=lambda role: Own() if role and role.module_type == "dpa" else duotone.Quantizer(), fp8_dpa=True
+    )
+    with pytest.raises(
+        RecipeError, match=r"attention takes a duotone\.Quantizer for qkv, whose formats it reads; got Own"
+    ):
+        core(recipe)(*heads())
+
+
+def test_a_layer_trains_under_the_recipe_file_as_written() -> None:
+    torch.manual_seed(0)
+    layer = TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, name="l", recipe=DPA)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    x, target = torch.randn(64, 2, 64), torch.randn(64, 2, 64)
+    losses = []
+    for _ in range(6):
+        loss = nn.functional.mse_loss(layer(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+    rows = {(row.gemm, row.runs) for row in duotone.plan(layer).filter("self_attention.core_attention")}
+    assert ("QK^T", "emulated") in rows and len(rows) == 7
