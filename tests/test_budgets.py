@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 31105
+LIBRARY_LINES = 31181
 TOOL_LINES = 5413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -42,7 +42,7 @@ BUDGETS = {
     "report": (1488, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1954, 18, 0),
-    "tensor": (2214, 13, 0),
+    "tensor": (2290, 14, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

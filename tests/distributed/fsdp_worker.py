@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import checks
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
+from duotone.comm import collectives
 from duotone.dispatch import stages
 from duotone.errors import MissingPlaneError
 from duotone.recipes import Recipe, Rule, RuleRecipe
@@ -255,17 +257,24 @@ def a_trained_shard_pickles_without_its_group(folder: Path) -> None:
 
 
 class Traffic(TorchDispatchMode):
-    """The bytes that this rank gives to each collective."""
+    """The bytes that this rank gives to each gather, and how often amaxes are agreed on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gathers: list[int] = []
-        self.reductions = 0
+        self.agreements = mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce)
+
+    def __enter__(self) -> "Traffic":
+        self.reduce = self.agreements.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.agreements.stop()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is torch.ops.c10d._allgather_base_.default:
             self.gathers.append(args[1].nbytes)
-        self.reductions += func is torch.ops._c10d_functional.all_reduce.default
         return func(*args, **(kwargs or {}))
 
 
@@ -297,7 +306,23 @@ def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
                 m(torch.randn(32, 256).bfloat16()).sum().backward()
             sent = [bytes / size for bytes in traffic.gathers]
             assert len(sent) == 6 and max(sent[:3]) <= forward and max(sent[3:]) <= backward, (recipe.name, sent)
-            assert not traffic.reductions
+            assert not traffic.reduce.call_count
+
+
+@check
+def a_foreach_step_agrees_on_all_scales_in_one_collective(folder: Path) -> None:
+    for name, count in {"fp8-current": 1, "nvfp4": 1, "fp8-delayed": 1, "mxfp8": 0}.items():
+        m = model(recipes.load(name))
+        one = copy.deepcopy(m)
+        shard(m)
+        batch = torch.randn(64, 128).bfloat16()
+        for each in (m, one):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=True)
+            each(batch).float().square().mean().backward()
+            with Traffic() as traffic:
+                optimizer.step()
+            assert traffic.reduce.call_count == (count if each is m else 0), (name, traffic.reduce.call_count)
+        same(m(batch), one(batch), name)
 
 
 Ways = Callable[[nn.Sequential, DeviceMesh], None]

@@ -33,10 +33,7 @@ class ShardHooks(PlaneTensor):
         if self.context.shard is None:
             self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
         if self.gathers is None:
-            simple = self.quantizer.is_repeatable and self.quantizer.columnwise_source == "original"
-            row, col = self.formats
-            derives = row is not None and row == col and row.is_derivable and simple
-            self.gathers = Gathers(self.formats, derives or self.planes.aliased)
+            self.gathers = Gathers(self.formats, self.derives_columnwise)
         gathers = self.gathers
         gathers.find(self)
         gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)

@@ -244,7 +244,16 @@ def _like(
     return t.with_planes(Planes(row_plane, col_plane), shape, dtype=dtype, device=device, is_piece=False)
 
 
-OPS[aten.new_zeros.default] = partial(_like, make=torch.zeros)
+@_op(aten.new_zeros.default)
+def _new_zeros(t: QuantizedTensor, size: Sequence[int], **options: Any) -> Tensor:
+    """FSDP2 makes shards like this, which nobody multiplies: a columnwise plane that can be a view takes no memory."""
+    zeros = _like(t, size, make=torch.zeros, **options)
+    if isinstance(zeros, QuantizedTensor) and zeros.derives_columnwise:
+        col = zeros.planes.rowwise and zeros.planes.rowwise.transposed()
+        zeros._columnwise = col if Planes(zeros._rowwise, col).aliased else zeros._columnwise
+    return zeros
+
+
 OPS[aten.new_empty.default] = partial(_like, make=torch.empty)
 
 

@@ -80,6 +80,12 @@ class PlaneTensor(Tensor):
             return row.shape
         return (col.shape[1], col.shape[0]) if col is not None else matrix_shape(self.shape)
 
+    @property
+    def derives_columnwise(self) -> bool:
+        """Whether the columnwise plane always is the transpose of the rowwise one."""
+        row, col = self.formats
+        return self.planes.aliased or (row is not None and row == col and self.quantizer.derives_columnwise)
+
     def get_usages(self) -> dict[str, bool]:
         """Which planes are held; not what the quantizer would make."""
         return {"rowwise": self._rowwise is not None, "columnwise": self._columnwise is not None}

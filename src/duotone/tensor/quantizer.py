@@ -80,6 +80,12 @@ class Quantizer:
         """
         return type(self).encode is Quantizer.encode
 
+    @property
+    def derives_columnwise(self) -> bool:
+        """Whether `encode` derives the columnwise plane from the rowwise one."""
+        same = self.rowwise is not None and self.rowwise == self.columnwise and self.rowwise.is_derivable
+        return same and self.columnwise_source == "original" and type(self).encode is Quantizer.encode
+
     def with_usage(self, rowwise: bool = True, columnwise: bool = True) -> "Quantizer":
         """The quantizer that makes only these planes."""
         return replace(

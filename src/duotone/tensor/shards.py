@@ -1,6 +1,6 @@
-"""Shards of which two planes are encoded: one collective agrees on the amaxes of both."""
+"""Shards that agree on several amaxes in one collective: those of two planes, or of many tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,40 @@ class AskingShard(ShardContext):
 
     def transposed(self) -> ShardContext:
         return AskingShard(self.group, 1 - self.dim)
+
+
+@dataclass(frozen=True)
+class AnsweredShard(ShardContext):
+    """A shard that knows what the first amaxes are that it asks for. Later ones take a collective each."""
+
+    answers: list[Tensor] = field(default_factory=list[Tensor])
+
+    def max(self, amax: Tensor) -> Tensor:
+        return self.answers.pop(0).view(amax.shape) if self.answers else super().max(amax)
+
+    def transposed(self) -> ShardContext:
+        return AnsweredShard(self.group, 1 - self.dim, self.answers)
+
+
+def ask(encode: Callable[[ShardContext], object]) -> Tensor | None:
+    """The first amax of all shards that an encode needs. None if it needs none, and is done."""
+    try:
+        encode(AskingShard(""))
+    except Asked as asked:
+        return asked.amax
+    return None
+
+
+def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
+    """The maximum of each amax over the ranks of its group: one collective for each group."""
+    agreed: list[Tensor] = list(amaxes)
+    for group in dict.fromkeys(groups):
+        mine = [at for at, name in enumerate(groups) if name == group]
+        flat = ShardContext(group).max(torch.cat([amaxes[at].reshape(-1) for at in mine]))
+        pieces = flat.split([amaxes[at].numel() for at in mine])
+        for at, piece in zip(mine, pieces, strict=True):
+            agreed[at] = piece
+    return agreed
 
 
 @dataclass(frozen=True)

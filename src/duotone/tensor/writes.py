@@ -14,8 +14,9 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, FixedScale, QuantizeContext, Slot
-from duotone.tensor.plane import BOTH, Plane, Usage, same_memory
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
 from duotone.tensor.plane_tensor import PlaneTensor, check_source, matrix_shape, plain, unshared, values_as
+from duotone.tensor.shards import AnsweredShard, agree, ask
 
 if TYPE_CHECKING:
     from duotone.tensor.quantizer import Quantizer
@@ -48,6 +49,8 @@ class Writes(PlaneTensor):
             raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
         row, col = self.planes
         wanted = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
+        if self.planes.aliased and written.derives_columnwise:  # one write is both
+            wanted = Usage(any(wanted), False)
         values = source.values(torch.float32) if isinstance(source, PlaneTensor) else source.detach()
         dtype = torch.promote_types(values.dtype, self.dtype)  # codes are rounded once
         matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
@@ -58,17 +61,23 @@ class Writes(PlaneTensor):
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
         fresh = written.encode(matrix, wanted, self._write_context(ctx))
         self._require_formats(fresh.formats, usage)
-        written_planes: list[Plane | None] = []
-        for mine, new in zip(self.planes, fresh, strict=True):
-            if mine is not None and new is not None:
-                mine.copy_(new, keep)
-                if mine.format != new.format:  # stored alike, with scales that are computed in another way
-                    mine = Plane(new.format, mine.parts, mine.shape)
-            written_planes.append(mine)
-        self._rowwise, self._columnwise = written_planes
+        self._take(fresh, keep)
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
         return self
+
+    def _take(self, fresh: Planes, keep: Tensor | None) -> None:
+        """Copy planes into those that are held. If `keep` is true on the device, no byte changes."""
+        planes = [*self.planes]
+        for at, (mine, new) in enumerate(zip(self.planes, fresh, strict=True)):
+            if mine is not None and new is not None:
+                mine.copy_(new, keep)
+                if mine.format != new.format:  # stored alike, with scales that are computed in another way
+                    planes[at] = Plane(new.format, mine.parts, mine.shape)
+        row, col = planes
+        if row is not None and col is not None and row is not self._rowwise and self.planes.aliased:
+            col = Plane(row.format, col.parts, col.shape)
+        self._rowwise, self._columnwise = row, col
 
     @property
     def shares_scale(self) -> bool:
@@ -189,6 +198,22 @@ def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[
     return written
 
 
+def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
+    """`quantize_` each tensor from its values. All shards of a group agree on their scales in one collective."""
+    asked: list[tuple[Writes, Tensor, ShardContext, Tensor]] = []
+    for target, value in writes:
+        shard = target.context.shard
+        if shard is None or len(writes) == 1:
+            target.quantize_(value)
+            continue
+        amax = ask(lambda asking, to=target, x=value: to.quantize_(x, ctx=QuantizeContext(asking)))
+        if amax is not None:
+            asked.append((target, value, shard, amax))
+    agreed = agree([shard.group for _, _, shard, _ in asked], [amax for *_, amax in asked])
+    for (target, value, shard, _), amax in zip(asked, agreed, strict=True):
+        target.quantize_(value, ctx=QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
+
+
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -216,11 +241,10 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
 
     plain_args, plain_kwargs = tree_map(operand, (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
-    returned: dict[int, Tensor] = {}
-    for target, value in zip(targets, written_arguments(func, plain_args, plain_kwargs), strict=True):
-        if isinstance(target, Writes):
-            assert isinstance(value, Tensor)
-            returned[id(value)] = target.quantize_(value)
+    values = written_arguments(func, plain_args, plain_kwargs)
+    writes = [(target, value) for target, value in zip(targets, values, strict=True) if isinstance(target, Writes)]
+    write_all([(target, value) for target, value in writes if isinstance(value, Tensor)])
+    returned = {id(value): target for target, value in writes}
 
     def replaced(value: object) -> object:
         return returned.get(id(value), value)
