@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def model(recipe: Recipe, *, held: bool = True) -> nn.Sequential:
     return made
 
 
-def train(m: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+def train(m: nn.Module, steps: int = 3, after: Callable[[], None] = lambda: None) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(1)
     x, y = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
     optimizer = torch.optim.SGD(m.parameters(), lr=0.5)
@@ -54,6 +55,7 @@ def train(m: nn.Module, steps: int = 3) -> tuple[list[Tensor], list[Tensor]]:
         loss.backward()
         gradients += [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in m.parameters()]
         optimizer.step()
+        after()
         losses.append(loss.detach())
     return losses, [g.clone() for g in gradients]
 
@@ -124,6 +126,21 @@ def plain_weights_that_backward_encodes_again(folder: Path) -> None:
             shard(sharded)
             for got, want in zip(*(train(m)[0] + train(m)[1] for m in (sharded, single)), strict=True):
                 same(got, want, f"losses and gradients, {name}, {again}")
+
+
+@check
+def a_monitored_run_has_the_same_bits_and_a_file_for_each_rank(folder: Path) -> None:
+    plain, watched = (shard(model(recipes.load("mxfp8"), held=False)) for _ in range(2))
+    expected = train(plain)
+    with duotone.observe.Monitor(watched, folder / "monitor.jsonl", every=2) as monitor:
+        results = train(watched, after=monitor.step)
+    for got, want in zip(results[0] + results[1], expected[0] + expected[1], strict=True):
+        same(got, want)
+    rank = dist.get_rank()
+    lines = (folder / f"monitor{f'.rank{rank}' if rank else ''}.jsonl").read_text().splitlines()
+    rows = {(row["step"], row["module"], row["role"]) for row in map(json.loads, lines)}
+    roles = [(name, role) for name in ("0", "2") for role in ("input", "weight", "grad_output")]
+    assert rows == {(step, *role) for step in (1, 2) for role in roles}, rows
 
 
 @check

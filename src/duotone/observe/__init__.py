@@ -3,9 +3,10 @@
 from duotone.observe.advice import Advice, AdviceRow
 from duotone.observe.advising import advise
 from duotone.observe.memory_ledger import Ledger, ledger
+from duotone.observe.monitor import Monitor
 from duotone.observe.statistics import Tap
 from duotone.observe.tapped_recipe import with_statistics
 from duotone.renamed import keep_old_names
 
-__all__ = ["Advice", "AdviceRow", "Ledger", "Tap", "advise", "ledger", "with_statistics"]
+__all__ = ["Advice", "AdviceRow", "Ledger", "Monitor", "Tap", "advise", "ledger", "with_statistics"]
 keep_old_names({"tap": "with_statistics"}, globals())

@@ -20,7 +20,8 @@ class Sampler:
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
         """`planes` are what the matrix `x` (M, K) was encoded to, with the delayed scales of `slots`.
 
-        Called once for each encode, without gradients. It must not change a tensor.
+        Called once for each encode, without gradients. It must not change a tensor, and copies what it keeps: operands
+        are freed and overwritten later in the step.
         """
         raise NotImplementedError
 

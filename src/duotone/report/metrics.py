@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from duotone.lab.schema import PlaneEntry
+from duotone.observe.alarms import LEAST_GRADIENT_TO_NOISE
 from duotone.report.numbers import broken, finite, number, share, significant
 
 SHADES = (0.001, 0.01, 0.05, 0.2)
 """A share is shaded one step more above each of these."""
-
-LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
-"""Below it quantized training stops to converge (arXiv 2505.19115)."""
 
 COLOURS = 10
 """Steps of the scale of signal-to-noise, from the lowest value of all recipes to the highest."""

@@ -1,0 +1,104 @@
+"""Alarms: trouble that begins at a sampled step, each kind told once, at its worst place."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from duotone.observe.step_statistics import Row
+
+LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
+"""Below it quantized training stops to converge (arXiv 2505.19115)."""
+
+MOST_CLIPPED = 0.001
+"""The share of elements far above what their scale can hold."""
+
+MOST_DRIFT = 3.0
+"""Powers of two between an amax and its running mean."""
+
+STEADY = 3
+"""Sampled steps after which a running mean means something."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A kind of trouble that begins at `step`: its worst or first place, and how many `planes` or slots have it."""
+
+    step: int
+    kind: str
+    where: str
+    message: str
+    planes: int
+
+    def __str__(self) -> str:
+        others = f" (and {self.planes - 1} more)" if self.planes > 1 else ""
+        return f"step {self.step}, {self.kind}: {self.where}{others}: {self.message}"
+
+
+@dataclass
+class Alarms:
+    """Compares sampled steps with those before them."""
+
+    _active: set[str] = field(default_factory=set)
+    _means: dict[str, float] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+    _last: int | None = None
+
+    def check(self, step: int, rows: Sequence[Row], dead: Sequence[str]) -> list[Alarm]:
+        """The alarms that begin at `step`; each kind is told again only after a sampled step without it.
+
+        `rows` are in the order of the step's encodes, so that the first that is not finite is the origin.
+        """
+        since = "" if self._last is None else f"; step {self._last} had none"
+        troubles = {
+            "not finite": [
+                (place(row), f"{row['nan']} NaN and {row['inf']} infinite elements, the first of the step{since}")
+                for row in rows
+                if row["nan"] or row["inf"]
+            ],
+            "gradient to noise": [
+                (
+                    place(row),
+                    f"the gradient is {ratio:.3g} times the error of its codes, less than the square root of 3",
+                )
+                for ratio, row in ranked(rows, "gradient_to_noise", -1)
+                if ratio < LEAST_GRADIENT_TO_NOISE
+            ],
+            "saturation": [
+                (place(row), f"{share:.2%} of the elements are more than 1.5 times what their scale can hold")
+                for share, row in ranked(rows, "clipped", 1)
+                if share > MOST_CLIPPED
+            ],
+            "amax drift": self._drift(rows),
+            "dead slot": [(slot, "its delayed scale has met no amax but 0") for slot in dead if self._last is not None],
+        }
+        begun = [
+            Alarm(step, kind, *places[0], len(places))
+            for kind, places in troubles.items()
+            if places and kind not in self._active
+        ]
+        self._active, self._last = {kind for kind, places in troubles.items() if places}, step
+        return begun
+
+    def _drift(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+        """Amaxes far from their mean over the sampled steps before, of which the last weighs a half."""
+        drifts: list[tuple[float, str, str]] = []
+        for amax, row in ranked(rows, "amax", 0):
+            if amax <= 0:
+                continue
+            where, size = place(row), math.log2(amax)
+            mean, count = self._means.get(where, size), self._counts.get(where, 0)
+            if count >= STEADY and abs(size - mean) > MOST_DRIFT:
+                drifts.append((abs(size - mean), where, f"the amax is {amax:.3g} after a mean of {2**mean:.3g}"))
+            self._means[where], self._counts[where] = (mean + size) / 2, count + 1
+        return [(where, message) for _, where, message in sorted(drifts, reverse=True)]
+
+
+def ranked(rows: Sequence[Row], name: str, sign: int) -> list[tuple[float, Row]]:
+    """The rows that have a number of that name, the largest first, the smallest first, or as they are (1, -1, 0)."""
+    known = [(float(value), row) for row in rows if (value := row.get(name)) is not None]
+    return sorted(known, key=lambda pair: -sign * pair[0])
+
+
+def place(row: Row) -> str:
+    """Module, role and direction."""
+    return f"{row['module'] or 'a linear'}, {row['role']} {row['plane']}"

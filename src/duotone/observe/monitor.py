@@ -1,0 +1,116 @@
+"""Monitor: the statistics of sampled steps of a training run, written while it runs."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import nn
+
+from duotone.errors import UserError
+from duotone.observe.alarms import Alarm, Alarms
+from duotone.observe.monitor_writers import JsonLines, Write, tracker
+from duotone.observe.sampled_step import sampled_step
+from duotone.observe.step_statistics import Sent, StepStatistics
+from duotone.state.delayed import DelayedState
+
+
+class Monitor:
+    """Writes what quantization loses in sampled steps of a training run, and raises alarms.
+
+        with observe.Monitor(model, "runs/mine/monitor.jsonl") as monitor:
+            for batch in batches:
+                ...                                     # forward, backward, optimizer
+                monitor.step()
+
+    - `path`: gets a JSON object for each row and alarm, appended. Other ranks than the first write beside it.
+    - `every`: the first step and each multiple of it is sampled. A sampled step computes the same bits.
+    - `to`: trackers that also get an overview: "tensorboard" (in the folder of `path`), "wandb", "trackio".
+    - `optimizer`: calls `step` after each of its steps.
+    - `start`: how many steps were done before, in a run that goes on.
+    - `on_alarm`: gets each `Alarm`. Without it, alarms are warnings. `alarms` holds all of them.
+
+    No step waits for the device. A sampled step is written as soon as its numbers are on the host, at the latest after
+    the next sampled one, or by `close`. Compiled code runs eager in sampled steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        *,
+        every: int = 50,
+        to: Iterable[str] = (),
+        optimizer: torch.optim.Optimizer | None = None,
+        start: int = 0,
+        on_alarm: Callable[[Alarm], None] | None = None,
+    ) -> None:
+        for name, value, least in (("every", every, 1), ("start", start, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UserError(f"{name} is {value!r}; give a number of steps from {least} on")
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        path, names = Path(path), [to] if isinstance(to, str) else list(to)
+        self._writes: list[Write] = [tracker(name, path.parent) for name in names if not rank]
+        self._lines = JsonLines(path.with_suffix(f".rank{rank}{path.suffix}") if rank else path)
+        self._writes.append(self._lines)
+        self.alarms: list[Alarm] = []
+        self.steps = start
+        """How many steps are done."""
+        self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
+        self._checks = Alarms()
+        self._open = ExitStack()
+        self._statistics: StepStatistics | None = None
+        self._sent: deque[tuple[int, Sent]] = deque()
+        self._hook = None if optimizer is None else optimizer.register_step_post_hook(lambda *_: self.step())
+        self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def step(self) -> None:
+        """A step of training is done."""
+        self.steps += 1
+        if self._statistics is not None:
+            self._open.close()
+            states = [module for module in self._model.modules() if isinstance(module, DelayedState)]
+            self._sent.append((self.steps, self._statistics.send(states)))
+            self._statistics = None
+        while self._sent and (len(self._sent) > 1 or self._sent[0][1].is_there()):
+            self._write()
+        self._begin()
+
+    def close(self) -> None:
+        """Write what is not written yet, and leave the model alone. A step that is not done is not written."""
+        self._open.close()
+        self._statistics = None
+        if self._hook is not None:
+            self._hook.remove()
+        while self._sent:
+            self._write()
+        self._lines.close()
+
+    def _begin(self) -> None:
+        """Sample the next step if it is its turn."""
+        number = self.steps + 1
+        if number == self._first or number % self._every == 0:
+            self._statistics = StepStatistics()
+            self._open.enter_context(sampled_step(self._model, self._statistics))
+
+    def _write(self) -> None:
+        step, sent = self._sent.popleft()
+        rows, dead = sent.read()
+        alarms = self._checks.check(step, rows, dead)
+        self.alarms += alarms
+        for write in self._writes:
+            write(step, rows, alarms)
+        for alarm in alarms:
+            if self._on_alarm is None:
+                warnings.warn(str(alarm), stacklevel=3)
+            else:
+                self._on_alarm(alarm)

@@ -1,0 +1,191 @@
+"""The statistics of one sampled step: gathered on the device, copied without waiting, read when the copy is there."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.observe.sampling import Sampler, Slots, spread
+from duotone.observe.statistics import FIELDS, Key, summary, tally
+from duotone.recipes.roles import QuantizerRole
+from duotone.state.delayed import DelayedState
+from duotone.state.history import is_new
+from duotone.tensor.plane import Plane, Planes
+
+Row = dict[str, str | float | None]
+SAMPLE = 1 << 16
+"""Elements of an operand whose errors are measured."""
+
+WAITING = 64
+"""Samples that wait to be measured together: few launches, in 42 MB."""
+
+NAMES = {"duotone_forward": ("input", "weight"), "duotone_backward": ("grad_output",)}
+"""The tensors whose slots a delayed state has, two each."""
+
+
+class Sample(NamedTuple):
+    """fp32: elements of an operand, what they decode to, what their codes stand for, and the most that codes hold."""
+
+    x: Tensor
+    decoded: Tensor
+    rotated: Tensor
+    ceiling: Tensor
+
+
+class StepStatistics(Sampler):
+    """What the encodes of a step lost. `send` ends the step."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[Key, float]] = []
+        """Of each plane, with the largest element of its format."""
+        self._whole: list[Tensor] = []
+        self._waiting: dict[torch.Size, list[tuple[int, Sample]]] = {}
+        self._measured: list[tuple[list[int], Tensor]] = []
+
+    def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
+        whole = count(x)
+        sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
+        for direction, matrix, plane in sides:
+            if plane is not None:
+                key = role.name, role.tensor_type, direction, plane.format.name
+                self.keys.append((key, plane.format.largest))
+                self._whole.append(whole)
+                if math.isfinite(plane.format.largest) and matrix.numel():
+                    self._wait(len(self.keys) - 1, sample(matrix, plane))
+
+    def send(self, states: Sequence[DelayedState]) -> "Sent":
+        """Start the copy of all numbers to the host, and of which delayed slots have met no amax."""
+        self._measure()
+        are_new = [is_new(state.amax_history, state.scale).double() for state in states]
+        tensors = [*(measured.flatten() for _, measured in self._measured), *self._whole, *are_new]
+        places = [place for places, _ in self._measured for place in places]
+        slots = [slot for state in states for slot in slots_of(state)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        numbers = torch.cat([t.to(device, non_blocking=True) for t in tensors]) if tensors else torch.empty(0)
+        return Sent(self.keys, places, slots, numbers)
+
+    def _wait(self, place: int, taken: Sample) -> None:
+        self._waiting.setdefault(taken.x.shape, []).append((place, taken))
+        if sum(map(len, self._waiting.values())) == WAITING:
+            self._measure()
+
+    def _measure(self) -> None:
+        """Measure what waits, the samples of one shape together, and let it go."""
+        for waiting in self._waiting.values():
+            x, decoded, rotated, ceiling = (
+                torch.stack(list(parts)) for parts in zip(*(taken for _, taken in waiting), strict=True)
+            )
+            coded = rotated.abs()
+            saturated = (coded > ceiling) & torch.isfinite(coded)
+            clipped = (coded > CLIPPED * ceiling).sum((1, 2), dtype=torch.float64)
+            sums, extremes = tally(x, decoded, saturated, torch.float32)
+            limits = torch.stack([clipped, ceiling.amax((1, 2)), -ceiling.amin((1, 2))], 1)
+            self._measured.append(([place for place, _ in waiting], torch.cat([sums, extremes, limits], 1)))
+        self._waiting.clear()
+
+
+WIDTH = len(FIELDS) + 5
+"""Numbers of a measured sample: sums, extremes, clipped elements, and the extremes of what scales allow."""
+
+CLIPPED = 1.5
+"""Times its limit. Scales that are rounded leave the largest elements of many blocks a little above the limit."""
+
+
+def count(x: Tensor) -> Tensor:
+    """float64 (3,): the largest magnitude in the matrix, and how many elements are NaN and how many infinite."""
+    if x.numel() == 0:
+        return torch.zeros(3, dtype=torch.float64, device=x.device)
+    amax = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+    nonfinite, nan = torch.count_nonzero(x - x), torch.count_nonzero(x != x)
+    return torch.stack([amax, nan, nonfinite - nan]).double()
+
+
+def sample(x: Tensor, plane: Plane) -> Sample:
+    """About `SAMPLE` elements of an operand that lies as the plane does."""
+    values, part = spread(x.detach(), plane, SAMPLE)
+    values = values.to(torch.float32, copy=True)  # the operand may be freed or overwritten before it is measured
+    rotated = part.format.rotate(values)
+    return Sample(
+        values, part.dequantize(torch.float32), rotated, part.format.ceiling(part.parts)[:, : rotated.shape[1]]
+    )
+
+
+class Sent:
+    """The numbers of a step on their way to the host."""
+
+    def __init__(self, keys: list[tuple[Key, float]], places: list[int], slots: list[str], numbers: Tensor):
+        self._keys, self._places, self._slots = keys, places, slots
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(numbers.device))
+
+    def is_there(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> tuple[list[Row], list[str]]:
+        """A row for each module, role, plane and format, in order of first use, and the delayed slots without an amax.
+
+        Waits for the device if need be. Several encodes of one plane, as of microbatches or experts, are one row.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        numbers = self._numbers
+        samples, rest = numbers[: WIDTH * len(self._places)], numbers[WIDTH * len(self._places) :]
+        wholes, are_new = rest[: 3 * len(self._keys)].reshape(-1, 3), rest[3 * len(self._keys) :]
+        measured = dict(zip(self._places, samples.reshape(-1, WIDTH).tolist(), strict=True))
+        groups: dict[Key, list[int]] = {}
+        for place, (key, _) in enumerate(self._keys):
+            groups.setdefault(key, []).append(place)
+        counts = wholes.tolist()
+        rows = [
+            _row(
+                key,
+                self._keys[places[0]][1],
+                [counts[p] for p in places],
+                [measured[p] for p in places if p in measured],
+            )
+            for key, places in groups.items()
+        ]
+        dead = [slot for slot, new in zip(self._slots, are_new.tolist(), strict=True) if slot and new]
+        return rows, dead
+
+
+def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: Sequence[Sequence[float]]) -> Row:
+    """One plane in one step, of so many encodes. Numbers that are not finite, which JSON cannot hold, are None."""
+    module, role, plane, fmt = key
+    amaxes, nans, infs = zip(*wholes, strict=True)
+    row: Row = {"module": module, "role": role, "plane": plane, "format": fmt}
+    if samples:
+        *sums, high, low, clipped, most, least = zip(*samples, strict=True)
+        totals = [sum(column) for column in sums]
+        row |= summary(totals, [max(high), max(low)])
+        row["clipped"] = sum(clipped) / max(1.0, totals[FIELDS.index("elements")])
+        row |= {"scale": max(most) / largest, "smallest_scale": -max(least) / largest}
+        if role == "grad_output" and (signal := row["snr_db"]) is not None:
+            row["gradient_to_noise"] = 10 ** (float(signal) / 20)
+    row |= {"amax": max(amaxes), "nan": int(sum(nans)), "inf": int(sum(infs))}
+    if row["nan"] or row["inf"]:
+        row["amax"] = None
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in row.items()}
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def slots_of(state: DelayedState) -> list[str]:
+    """Module, tensor and direction of each slot of a state; "" for one without use."""
+    module, _, kind = state.name.rpartition(".")
+    tensors = NAMES[kind]
+    names = []
+    for index, largest in enumerate(state.largest):
+        member, place = divmod(index, 2 * len(tensors))
+        expert = f", expert {member}" if len(state.largest) > 2 * len(tensors) else ""
+        direction = ("rowwise", "columnwise")[place % 2]
+        names.append(f"{module or 'a linear'}{expert}, {tensors[place // 2]} {direction}" if largest else "")
+    return names
