@@ -2,7 +2,10 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from importlib import import_module
+from types import ModuleType
 
 import pytest
 import torch
@@ -46,3 +49,14 @@ def awkward() -> torch.Tensor:
     x[10, 7], x[11, 9] = float("inf"), -float("inf")
     x[12, 64:96] = float("nan")
     return x
+
+
+@pytest.fixture
+def te() -> Iterator[ModuleType]:
+    """`transformer_engine.pytorch` as scripts import it after `duotone.compat.te.install()`, for one test."""
+    compat = import_module("duotone.compat.te")
+    compat.install()
+    yield import_module("transformer_engine.pytorch")
+    sys.meta_path.remove(compat.FINDER)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        del sys.modules[name]

@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 31683
+LIBRARY_LINES = 31708
 TOOL_LINES = 5411
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (1932, 22, 0),
     "cli": (1160, 3, 0),
     "comm": (141, 1, 0),
-    "compat": (1843, 54, 0),
+    "compat": (1868, 54, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2495, 0, 0),
     "formats": (1473, 0, 0),

@@ -8,15 +8,16 @@ from types import ModuleType
 import pytest
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-EXTRA = "integrations"
+EXTRAS = ("integrations", "te")
 
 
-def require(name: str) -> ModuleType:
+def require(name: str, module: str = "") -> ModuleType:
     """The package, or a skip with the command that installs the version that was tried."""
-    return pytest.importorskip(name.replace("-", "_"), reason=f"pip install '{pinned()[name]}'", exc_type=ImportError)
+    module = module or name.replace("-", "_")
+    return pytest.importorskip(module, reason=f"pip install '{pinned()[name]}'", exc_type=ImportError)
 
 
 def pinned() -> dict[str, str]:
-    """The requirement of each package of the extra, by its name."""
+    """The requirement of each package of the extras, by its name."""
     table = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
-    return {re.match(r"[\w-]+", line)[0]: line for line in table[EXTRA]}
+    return {re.match(r"[\w-]+", line)[0]: line for extra in EXTRAS for line in table[extra]}

@@ -162,6 +162,13 @@ def _replaying(function: Callable[..., Any], tracker: Any) -> Callable[..., Any]
     return call
 
 
+def activation_recompute_forward(
+    activation_recompute: bool = False, recompute_phase: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Nothing has to be told: modules notice that a backward runs their forward."""
+    return contextlib.nullcontext()
+
+
 class _Offload:
     """Entered around each layer in turn; the first `count` of every `layers` leave their activations on the host."""
 
@@ -186,6 +193,7 @@ def get_cpu_offload_context(
     model_layers: int = 1,
     offload_activations: bool = True,
     offload_weights: bool = False,
+    double_buffering: bool = False,
     **_how: object,
 ) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
     """A context for each layer, and a function for its output, which changes nothing here."""

@@ -40,10 +40,10 @@ PYTORCH = {
     ),
     **_all(
         f"{HERE}.contexts",
-        "CudaRNGStatesTracker FP8GlobalStateManager autocast check_fp8_support check_mxfp8_support checkpoint "
-        "fp8_autocast get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
-        "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
-        "make_graphed_callables quantized_model_init",
+        "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
+        "check_mxfp8_support checkpoint fp8_autocast get_cpu_offload_context get_default_recipe "
+        "get_device_compute_capability is_bf16_available is_fp8_available is_fp8_block_scaling_available "
+        "is_mxfp8_available is_nvfp4_available make_graphed_callables quantized_model_init",
     ),
     **_all(
         "duotone",
@@ -59,8 +59,8 @@ PYTORCH = {
 }
 PARTS = (
     "attention attention.rope cpu_offload cross_entropy distributed export float8_tensor fp8 graph module module.base "
-    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization rope tensor "
-    "tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
+    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization rope router "
+    "tensor tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
 )
 MODULES: dict[str, Mapping[str, str]] = {
     "transformer_engine": {},
@@ -99,6 +99,9 @@ INSTEAD = {
     "cast_master_weights_to_fp8": "use duotone.optim.AdamW, whose step writes quantized weights",
     "deinterleave_glu_tensor": "use torch.Tensor.unflatten and transpose",
     "destroy_ub": OVERLAP,
+    "fused_compute_score_for_moe_aux_loss": ROUTING,
+    "fused_moe_aux_loss": ROUTING,
+    "fused_topk_with_score_function": ROUTING,
     "get_cudnn_version": "use torch.backends.cudnn.version()",
     "initialize_ub": OVERLAP,
     "interleave_glu_tensor": "use torch.Tensor.unflatten and transpose",

@@ -62,7 +62,7 @@ class TakesTheirArguments:
     def __init__(self, *values: Any, **options: Any) -> None:
         named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
         tracker = named.pop("get_rng_state_tracker", None)
-        sequence_parallel = bool(named.get("sequence_parallel"))
+        sequence_parallel, size = bool(named.get("sequence_parallel")), ranks(named)
         self.prepare(named)
         for method in {"init_method", "output_layer_init_method"} & self.constructor:
             named[method] = _forked(named.get(method) or normal, tracker)
@@ -70,6 +70,7 @@ class TakesTheirArguments:
             named["device"] = default_device()
         super().__init__(**counterparts(f"te.{self.title}", named, self.constructor))
         assert isinstance(self, nn.Module)
+        self.tp_size = size
         for name, parameter in self.named_parameters(recurse=False):
             if "layer_norm" in name or isinstance(self, ops.LayerNorm | ops.RMSNorm):
                 parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # who sums its gradient
@@ -78,6 +79,7 @@ class TakesTheirArguments:
     def forward(self, *values: Any, **options: Any) -> Any:
         call = f"te.{self.title}.forward"
         named = by_name(call, CALLS[self.title].split(), values, options)
+        self.prepare_call(named)
         return super().forward(**counterparts(call, named, self.call))  # type: ignore[misc]
 
     def prepare(self, named: Options) -> None:
@@ -86,13 +88,16 @@ class TakesTheirArguments:
             for name in ("tp_group", "tp_size", "parallel_mode", "set_parallel_mode", "sequence_parallel"):
                 named.pop(name, None)
 
+    def prepare_call(self, named: Options) -> None:
+        """Change arguments of a forward that mean something else here."""
+
 
 class Linear(TakesTheirArguments, modules.Linear):
-    pass
+    use_bias = property(lambda self: self.bias is not None)
 
 
 class LayerNormLinear(TakesTheirArguments, modules.LayerNormLinear):
-    pass
+    use_bias = property(lambda self: self.bias is not None)
 
 
 class GroupedLinear(TakesTheirArguments, modules.GroupedLinear):
@@ -127,6 +132,13 @@ class LayerNormMLP(TakesTheirArguments, modules.LayerNormMLP):
             super().__setattr__(name, value)
 
 
+def drop_unused_mask(named: Options, default: str) -> None:
+    """A mask beside a type that needs none is not looked at there."""
+    kind = named.get("attn_mask_type") or default
+    if "padding" not in kind and kind != "arbitrary":
+        named.pop("attention_mask", None)
+
+
 class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
     get_rng_state_tracker: Callable[[], Any] | None = None
 
@@ -138,13 +150,17 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
         for name in ("tp_group", "tp_size", "sequence_parallel", "attention_type"):
             named.pop(name, None)
 
+    def prepare_call(self, named: Options) -> None:
+        drop_unused_mask(named, self.attn_mask_type)
+
     def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
         with _fork(self.get_rng_state_tracker):
             return super()._attend(*heads, **masking)
 
 
 class MultiheadAttention(TakesTheirArguments, attention.MultiheadAttention):
-    pass
+    def prepare_call(self, named: Options) -> None:
+        drop_unused_mask(named, self.core_attention.attn_mask_type)
 
 
 class TransformerLayer(TakesTheirArguments, attention.TransformerLayer, further=(attention.MultiheadAttention,)):

@@ -1,12 +1,13 @@
 """Recipes of Duotone with the arguments, defaults and numerics of Transformer Engine."""
 
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from duotone import recipes
 from duotone.compat.transformer_engine.options import Options, by_name
 from duotone.errors import RecipeError
-from duotone.recipes.recipe import RecipeClass
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class QParams:
 NUMERICS: Options = {"propagate_nonfinite": False}
 """What Duotone does otherwise unless told."""
 
+GEMMS = ("fprop", "dgrad", "wgrad")
 UNUSED = {
     "interval": 1,
     "margin": 0,
@@ -42,11 +44,20 @@ UNUSED = {
 }
 """Fields that recipes here do not have, with the only values that they may have."""
 
-PRODUCTS = {f"fp8_gemm_{gemm}": f"{gemm}_fast_accum" for gemm in ("fprop", "dgrad", "wgrad")}
+IGNORED = ("params_dtype", "device")
+"""What Megatron also gives a recipe, which ignores it there too."""
+
+TRANSLATED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "use_power_2_scales": ("power_of_two_scales", bool),
+    "use_f32_scales": ("power_of_two_scales", operator.not_),
+    **{f"fp8_gemm_{gemm}": (f"{gemm}_fast_accum", lambda how: not how.use_split_accumulator) for gemm in GEMMS},
+}
+"""Fields that have another name and value here."""
+
 TENSORS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
-def translated(title: str, options: Options, known: tuple[str, ...]) -> Options:
+def translated(title: str, options: Options, known: Sequence[str]) -> Options:
     """The fields of a recipe here. RecipeError for what it has no field for."""
     result: Options = {}
     tensors = {options.pop(name) for name in TENSORS if name in options}
@@ -55,34 +66,34 @@ def translated(title: str, options: Options, known: tuple[str, ...]) -> Options:
     for params in tensors:
         result |= {"power_of_two_scales": params.power_2_scale, "amax_epsilon": params.amax_epsilon}
     for name, value in options.items():
-        if name in PRODUCTS:
-            result[PRODUCTS[name]] = not value.use_split_accumulator
-        elif name == "use_power_2_scales":
-            result["power_of_two_scales"] = value
-        elif name == "use_f32_scales":
-            result["power_of_two_scales"] = not value
-        elif name in known or name not in UNUSED:
+        if name in TRANSLATED:
+            field, translate = TRANSLATED[name]
+            result[field] = translate(value)
+        elif name in known:
             result[name] = value
-        elif value != UNUSED[name]:
+        elif name not in UNUSED and name not in IGNORED:
+            raise RecipeError(f"{title} has no {name}; allowed are {', '.join(known)}")
+        elif value != UNUSED.get(name, value):
             raise RecipeError(f"{title}({name}={value!r}) has no counterpart; write a RuleRecipe with those formats")
     return result
-
-
-class TheirRecipe(RecipeClass):
-    """Makes recipes from arguments of Transformer Engine."""
-
-    def __call__(cls, *values: Any, **options: Any) -> Any:
-        named = by_name(cls.__name__, vars(cls)["order"].split(), values, options)
-        known = tuple(vars(cls)["__dataclass_fields__"])
-        return super().__call__(**NUMERICS | vars(cls)["numerics"] | translated(cls.__name__, named, known))
 
 
 def _asks(kind: type[recipes.Recipe]) -> Any:
     return classmethod(lambda cls: issubclass(cls, kind))
 
 
-class Kinds:
-    """`recipe.delayed()` and so on: which kind of recipe it is."""
+class TheirRecipe:
+    """Mixed in before a recipe of Duotone: it takes arguments of Transformer Engine, and tells its kind as there."""
+
+    order: ClassVar[str]
+    numerics: ClassVar[Options] = {}
+    """Fields that give the numerics there, beside NUMERICS."""
+
+    def __init__(self, *values: Any, **options: Any) -> None:
+        title = type(self).__name__
+        known = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
+        named = by_name(title, self.order.split(), values, options)
+        super().__init__(**NUMERICS | self.numerics | translated(title, named, known))
 
     delayed = _asks(recipes.DelayedScaling)
     float8_current_scaling = _asks(recipes.Float8CurrentScaling)
@@ -96,54 +107,41 @@ class Kinds:
         return cls.delayed() or cls.float8_current_scaling()
 
 
-value = dataclass(frozen=True, kw_only=True, repr=False)
-
-
-@value
-class DelayedScaling(Kinds, recipes.DelayedScaling, metaclass=TheirRecipe):
+class DelayedScaling(TheirRecipe, recipes.DelayedScaling):
     """FP8 with scales that follow from earlier steps: from a scale of 1 on, and with all amaxes as they are."""
 
-    order: ClassVar[str] = (
+    order = (
         "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax fp8_dpa fp8_mha"
     )
     numerics: ClassVar[Options] = {"first_scale_from_amax": False, "skip_nonfinite_amax": False, "spike_factor": 0.0}
 
 
-@value
-class Float8CurrentScaling(Kinds, recipes.Float8CurrentScaling, metaclass=TheirRecipe):
+class Float8CurrentScaling(TheirRecipe, recipes.Float8CurrentScaling):
     """FP8 with one scale for each tensor."""
 
-    order: ClassVar[str] = "use_power_2_scales fp8_format"
-    numerics: ClassVar[Options] = {}
+    order = "use_power_2_scales fp8_format"
 
 
-@value
-class Float8BlockScaling(Kinds, recipes.Float8BlockScaling, metaclass=TheirRecipe):
+class Float8BlockScaling(TheirRecipe, recipes.Float8BlockScaling):
     """FP8 with scales of blocks. Products never accumulate fast."""
 
-    order: ClassVar[str] = "use_f32_scales fp8_format"
+    order = "use_f32_scales fp8_format"
     numerics: ClassVar[Options] = {"fprop_fast_accum": False}
 
 
-@value
-class MXFP8BlockScaling(Kinds, recipes.MXFP8BlockScaling, metaclass=TheirRecipe):
+class MXFP8BlockScaling(TheirRecipe, recipes.MXFP8BlockScaling):
     """MXFP8."""
 
-    order: ClassVar[str] = "margin fp8_format fp8_dpa fp8_mha"
-    numerics: ClassVar[Options] = {}
+    order = "margin fp8_format fp8_dpa fp8_mha"
 
 
-@value
-class NVFP4BlockScaling(Kinds, recipes.NVFP4BlockScaling, metaclass=TheirRecipe):
+class NVFP4BlockScaling(TheirRecipe, recipes.NVFP4BlockScaling):
     """NVFP4."""
 
-    order: ClassVar[str] = "disable_rht disable_stochastic_rounding disable_2d_quantization"
-    numerics: ClassVar[Options] = {}
+    order = "disable_rht disable_stochastic_rounding disable_2d_quantization"
 
 
-@value
-class CustomRecipe(Kinds, recipes.CustomRecipe, metaclass=TheirRecipe):
+class CustomRecipe(TheirRecipe, recipes.CustomRecipe):
     """Formats from a function of the role."""
 
-    order: ClassVar[str] = "qfactory fp8_dpa fp8_mha"
-    numerics: ClassVar[Options] = {}
+    order = "qfactory fp8_dpa fp8_mha"
