@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 31708
+LIBRARY_LINES = 32138
 TOOL_LINES = 5411
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -26,6 +26,7 @@ BUDGETS = {
     "compat": (1868, 54, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2495, 0, 0),
+    "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),

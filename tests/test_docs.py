@@ -57,6 +57,7 @@ PREAMBLES = {
     + "model = [None, None, duotone.Linear(32, 32)]\n"
     + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
     ("docs/parallel.md", 4): MODEL + "del group",
+    ("docs/parallel.md", 5): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
 }
 
 NEEDS = {

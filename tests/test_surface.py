@@ -21,7 +21,7 @@ ROOT = Path(duotone.__file__).parent
 PACKAGES = sorted(".".join(("duotone", *path.parent.relative_to(ROOT).parts)) for path in ROOT.rglob("__init__.py"))
 
 
-PUBLIC = ("duotone", *(f"duotone.{name}" for name in ("formats", "recipes", "ops", "optim", "observe")))
+PUBLIC = ("duotone", *(f"duotone.{name}" for name in ("distributed", "formats", "recipes", "ops", "optim", "observe")))
 SNAPSHOT = Path(__file__).parent / "surface.txt"
 SIMPLE = (bool, int, float, str, tuple, type(None))
 

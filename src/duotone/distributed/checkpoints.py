@@ -1,0 +1,263 @@
+"""Save and load training over many ranks through torch.distributed.checkpoint, on any number of them.
+
+A checkpoint is a folder. torch writes its `.metadata` last, so a folder without it was not finished.
+"""
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from duotone.distributed.entries import (
+    GROUP,
+    Entry,
+    as_tensor,
+    empty_state,
+    group_entries,
+    model_entries,
+    names_of,
+    note_writes,
+    optimizer_entries,
+)
+from duotone.errors import UserError
+from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.state.seeds import load_rng_state, rng_state
+
+METADATA = ".metadata"
+Stored = tuple[torch.Size, torch.dtype]
+STEP = re.compile(r"step-[0-9]+")
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Tensor] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save parameters, buffers, optimizer state, delayed scales, seeds and generators in the new folder `path`.
+
+    Every rank of `group` calls it, all by default. `extra` are tensors of the caller, equal on all ranks. All values in
+    the checkpoint are plain tensors. UserError if the folder holds a checkpoint, or if the disk refuses it.
+    """
+    tensors = _tensors(path, model, optimizer, extra, group)
+    try:
+        dcp.save(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
+    except (dcp.CheckpointException, OSError) as error:
+        raise UserError(
+            f"cannot save the checkpoint {path}: {_first_cause(error)}; make room, then save anew"
+        ) from None
+
+
+def async_save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Tensor] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> "Future[Any]":
+    """As `save`, in the background: training may go on as soon as it returns. Wait for the future before the next one.
+
+    `group` communicates on CPUs beside the training, so nothing else may use it: `dist.new_group(backend="gloo")`. One
+    process needs none.
+    """
+    if group is None and _world(group) > 1:
+        raise UserError('async_save communicates beside training; give it group=dist.new_group(backend="gloo")')
+    tensors = _tensors(path, model, optimizer, extra, group)
+    return dcp.async_save(tensors, checkpoint_id=path, process_group=group, no_dist=group is None)  # type: ignore
+
+
+def load(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Load what `save` wrote, on any number of ranks, and return `extra`. The model is converted and sharded already.
+
+    On as many ranks as were saved, training goes on with the bits of a run that did not stop. On others, every rank
+    takes the largest amaxes and the smallest delayed scales of all, and the seeds of one. UserError on all ranks,
+    before anything changes, if the checkpoint is damaged, or of another model or recipe.
+    """
+    entries, stored = _matching(Path(path), model, optimizer, group)
+    ranks = len({key.split(".")[1] for key in stored if key.startswith("ranks.")})
+    mine, together = f"ranks.{_rank(group) % ranks}.", ranks != _world(group)
+    tensors = {key: entry.empty() for key, entry in entries.items()}
+    for key, (size, dtype) in stored.items():
+        if key.startswith((mine, "extra.")) or (together and key.startswith("ranks.") and ".delayed." in key):
+            tensors[key] = torch.empty(size, dtype=dtype)
+    if optimizer is not None:
+        tensors.update(_empty_optimizer(model, optimizer, stored))
+    try:
+        dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
+    except (dcp.CheckpointException, OSError, RuntimeError, EOFError) as error:
+        raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
+    load_recipe_state(model, _delayed(tensors, mine, together=together))
+    if optimizer is not None:
+        optimizer.load_state_dict(_optimizer_state(model, optimizer, tensors))
+    for key, entry in entries.items():
+        entry.write(tensors[key])
+    note_writes(model)
+    load_rng_state(model, _below(tensors, f"{mine}seeds."))
+    torch.set_rng_state(tensors[f"{mine}generator"])
+    if torch.cuda.is_available() and f"{mine}cuda_generator" in tensors:
+        torch.cuda.set_rng_state(tensors[f"{mine}cuda_generator"])
+    return _below(tensors, "extra.")
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest finished checkpoint among `step-<number>` in a folder; None without one."""
+    finished = [path.parent for path in Path(folder).glob(f"step-*/{METADATA}") if STEP.fullmatch(path.parent.name)]
+    return max(finished, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def _entries(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Entry]:
+    entries = model_entries(model, recipe_state(model))
+    return entries if optimizer is None else entries | group_entries(optimizer)
+
+
+def _tensors(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Tensor] | None,
+    group: dist.ProcessGroup | None,
+) -> dict[str, Tensor]:
+    if (Path(path) / METADATA).exists():
+        raise UserError(f"{path} holds a checkpoint; save into a new folder, and remove the old one afterwards")
+    entries = _entries(model, optimizer)
+    if optimizer is not None:
+        entries |= optimizer_entries(model, optimizer)
+    tensors = {key: entry.saved() for key, entry in entries.items()}
+    tensors |= {f"extra.{key}": as_tensor(value) for key, value in (extra or {}).items()}
+    mine = f"ranks.{_rank(group)}"
+    tensors |= {f"{mine}.seeds.{key}": seed for key, seed in rng_state(model).items()}
+    tensors |= {f"{mine}.delayed.{key}": value for key, value in recipe_state(model).items()}
+    tensors[f"{mine}.generator"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        tensors[f"{mine}.cuda_generator"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _matching(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None
+) -> tuple[dict[str, Entry], dict[str, Stored]]:
+    """What a load writes, and what is stored.
+
+    UserError on every rank if one finds that they do not fit: no rank waits for others in a load that will not be.
+    """
+    problem, entries, stored = "", {}, {}
+    try:
+        stored, entries = _stored(path), _entries(model, optimizer)
+        _require_alike(path, entries, stored, ("model.", f"{GROUP}.") if optimizer is not None else ("model.",))
+    except UserError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem] * _world(group)
+    if dist.is_initialized():
+        dist.all_gather_object(problems, problem, group)
+    if first := next(filter(None, problems), None):
+        raise UserError(first)
+    return entries, stored
+
+
+def _stored(path: Path) -> dict[str, Stored]:
+    """The size and dtype of each tensor of a checkpoint."""
+    if not (path / METADATA).is_file():
+        raise UserError(f"{path} holds no finished checkpoint; load an earlier one")
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # a damaged pickle raises anything
+        raise UserError(
+            f"the checkpoint {path} is damaged: {METADATA} cannot be read ({_first_cause(error)})"
+        ) from None
+    tensors = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+    if not any(key.startswith("ranks.") for key in tensors):
+        raise UserError(f"{path} is no checkpoint of duotone.distributed.save; load it with what wrote it")
+    return {key: (value.size, value.properties.dtype) for key, value in tensors.items()}
+
+
+def _require_alike(
+    path: str | Path,
+    wanted: Mapping[str, Entry],
+    stored: Mapping[str, Stored],
+    prefixes: tuple[str, ...],
+) -> None:
+    """UserError unless the checkpoint has the tensors of the model and the groups of the optimizer."""
+    theirs = {key for key in stored if key.startswith(prefixes)}
+    missing, unknown = sorted(wanted.keys() - theirs), sorted(theirs - wanted.keys())
+    remedy = "convert and shard the model as the one that was saved"
+    if missing or unknown:
+        words = [f"has {unknown[0]}" * bool(unknown), f"lacks {missing[0]}" * bool(missing)]
+        raise UserError(
+            f"the checkpoint {path} is of another recipe or model: it {' and '.join(filter(None, words))}; {remedy}"
+        )
+    for key, entry in wanted.items():
+        here, there = (entry.shape, entry.live.dtype), stored[key]
+        if here != there:
+            words = [f"{tuple(shape)} in {dtype}" for shape, dtype in (there, here)]
+            raise UserError(f"the checkpoint {path} has {key} as {words[0]}, and this run as {words[1]}; {remedy}")
+
+
+def _delayed(tensors: Mapping[str, Tensor], mine: str, *, together: bool) -> dict[str, Tensor]:
+    """The delayed states of this rank or, for another number of ranks, those that suit all of what they met."""
+    states = _below(tensors, f"{mine}delayed.")
+    if not together:
+        return states
+    for key in states:
+        all_ranks = torch.stack([value for name, value in tensors.items() if name.endswith(f".delayed.{key}")])
+        states[key] = all_ranks.amin(0) if key.endswith(".scale") else all_ranks.amax(0)
+    return states
+
+
+def _empty_optimizer(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        key: empty_state(parameter, *stored[key])
+        for name, parameter in zip(names_of(model, optimizer), parameters, strict=True)
+        for key in stored
+        if key.startswith(f"optimizer.{name}.") and "." not in key.removeprefix(f"optimizer.{name}.")
+    }
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The state_dict of an optimizer, with the state and the numbers that were loaded."""
+    state = {at: _below(tensors, f"optimizer.{name}.") for at, name in enumerate(names_of(model, optimizer))}
+    groups = optimizer.state_dict()["param_groups"]
+    for at, group in enumerate(groups):
+        for key, value in _below(tensors, f"{GROUP}.{at}.").items():
+            if isinstance(group[key], tuple):
+                group[key] = tuple(value.tolist())
+            else:
+                group[key] = value if isinstance(group[key], Tensor) else type(group[key])(value.item())
+    return {"state": {at: each for at, each in state.items() if each}, "param_groups": groups}
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _first_cause(error: BaseException) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {_first_cause(cause)}"
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+
+
+def _rank(group: dist.ProcessGroup | None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def _world(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1

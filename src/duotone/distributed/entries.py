@@ -1,0 +1,162 @@
+"""What a checkpoint of many ranks holds: plain tensors under flat names, cut over the ranks as their parameters are."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.optim import Optimizer
+
+from duotone.errors import UserError
+from duotone.planned.planned import Planned
+from duotone.tensor import Plane, QuantizedTensor
+from duotone.tensor.plane import sharded_parts
+
+Cut = tuple[DeviceMesh, Sequence[Placement]]
+GROUP = "groups"
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """`live` is the memory that is saved, and that a load writes. `cut` says how a shard lies over the ranks."""
+
+    live: Tensor
+    cut: Cut | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the whole tensor."""
+        mesh, placements = self.cut or (None, ())
+        shards = [mesh.size(at) for at, each in enumerate(placements) if each.is_shard()] if mesh is not None else []
+        return torch.Size([self.live.shape[0] * math.prod(shards), *self.live.shape[1:]]) if shards else self.live.shape
+
+    def saved(self) -> Tensor:
+        return self._whole(self.live.detach().contiguous())
+
+    def empty(self) -> Tensor:
+        """What a load fills."""
+        return self._whole(torch.empty_like(self.live.detach(), memory_format=torch.contiguous_format))
+
+    @torch.no_grad()
+    def write(self, loaded: Tensor) -> None:
+        self.live.copy_(local(loaded) if self.cut is not None else loaded)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        return x if self.cut is None else DTensor.from_local(x, *self.cut, run_check=False)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def clean(name: str) -> str:
+    """The name of a parameter without what wrappers of torch add."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry]:
+    """Parameters and persistent buffers. A quantized one is the parts of its planes, by side and format.
+
+    UserError if a module holds a shard of a weight that is no DTensor: nothing says how it lies over the ranks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Planned) and module.layout.group and not any(map(_is_cut, module.parameters(False))):
+            raise UserError(
+                f"{name or 'the model'} holds a shard of its weight (parallel_mode=), which a checkpoint cannot place; "
+                "cut it with parallelize_module, whose parameters are DTensors"
+            )
+    entries: dict[str, Entry] = {}
+    leave_out = set(leave_out)
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name in leave_out or not isinstance(value, Tensor):
+            continue
+        mine = local(value)
+        if isinstance(mine, QuantizedTensor):
+            cut = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+            entries.update(_plane_entries(f"model.{clean(name)}", mine, cut))
+        else:
+            entries[f"model.{clean(name)}"] = Entry(value)
+    return entries
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[tuple[str, Entry]]:
+    """The parts of both planes with the rows of the tensor first. A plane that views the other one is left out."""
+    planes: tuple[tuple[str, int, Plane | None], ...] = (
+        ("rowwise", 0, t.planes.rowwise),
+        ("columnwise", 1, None if t.planes.aliased else t.planes.columnwise),
+    )
+    for side, rows, plane in planes:
+        for part, buffer in plane.parts.items() if plane is not None else ():
+            assert plane is not None
+            travels = part in sharded_parts(plane, rows)
+            live = buffer.t() if rows == 1 and travels and buffer.dim() == 2 else buffer
+            yield f"{name}.{side}.{plane.format.name}.{part}", Entry(live, cut if travels else None)
+
+
+def note_writes(model: nn.Module) -> None:
+    """Count a write of every quantized parameter, as `copy_` does."""
+    for parameter in model.parameters():
+        if isinstance(local(parameter), QuantizedTensor):
+            torch.autograd.graph.increment_version(local(parameter))
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of the optimizer's parameters, in the order of its state_dict. UserError if one is not the model's."""
+    known = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(id(p) not in known for p in parameters):
+        raise UserError("the optimizer updates a parameter that is not the model's; make it after the model is sharded")
+    return [known[id(p)] for p in parameters]
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Entry]:
+    """The state of each parameter by its name, and the numbers of each group."""
+    entries = group_entries(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter in zip(names_of(model, optimizer), parameters, strict=True):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            entries[f"optimizer.{name}.{key}"] = Entry(as_tensor(value), _cut_of(value, parameter))
+    return entries
+
+
+def group_entries(optimizer: Optimizer) -> dict[str, Entry]:
+    return {
+        f"{GROUP}.{at}.{key}": Entry(as_tensor(value))
+        for at, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if is_number(value) or (isinstance(value, tuple) and all(map(is_number, value)))
+    }
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """A number or a tuple of numbers in fp64; a tensor is itself."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+def _cut_of(value: object, parameter: Tensor) -> Cut | None:
+    """How the state of a sharded parameter lies over the ranks, if it is a plain tensor with the shape of the shard."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return None
+    return (parameter.device_mesh, parameter.placements) if value.shape == local(parameter).shape else None
+
+
+def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """What a load fills with one tensor of the state of a parameter."""
+    if isinstance(parameter, DTensor) and size == parameter.shape:
+        shard = torch.empty(local(parameter).shape, dtype=dtype, device=parameter.device)
+        cut = parameter.device_mesh, parameter.placements
+        return DTensor.from_local(shard, *cut, run_check=False, shape=size, stride=parameter.stride())
+    return torch.empty(size, dtype=dtype, device=parameter.device if size == parameter.shape else "cpu")

@@ -1,0 +1,201 @@
+"""Checkpoints through torch.distributed.checkpoint: saved by some ranks, loaded by as many or by others."""
+
+import functools
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check, same
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import duotone
+from duotone import recipes
+from duotone.dispatch import stages
+from duotone.distributed import async_save, latest, load, save
+from duotone.distributed.entries import local
+from duotone.errors import UserError
+from duotone.tensor import QuantizedTensor
+
+RANKS = (1, 2, 4)
+CASES = {
+    "mxfp8": True,
+    "fp8-current": True,
+    "fp8-delayed": True,
+    "mxfp8-fwd-nvfp4-bwd": True,
+    "fp8-block": True,
+    "nvfp4": False,
+}
+"""Recipe -> whether the parameters live quantized."""
+
+
+def network(recipe: str, ranks: int, seed: int = 0) -> nn.Sequential:
+    """A model that is sharded over the first ranks."""
+    torch.manual_seed(seed)
+    m = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 256, bias=False)).bfloat16()
+    duotone.convert(m, recipes.load(recipe), rules=())
+    if CASES[recipe]:
+        duotone.convert_parameters(m, recipes.load(recipe))
+    if ranks > 1:
+        for layer in (m[0], m[3], m):
+            fully_shard(layer, mesh=meshes()[ranks])
+    return m
+
+
+@functools.cache
+def meshes() -> dict[int, DeviceMesh]:
+    """Of the first 1, 2 and 4 ranks."""
+    return {ranks: DeviceMesh(checks.DEVICE, range(ranks)) for ranks in RANKS}
+
+
+def takes_part(ranks: int) -> bool:
+    meshes()  # all ranks make the groups
+    return dist.get_rank() < ranks
+
+
+def steps(m: nn.Module, optimizer: torch.optim.Optimizer, first: int, count: int = 2) -> list[Tensor]:
+    losses = []
+    for step in range(first, first + count):
+        x = torch.randn(32, 128, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank())).bfloat16()
+        loss = (m(x).float() ** 2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def state(m: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copies of all that the next step depends on."""
+    tensors = {**duotone.rng_state(m), **duotone.recipe_state(m), "generator": torch.get_rng_state()}
+    for name, parameter in m.named_parameters():
+        mine = local(parameter.detach())
+        parts = mine.parts if isinstance(mine, QuantizedTensor) else [mine]
+        tensors |= {f"{name} {at}": part for at, part in enumerate(parts)}
+        tensors |= {f"{name} {key}": local(value) for key, value in optimizer.state[parameter].items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def alike(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    for name, tensor in want.items():
+        same(got[name], tensor, name)
+
+
+def pair(recipe: str, ranks: int, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    m = network(recipe, ranks, seed)
+    return m, torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=False)
+
+
+@check
+def a_resumed_run_has_the_bits_of_one_that_went_on(folder: Path) -> None:
+    if takes_part(2):
+        group = meshes()[2].get_group()
+        for recipe in CASES:
+            run = pair(recipe, 2)
+            steps(*run, 0)
+            path = folder / "resumed" / recipe / "step-2"
+            save(path, *run, {"step": torch.tensor(2)}, group=group)
+            losses = steps(*run, 2)
+            want = state(*run)
+            resumed = pair(recipe, 2, seed=1)
+            assert load(path, *resumed, group=group)["step"] == 2
+            for got, loss in zip(steps(*resumed, 2), losses, strict=True):
+                same(got, loss, f"{recipe}: losses")
+            alike(state(*resumed), want)
+
+
+@check
+def any_number_of_ranks_loads_what_any_other_number_saved(folder: Path) -> None:
+    for (saved_by, loaded_by), recipe in itertools.product(itertools.permutations(RANKS, 2), ("mxfp8", "fp8-delayed")):
+        path = folder / "others" / f"{recipe}-{saved_by}" / "step-2"
+        if takes_part(saved_by) and not path.exists():
+            run = pair(recipe, saved_by)
+            steps(*run, 0)
+            save(path, *run, group=meshes()[saved_by].get_group())
+            whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in run[0].named_parameters()}
+            if dist.get_rank() == 0:
+                values = {name: p.detach() + 0 for name, p in whole.items()}
+                torch.save([values, duotone.rng_state(run[0])], path.parent / "whole.pt")
+        dist.barrier()
+        if takes_part(loaded_by):
+            m, optimizer = pair(recipe, loaded_by, seed=1)
+            load(path, m, optimizer, group=meshes()[loaded_by].get_group())
+            values, seeds = torch.load(path.parent / "whole.pt")
+            for name, parameter in m.named_parameters():
+                want = values[name].chunk(loaded_by)[dist.get_rank()]
+                same(local(parameter.detach()) + 0, want, f"{recipe}, {saved_by} to {loaded_by}: {name}")
+                assert optimizer.state[parameter]["step"] == 2 and optimizer.state[parameter]["exp_avg"].any()
+            assert duotone.rng_state(m).keys() == seeds.keys()
+            steps(m, optimizer, 2)
+
+
+@check
+def a_save_in_the_background_holds_the_values_of_its_call(folder: Path) -> None:
+    group = dist.new_group([0, 1], backend="gloo")
+    if takes_part(2):
+        run = pair("mxfp8", 2)
+        steps(*run, 0)
+        before = state(*run)
+        saved = async_save(folder / "background" / "step-2", *run, group=group)
+        steps(*run, 2)
+        saved.result()
+        load(folder / "background" / "step-2", *run, group=group)
+        alike(state(*run), before)
+
+
+@check
+def what_cannot_be_loaded_is_one_line_on_all_ranks_and_changes_nothing(folder: Path) -> None:
+    if not takes_part(2):
+        return
+    group, path = meshes()[2].get_group(), folder / "resumed" / "mxfp8" / "step-2"
+
+    def refused(path: Path, recipe: str, text: str) -> None:
+        run = pair(recipe, 2)
+        before = state(*run)
+        try:
+            load(path, *run, group=group)
+        except UserError as error:
+            assert text in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError(f"{path} was loaded")
+        alike(state(*run), before)
+
+    refused(path, "mxfp8-fwd-nvfp4-bwd", "another recipe or model: it has model.0.weight.columnwise.mxfp8_e4m3.codes")
+    refused(path.with_name("step-9"), "mxfp8", "no finished checkpoint")
+    dist.barrier(group)
+    for name, size, text in (("__1_0.distcp", 3000, "is damaged"), (".metadata", 100, ".metadata cannot be read")):
+        damaged = folder / f"damaged{name}"
+        if dist.get_rank() == 0:
+            shutil.copytree(path, damaged)
+            os.truncate(damaged / name, size)
+        dist.barrier(group)
+        refused(damaged, "mxfp8", text)
+    try:
+        save(path, *pair("mxfp8", 2), group=group)
+    except UserError as error:
+        assert "holds a checkpoint" in str(error), error
+    else:
+        raise AssertionError("a checkpoint was overwritten")
+
+
+@check
+def all_values_are_plain_tensors(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        stored = FileSystemReader(folder / "resumed" / "fp8-delayed" / "step-2").read_metadata().state_dict_metadata
+        assert all(isinstance(value, TensorStorageMetadata) for value in stored.values())
+        assert latest(folder / "resumed" / "mxfp8") == folder / "resumed" / "mxfp8" / "step-2"
+        assert latest(folder / "nowhere") is None
+
+
+if __name__ == "__main__":
+    stages.COMPILE_FROM = 1 << 40  # all backends give the same bits, and a compiler would take most of the time
+    checks.main()
