@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32138
+LIBRARY_LINES = 32446
 TOOL_LINES = 5411
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,18 +31,18 @@ BUDGETS = {
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),
     "lab": (2436, 7, 0),
-    "linear": (1814, 5, 0),
-    "modules": (494, 15, 0),
+    "linear": (1844, 5, 0),
+    "modules": (504, 15, 0),
     "observe": (2112, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (245, 1, 0),
-    "pipeline": (1329, 64, 1),
-    "planned": (2122, 45, 4),
+    "pipeline": (1320, 64, 1),
+    "planned": (2393, 49, 4),
     "recipes": (2002, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1954, 18, 0),
+    "state": (1960, 18, 0),
     "tensor": (2290, 14, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -21,6 +21,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),
 }
 OF_MODULES = {"delayed_scale", "traced_scale"}
+OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
 ON_CUDA = {"block_mm", "cast_planes", "cast_two_level", "decode", "delayed_planes", "traced_planes"}
 """They have no kernel for the CPU; tests/gpu runs them."""
@@ -28,7 +29,8 @@ ON_CUDA = {"block_mm", "cast_planes", "cast_two_level", "decode", "delayed_plane
 
 def test_every_op_is_checked_here_or_on_cuda() -> None:
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("duotone::")]
-    assert {name.removeprefix("duotone::") for name in names} == PLAIN.keys() | OF_MODULES | OF_ATTENTION | ON_CUDA
+    known = PLAIN.keys() | OF_MODULES | OF_STAGES | OF_ATTENTION | ON_CUDA
+    assert {name.removeprefix("duotone::") for name in names} == known
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -36,14 +38,33 @@ def test_an_op_is_what_its_schema_says(name: str) -> None:
     opcheck(getattr(torch.ops.duotone, name).default, PLAIN[name])
 
 
+def plan_of(m: duotone.Linear, x: torch.Tensor) -> str:
+    """The name of a plan of the module in graphs."""
+    m(x).sum().backward()
+    torch.compile(m, backend="eager", fullgraph=True)(x)
+    answers = getattr(m.plans.answered, m.recipe.key)
+    return next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_{answers}_{m.recipe.key}_"))
+
+
+@pytest.mark.parametrize("name", sorted(OF_STAGES))
+def test_an_op_that_runs_a_stage_is_what_its_schema_says(name: str) -> None:
+    m = duotone.Linear(32, 32, recipe=recipes.load("mxfp8"))
+    x = torch.randn(4, 32)
+    call = (x, [m.weight.detach()], [m.bias.detach()], None, None, [], m.plans.handle, plan_of(m, x), None)
+    arguments = (*call, [False, False], [4, 32])
+    if name == "stage_forward":  # two calls never give the same token
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        opcheck(torch.ops.duotone.stage_forward.default, arguments, test_utils=checks)
+        return
+    _, token = torch.ops.duotone.stage_forward(*arguments)
+    opcheck(getattr(torch.ops.duotone, name).default, (x, token, [], [4, 32], False, [True], [True], True))
+
+
 @pytest.mark.parametrize("name", sorted(OF_MODULES))
 def test_an_op_that_finds_states_is_what_its_schema_says(name: str) -> None:
     m = duotone.Linear(32, 32, recipe=recipes.load("fp8-delayed"))
     x = torch.randn(4, 32)
-    m(x).sum().backward()
-    torch.compile(m, backend="eager", fullgraph=True)(x)
-    answers = getattr(m.plans.answered, m.recipe.key)
-    plan = next(name for name in vars(PLANS) if name.startswith(f"{m.plans.config}_{answers}_{m.recipe.key}_"))
+    plan = plan_of(m, x)
     where: tuple[Any, ...] = (m.duotone_forward.number, 0, "", "use", False)
     if name == "traced_scale":
         where = (m.plans.handle, plan, 0, "input", 0)

@@ -80,9 +80,9 @@ class PlannedExperts:
         index, by_expert = top_k_index.sort(dim=-1)  # sums go by expert, as in a loop over the experts
         routing = Routing.of(index, self.num_experts)
         up, down = (getattr(self, f"{PREFIX}{name}") for name in linear_names(self))
-        h = up(routing.rows(hidden_states), routing.splits)
+        h = up(routing.rows(hidden_states), routing.checked)
         h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
-        y = down(h, routing.splits)
+        y = down(h, routing.checked)
         return routing.combine(y, top_k_weights.gather(-1, by_expert)).to(hidden_states.dtype)
 
     def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -9,7 +9,7 @@ Every operand is a plane with its contraction last, in the format that the plan 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,10 @@ from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Planes
 
+Item = TypeVar("Item")
+Operands = tuple[Item | None, Item | None, Sequence[Item], Sequence[Item]]
+"""Row counts, seed, weights and biases, or anything that exists once for each of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class LinearStage(Stage):
@@ -33,7 +37,13 @@ class LinearStage(Stage):
 
     plan: LinearPlan
     sink: Sink
+    name: str = ""
+    """Its name in graphs."""
     arity = (3,)
+
+    @property
+    def linears(self) -> tuple["LinearStage", ...]:
+        return (self,)
 
     @property
     def rolls_forward_alone(self) -> bool:
@@ -51,7 +61,17 @@ class LinearStage(Stage):
 
     def of_module(self, handle: Tensor) -> "LinearStage":
         """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        return LinearStage(self.plan.of_module(handle), self.sink)
+        return LinearStage(self.plan.of_module(handle), self.sink, self.name)
+
+    def named(self, operands: Sequence[Item]) -> Operands[Item]:
+        """Row counts, seed, weights and biases; also of anything that exists once for each operand."""
+        weight, bias, seed = operands
+        return None, seed, (weight,), (bias,)
+
+    def ordered(self, operands: Operands[Item]) -> tuple[Item | None, ...]:
+        """The inverse of `named`."""
+        _, seed, weights, biases = operands
+        return *weights, *biases, seed
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:
         weight, bias, _ = operands

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,7 @@ from torch import Tensor
 from duotone.dispatch import segments as native
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights, put
 from duotone.dispatch.segment_products import SMALL
-from duotone.linear.core import LinearStage, as_matrix, with_lead
+from duotone.linear.core import Item, LinearStage, Operands, as_matrix, with_lead
 from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
@@ -25,7 +24,6 @@ from duotone.tensor.plane import Plane
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
 
-Item = TypeVar("Item")
 RowCounts = tuple[int, ...]
 Biases = Sequence[Tensor | None]
 PER_LINEAR = 3
@@ -60,18 +58,21 @@ class GroupedStage(Stage):
         grouped = on_device and plan.weight.source is ENCODE_NOW and shape[0] * shape[1] <= SMALL
         return GroupedStage(linears, True, on_device, grouped)
 
-    def of_module(self, handle: Tensor) -> "GroupedStage":
-        """In a trace: the stage with the delayed slots of the module that `handle` names."""
-        linears = tuple([linear.of_module(handle) for linear in self.linears])
-        return GroupedStage(linears, self.is_joint, self.takes_device_splits, self.grouped)
-
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
         return (2 + 2 * len(self.linears),)
 
-    @cached_property
+    @property
     def plan(self) -> LinearPlan:
         return self.linears[0].plan
+
+    def of_module(self, handle: Tensor) -> "GroupedStage":
+        """In a trace, which calls a group as one op: the op knows the module."""
+        return self
+
+    @property
+    def name(self) -> str:
+        return self.linears[0].name
 
     @property
     def rolls_forward_alone(self) -> bool:
@@ -87,12 +88,12 @@ class GroupedStage(Stage):
         return x, False, False, *[weight] * len(self.linears), *[bias] * len(self.linears)
 
     def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
-        splits, _, weights, biases = self._named(operands)
+        splits, _, weights, biases = self.named(operands)
         each = zip(torch.split(as_matrix(x), list(splits)), weights, biases, strict=True)
         return (with_lead(torch.cat([F.linear(*one) for one in each]), x),)
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
-        splits, seed, weights, biases = self._named(operands)
+        splits, seed, weights, biases = self.named(operands)
         if self.is_joint and native.are_real(x, weights):
             return self._forward_joint(x, splits, weights, biases)
         if isinstance(splits, Tensor):
@@ -106,11 +107,16 @@ class GroupedStage(Stage):
             return self._backward_each(dy, planes, splits, needs)
         return self._backward_joint(dy, planes, segments, needs)
 
-    def _named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
-        """Row counts, seed, weights and biases; also of anything that exists once for each operand."""
+    def named(self, operands: Sequence[Item]) -> tuple[Item, Item, Sequence[Item], Sequence[Item]]:
+        """As `LinearStage.named`."""
         splits, seed, *parameters = operands
         count = len(self.linears)
         return splits, seed, parameters[:count], parameters[count:]
+
+    def ordered(self, operands: Operands[Item]) -> tuple[Item | None, ...]:
+        """The inverse of `named`."""
+        splits, seed, weights, biases = operands
+        return splits, seed, *weights, *biases
 
     def _forward_each(
         self, x: Tensor, splits: RowCounts, seed: Tensor | None, weights: Sequence[Tensor], biases: Biases
@@ -126,7 +132,7 @@ class GroupedStage(Stage):
         return with_lead(torch.cat(outputs), x), (*saved, ((splits, None),))
 
     def _backward_each(self, dy: Tensor, saved: Sequence[Any], splits: RowCounts, needs: Needs) -> Gradients:
-        _, _, needs_weights, needs_biases = self._named(needs[1:])
+        _, _, needs_weights, needs_biases = self.named(needs[1:])
         saved_of_each = zip(*[iter(saved)] * PER_LINEAR, strict=True)
         each = zip(
             self.linears,
@@ -175,7 +181,7 @@ class GroupedStage(Stage):
 
     def _backward_joint(self, dy: Tensor, saved: Sequence[Tensor], segments: "Segments", needs: Needs) -> Gradients:
         plan, count = self.plan, len(self.linears)
-        _, _, needs_weights, needs_biases = self._named(needs[1:])
+        _, _, needs_weights, needs_biases = self.named(needs[1:])
         flat = as_matrix(dy).contiguous()
         row, col, col_scale = encode_segments(plan.gradient, flat, segments)
         dx, dw, db = None, [None] * count, [None] * count

@@ -16,6 +16,10 @@ class Rows:
     `counts` is int64 on the device. `splits` is on the host, which waits for it.
     """
 
+    def count(self) -> Tensor:
+        """`counts`, computed anew. Choices are known to be among the experts."""
+        raise NotImplementedError
+
     experts: int
     total: int
     counts: Tensor

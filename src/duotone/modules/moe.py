@@ -46,12 +46,22 @@ class Routing(Rows):
     def total(self) -> int:  # type: ignore[override]
         return self.chosen.numel()
 
-    @cached_property
-    def counts(self) -> Tensor:  # type: ignore[override]
-        """Of choices that are known to be among the experts."""
+    def count(self) -> Tensor:
         ends = torch.arange(self.experts, device=self.chosen.device)
         before = torch.searchsorted(self.chosen[self.order], ends, right=True)
         return torch.diff(before, prepend=before.new_zeros(1))
+
+    @cached_property
+    def counts(self) -> Tensor:  # type: ignore[override]
+        return self.count()
+
+    @property
+    def checked(self) -> Tensor | tuple[int, ...]:
+        """The rows of each expert for the host, which refuses choices that are not among the experts."""
+        if not torch.compiler.is_dynamo_compiling():
+            return self.splits
+        strange = (self.chosen < 0) | (self.chosen >= self.experts)
+        return self.count().masked_fill(strange.any(), -1).cpu()
 
     @cached_property
     def splits(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -190,7 +200,7 @@ class MoE(ModuleGroup):
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
         known = type(self.router) is Router  # another one's choices are looked at by the host, which refuses strangers
-        rows = routing if known else routing.splits
+        rows = routing if known else routing.checked
         ops = (self.fc1, self.activation, self.fc2)
         y, _ = run_modules(ops, routing.rows(flat), (rows, rows), is_first_microbatch, self)
         return routing.combine(y, weights).view(x.shape)

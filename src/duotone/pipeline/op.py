@@ -132,7 +132,6 @@ class Op(Channels, KnownRoles):
     """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
 
     takes_first_microbatch = True
-    fuse_wgrad_accumulation = delay_wgrad_compute = False
     _rewritten: "Rewritten"
 
     @property
@@ -198,14 +197,11 @@ def run(
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    What keeps weights or gradients from one call to the next runs outside of compiled graphs, without `may_trace`.
-    So do DTensors. `spread` says how the DTensor lies on its mesh whose local tensor is `x`.
+    DTensors run outside of compiled graphs, without `may_trace`. `spread` says how the DTensor lies on its mesh whose
+    local tensor is `x`.
     """
-    is_special = first is not None or (type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)))
-    for op in ops:
-        is_special = is_special or op.fuse_wgrad_accumulation or op.delay_wgrad_compute
-    if is_special and (special := _special_run(x, may_trace)) is not None:
-        return special(ops, x, extra, first, owner)
+    if type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)):
+        return _special_run(x, may_trace)(ops, x, extra, first, owner)
     info = info_of(x, owner, spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
     taken, linked, stages = 0, [], ()
@@ -240,19 +236,14 @@ def run(
     return y
 
 
-def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any] | None:
-    """What runs a call whose tensors stay between calls, or whose input is deferred or may be a DTensor.
-
-    None for `run` itself.
-    """
+def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any]:
+    """What runs a call whose input is deferred or a DTensor."""
     if type(x) is DeferredOutput:
         return x.reader.read
     if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):
         from duotone.pipeline.uncompiled import run_uncompiled  # loads the compiler
 
         return run_uncompiled
-    if not is_distributed(x):
-        return None
     from duotone.pipeline.spread import run_spread  # loads DTensor
 
     return run_spread

@@ -76,7 +76,8 @@ class PlannedGroup(Planned):
         self._require_alike("bias", checked, weights[0].shape[:1], weights[0].device)
         out = weights[0].shape[0]
         stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
-        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+        compiling = torch.compiler.is_dynamo_compiling()
+        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute or compiling:
             stage = self.plans.variant(stage, is_first_microbatch)
         trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
         tracked = torch.is_grad_enabled() and trained
@@ -107,6 +108,9 @@ class PlannedGroup(Planned):
 
     def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
         (splits,) = extra
+        if torch.compiler.is_dynamo_compiling():  # the op checks them
+            splits = splits.count() if isinstance(splits, Rows) else splits
+            return (splits.detach() if isinstance(splits, Tensor) else splits,)  # Dynamo takes no tensor twice
         stays = _leaves_splits(stage, signal)
         if isinstance(splits, Rows):
             fits = splits.experts == self.num_gemms and splits.total == signal.rows
@@ -339,7 +343,7 @@ def _packed(like: Any, members: list[Tensor]) -> Tensor:
 
 def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
     """Whether row counts that lie on the device are left there."""
-    return signal.device == "cuda" and not torch.compiler.is_dynamo_compiling() and stage.takes_device_splits
+    return signal.device == "cuda" and stage.takes_device_splits
 
 
 def _formats(weight: Tensor) -> str:

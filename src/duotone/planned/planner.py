@@ -18,6 +18,7 @@ from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.pipeline.op import KEEPS, TensorInfo
 from duotone.planned import delayed_states
+from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -61,8 +62,8 @@ class Planner:
         before, self.config = self.config, self._content()
         traced_stages.move(self, before, self.config)
         self.answered = Answered()
-        self.bound: dict[str, tuple[AmaxMode, Sequence[LinearPlan]]] = {}
-        """The plans of this module's linears where a graph has a template, by its name."""
+        self.bound: dict[str, tuple[AmaxMode, PlannedStage]] = {}
+        """The eager stage of this module where a graph has a template, by its name."""
         self.followed = ""
         """The name among `bound` whose parameters the delayed states have."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
@@ -213,34 +214,47 @@ class Planner:
             seeds.warn_of_load(planner.module, plan.seeds)
         members = range(len(module.weights))
         plans = [plan.with_traced_slots(name, member) if plan.is_delayed else plan for member in members]
-        return module.make_stage([LinearStage(each, GRADIENT) for each in plans])
+        return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module that stands where a template names one."""
-        if plan not in self.bound:
-            template = getattr(traced_stages.PLANS, plan, None)
-            if template is None:
-                raise UserError(
-                    f"{self.module.module_name}: its recipe is gone; keep it until the compiled backward ends"
-                )
-            delayed_states.require_reduction(self.module.module_name, template.stage.plan, template.group)
-            plans = self._with_states(template.stage.plan, template.group, template.mode)
-            self.bound[plan] = template.mode, plans
-        mode, plans = self.bound[plan]
-        # Another recipe may have given the states other parameters since. An evaluation leaves them as they are.
-        if self.followed != plan and mode is not AmaxMode.USE:
-            delayed_states.states_for(self.module, plans[0])
-            self.followed = plan
-        slot = getattr(plans[member], operand).context.slots[side]
+        _, stage = self._bound(plan)
+        slot = getattr(stage.linears[member].plan, operand).context.slots[side]
         assert slot is not None
         return slot  # type: ignore[no-any-return]
+
+    def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
+        """What an op of a graph runs for this module. `plan` is the name of its template, `first` as for `variant`."""
+        mode, stage = self._bound(plan)
+        return self._variant(stage, first, overwrites=first is True and mode is AmaxMode.RECORD and not in_backward())
+
+    def _bound(self, name: str) -> tuple[AmaxMode, PlannedStage]:
+        """The mode and the eager stage of this module where a graph has the template of that name."""
+        module = self.module
+        if name not in self.bound:
+            template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)
+            if template is None:
+                raise UserError(f"{module.module_name}: its recipe is gone; keep it until the compiled backward ends")
+            plan = template.stage.plan
+            plans: Sequence[LinearPlan] = [plan] * len(module.weights)
+            if plan.is_delayed:
+                delayed_states.require_reduction(module.module_name, plan, template.group)
+                plans = self._with_states(plan, template.group, template.mode)
+            self.bound = {name: entry for name, entry in self.bound.items() if hasattr(traced_stages.PLANS, name)}
+            self.bound[name] = template.mode, module.make_stage([LinearStage(each, GRADIENT) for each in plans])
+        mode, stage = self.bound[name]
+        # Another recipe may have given the states other parameters since. An evaluation leaves them as they are.
+        if stage.plan.is_delayed and self.followed != name and mode is not AmaxMode.USE:
+            delayed_states.states_for(module, stage.plan)
+            self.followed = name
+        return mode, stage
 
     def _drop_dead_plans(self) -> None:
         """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
         drop_dead(self.stages)
         drop_dead(self.answers)
         drop_dead(vars(self.answered))
-        live = {id(stage) for stage in self.stages.values()}
+        live = {id(stage) for stage in (*self.stages.values(), *(stage for _, stage in self.bound.values()))}
         self.variants = {key: stage for key, stage in self.variants.items() if id(key[0]) in live}
 
     def _switch_to(self, plan: LinearPlan, mode: AmaxMode) -> None:
@@ -281,7 +295,7 @@ class Planner:
         if calibrated[0].is_delayed:
             delayed_states.require_reduction(module.module_name, calibrated[0], group)
         pairs = zip(plans, calibrated, strict=True)
-        return module.make_stage([Calibrating(plan, GRADIENT, other) for plan, other in pairs])
+        return module.make_stage([Calibrating(plan, GRADIENT, recording=other) for plan, other in pairs])
 
     def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
         """The plan of each linear of the module, with its places in the delayed states."""
@@ -308,17 +322,24 @@ class Planner:
         weight = self.module.weights[0]
         self.bind(recipe, Call(str(weight.device), weight.dtype, grads=(False, False)))
 
-    def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage:
+    def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage | OpaqueStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
-        if torch.compiler.is_exporting():  # an export that does not ask Dynamo, which leaves such calls alone
+        if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
             raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
-        if module.fuse_wgrad_accumulation and torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling():
+            fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
+            marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
+            return OpaqueStage(stage, self.handle, first, tuple(marked), not (fuses or waits))
+        # A recompute is no new microbatch.
+        return self._variant(stage, first, first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER))
+
+    def _variant(self, stage: PlannedStage, first: bool | None, overwrites: bool) -> PlannedStage:
+        module = self.module
+        if module.fuse_wgrad_accumulation and stage.plan.weight_grad:
             for weight in module.weights:
                 if weight.requires_grad:
                     main_grad(weight)
-        # A recompute is no new microbatch.
-        overwrites = first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER)
         key = stage, first, overwrites
         variant = self.variants.get(key)
         if variant is None:

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 graph_task_id = torch._C._current_graph_task_id
 """Which backward runs in this thread, -1 outside of any."""
@@ -74,3 +75,8 @@ def in_pipeline(methods: frozenset[str]) -> bool:
 def is_capturing() -> bool:
     """Whether the current stream captures a CUDA graph. torch's own question raises without a driver."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def mark_effect(op: str) -> None:
+    """Keep calls of an op in graphs that read none of its outputs, in their order."""
+    _register_effectful_op(op, _EffectType.ORDERED)

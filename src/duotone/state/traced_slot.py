@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.cast_ops import cast_planes, empty_planes
-from duotone.errors import UserError
 from duotone.state.delayed_slot import TAGS, measured_scale
 from duotone.state.traced_stages import planner_of
 from duotone.tensor.context import Slot
@@ -47,10 +46,7 @@ _LIBRARY.define(
 
 
 def _slot(handle: Tensor, plan: str, member: int, operand: str, side: int) -> Slot:
-    planner = planner_of(handle)
-    if planner is None:
-        raise UserError("compiled code of a module with delayed scaling ran after the module was gone; keep the module")
-    return planner.slot(plan, member, operand, side)
+    return planner_of(handle).slot(plan, member, operand, side)
 
 
 def _scale(x: Tensor, *where: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.region import AmaxMode
@@ -116,9 +117,12 @@ def number(planner: Planner) -> str:
     return _PLANNERS.add(planner)
 
 
-def planner_of(handle: torch.Tensor) -> Planner | None:
-    """The planner whose number an int64 (1,) on the CPU holds; None if its module is gone."""
-    return _PLANNERS.get(str(handle.item()))
+def planner_of(handle: torch.Tensor) -> Planner:
+    """The planner whose number an int64 (1,) on the CPU holds. UserError if its module is gone."""
+    planner = _PLANNERS.get(str(handle.item()))
+    if planner is None:
+        raise UserError("compiled code of a module ran after the module was gone; keep the module")
+    return planner
 
 
 def move(planner: Planner, old: str, new: str) -> None:

@@ -1,0 +1,246 @@
+"""OpaqueStage: a stage that a graph calls as one op forward and one backward, in which the eager stage runs.
+
+For calls that keep tensors from one to the next (cached weights, `main_grad`, gradients that are put off), and for
+groups, whose row counts may lie on a device. What forward saves stays in Python, as long as a graph holds its token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from duotone.comm import group_size
+from duotone.errors import UserError
+from duotone.formats import IDENTITY
+from duotone.linear.core import LinearStage
+from duotone.linear.grouped import GroupedStage
+from duotone.linear.operand_plan import OperandPlan
+from duotone.linear.plan import LinearPlan
+from duotone.numbered import Numbered
+from duotone.pipeline.autograd import pack, unpack
+from duotone.pipeline.op import KEEPS, info_of
+from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.state.torch_private import mark_effect
+from duotone.state.traced_stages import planner_of
+from duotone.tensor import QuantizedTensor
+from duotone.tensor.plane import Planes, same_memory
+
+if TYPE_CHECKING:
+    from duotone.planned.planned import Planned
+    from duotone.planned.planner import Planner
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueStage(Stage):
+    """`stage` of the module that `handle` names. `first` is that of `Planner.variant`.
+
+    `marked` are the weights whose gradient is zeros for autograd, because the true one goes into `main_grad`.
+    """
+
+    stage: LinearStage | GroupedStage
+    handle: Tensor
+    first: bool | None
+    marked: tuple[bool, ...]
+    gives_weights: bool
+    """Whether autograd is given the gradients of weights."""
+
+    @property
+    def plan(self) -> LinearPlan:
+        return self.stage.plan
+
+    @property
+    def arity(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.stage.arity
+
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
+        splits, seed, weights, biases = self.stage.named(operands)
+        parts = [part for w in weights for part in (w.parts if isinstance(w, QuantizedTensor) else (w,))]
+        shares = _may_share(self.plan.input), _may_share(self.plan.weight)
+        counts = splits if isinstance(splits, tuple | list) else ()
+        splits = splits if isinstance(splits, Tensor) else None
+        size = (self._rows(x.shape[0]), *x.shape[1:-1], weights[0].shape[0])
+        name = self.stage.name
+        y, token = torch.ops.duotone.stage_forward(
+            x, parts, biases, seed, splits, counts, self.handle, name, self.first, shares, size
+        )
+        sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
+        return y, (token, (x.shape,), *sources)
+
+    def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
+        token, (size,), *sources = saved
+        _, _, weights, biases = self.stage.named(needs[1:])
+        plan = self.plan
+        of_input, of_weights = needs[0] and plan.input_grad, [need and plan.weight_grad for need in weights]
+        op = torch.ops.duotone.stage_backward if self.gives_weights else torch.ops.duotone.stage_backward_kept
+        gradients = iter(op(dy, token, sources, size, of_input, of_weights, biases, self.gives_weights))
+        dx = next(gradients) if of_input else None
+        zeros = dy.new_zeros(()).expand(dy.shape[-1], size[-1]) if any(self.marked) else None
+        dw = [
+            next(gradients) if need and self.gives_weights else zeros if need and marked else None
+            for need, marked in zip(of_weights, self.marked, strict=True)
+        ]
+        db = [next(gradients) if need else None for need in biases]
+        return dx, *self.stage.ordered((None, None, dw, db))
+
+    def _rows(self, rows: int) -> int:
+        """The first dimension of the output: sequence parallelism gathers or scatters it."""
+        layout = self.plan.layout
+        if not layout.sequence_parallel:
+            return rows
+        size = group_size(layout.group)
+        return rows * size if layout.mode == "column" else rows // size
+
+
+def _may_share(operand: OperandPlan) -> bool:
+    """Whether what is saved of an operand may share its memory."""
+    quantizer = operand.quantizer
+    return (
+        IDENTITY in (quantizer.rowwise, quantizer.columnwise)
+        or operand.backward.keeps_original
+        or not operand.source.encodes
+    )
+
+
+class View(NamedTuple):
+    """A saved tensor that shares the memory of a source, by the source's index."""
+
+    source: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
+        for i, source in enumerate(sources):
+            if tensor is not None and same_memory(tensor, source):
+                return View(i, tensor.size(), tensor.stride(), tensor.storage_offset() - source.storage_offset())
+        return None
+
+    def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
+        source = sources[self.source]
+        tensor = source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
+        return tensor.clone() if copies else tensor
+
+
+@dataclass(eq=False)
+class ForBackward:
+    """What a forward leaves to its backward. Tensors of the graph itself are not among it: compilers reuse memory."""
+
+    stage: LinearStage | GroupedStage
+    shells: list[Any]
+    tensors: list[Tensor | View | None]
+
+
+LEFT: Numbered[ForBackward] = Numbered()
+"""By the number in the token of the forward, as long as a graph holds the memory of that."""
+
+
+_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
+TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+_LIBRARY.define(
+    "stage_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? seed, Tensor? splits, SymInt[] counts, "
+    "Tensor handle, str plan, bool? first, bool[] shares, SymInt[] size) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+GRADIENTS = (
+    "(Tensor dy, Tensor token, Tensor[] sources, SymInt[] size, bool input, bool[] weights, bool[] biases, "
+    "bool gives) -> Tensor[]"
+)
+for _name in ("stage_backward", "stage_backward_kept"):
+    _LIBRARY.define(_name + GRADIENTS, tags=TAGS)
+mark_effect("duotone::stage_backward_kept")  # of which a graph may need no output
+
+
+def _forward(  # noqa: PLR0913 (the arguments of the op)
+    x: Tensor,
+    parts: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    seed: Tensor | None,
+    splits: Tensor | None,
+    counts: Sequence[int],
+    handle: Tensor,
+    plan: str,
+    first: bool | None,
+    shares: Sequence[bool],
+    size: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    planner = cast("Planner", planner_of(handle))
+    module, stage = planner.module, planner.eager_stage(plan, first)
+    weights, seed = _whole(module, parts), None if seed is None else seed.clone()
+    info = info_of(x)
+    taken = (
+        module.accept(stage, info, (tuple(counts) if splits is None else splits,)) if module.extra_inputs else (None,)
+    )
+    y, saved = stage.forward(x, *stage.ordered((taken[0], seed, weights, biases)))
+    shells, tensors = pack(saved)
+    sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
+    entries = [View.of(tensor, sources) or tensor for tensor in tensors]
+    entry = ForBackward(stage, shells, entries)
+    token = torch.tensor([int(LEFT.add(entry))], device="cpu")
+    token.untyped_storage().for_backward = entry  # type: ignore[attr-defined]
+    return y.contiguous(), token
+
+
+def _whole(module: "Planned", parts: Sequence[Tensor]) -> list[Tensor]:
+    """The weights of a module over other buffers: themselves, or those of quantized tensors."""
+    buffers = iter(parts)
+    return [
+        weight.with_planes(Planes(*[plane and plane.map(lambda _: next(buffers)) for plane in weight.planes]))
+        if isinstance(weight, QuantizedTensor)
+        else next(buffers)
+        for weight in module.weights
+    ]
+
+
+def _backward(
+    dy: Tensor,
+    token: Tensor,
+    sources: Sequence[Tensor],
+    size: Sequence[int],
+    of_input: bool,
+    of_weights: Sequence[bool],
+    of_biases: Sequence[bool],
+    gives: bool,
+) -> list[Tensor]:
+    entry = LEFT.get(str(token.item()))
+    if entry is None:
+        raise UserError(
+            "what a compiled forward saved is gone: hooks for saved tensors, such as save_on_cpu, cannot copy it where "
+            f"{KEEPS}, or in groups; leave the hooks out"
+        )
+    stage = entry.stage
+    waits = any(linear.sink.waits for linear in stage.linears)  # then the product outlives the graph's buffers
+    tensors = [one.restore(sources, waits) if isinstance(one, View) else one for one in entry.tensors]
+    if waits and _may_share(stage.plan.gradient):
+        dy = dy.clone()
+    needs = stage.ordered((False, False, of_weights, of_biases))
+    dx, *rest = stage.backward(dy, tuple(unpack(entry.shells, tensors)), (of_input, *map(bool, needs)))
+    _, _, dw, db = stage.named(rest)
+    owed = (of_input, *(of_weights if gives else ()), *of_biases)
+    return [each.contiguous() for each, need in zip((dx, *(dw if gives else ()), *db), owed, strict=True) if need]
+
+
+def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(arguments[-1]), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+def _fake_backward(
+    dy: Tensor, token: Tensor, sources: Sequence[Tensor], size: Sequence[int], of_input: bool, *needs: Any
+) -> list[Tensor]:
+    of_weights, of_biases, gives = needs
+    out, width = dy.shape[-1], size[-1]
+    weights = [dy.new_empty((out, width)) for need in of_weights if need and gives]
+    biases = [dy.new_empty(out) for need in of_biases if need]
+    return [*([dy.new_empty(size)] if of_input else ()), *weights, *biases]
+
+
+for _name, _kernel, _fake in (
+    ("stage_forward", _forward, _fake_forward),
+    ("stage_backward", _backward, _fake_backward),
+    ("stage_backward_kept", _backward, _fake_backward),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _kernel, _key)
+    torch.library.register_fake(f"duotone::{_name}", _fake, lib=_LIBRARY)
