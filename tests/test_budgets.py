@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 32446
-TOOL_LINES = 5411
+TOOL_LINES = 6193
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1932, 22, 0),
-    "cli": (1160, 3, 0),
+    "cli": (1354, 3, 0),
     "comm": (141, 1, 0),
     "compat": (1868, 54, 0),
     "conversion": (2619, 31, 0),
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),
-    "lab": (2436, 7, 0),
+    "lab": (3024, 9, 1),
     "linear": (1844, 5, 0),
     "modules": (504, 15, 0),
     "observe": (2112, 12, 0),

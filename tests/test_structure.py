@@ -18,7 +18,7 @@ ORDER = (
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = {"lab", "report", "cli", "integrations"}
 LIBRARY = [path for path in FILES if path.relative_to(ROOT).parts[0] not in TOOLS | {"__main__.py"}]
-EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "transformers"}
+EXTRAS = {"click", "jinja2", "markupsafe", "mpmath", "numpy", "rich", "safetensors", "scipy", "transformers"}
 MOST_MODULES = 300
 """Imported by `import duotone` after torch, its own files included: what decides how long that takes."""
 CONCRETE_FORMATS = {"ScaledFormat", "Identity", "Fp32Scale", "E8M0Scale", "TwoLevelScale", "FourOverSixScale"}

@@ -15,6 +15,7 @@ from duotone.cli.interrupt import EXIT_CODE
 from duotone.cli.list_commands import formats, recipes
 from duotone.cli.plan_command import plan
 from duotone.cli.report_command import report
+from duotone.cli.search_command import search
 from duotone.cli.train_command import train
 from duotone.errors import UserError
 
@@ -28,7 +29,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, report, advise, plan, formats, recipes, run_benches):
+for command in (compare, train, report, advise, search, plan, formats, recipes, run_benches):
     cli.add_command(command)
 
 

@@ -1,0 +1,109 @@
+"""The files of a search: its evidence as JSON, which it is resumed from, and the recipe."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import duotone
+from duotone.errors import UserError
+from duotone.lab import files, meta
+from duotone.lab.data import Corpus
+from duotone.lab.document import digests, machine
+from duotone.lab.goal import Goal
+from duotone.lab.searching import Finding, Search
+from duotone.lab.sensitivity import Effect
+from duotone.lab.trainer import TrainConfig
+from duotone.observe.candidates import file_text
+from duotone.recipes import Recipe, any_from_dict
+
+EVIDENCE, RECIPE = "evidence.json", "recipe.toml"
+SETTINGS = {
+    "config": meta.LIKE_CONFIG,
+    "goal": {"kind": "", "value": 0.0},
+    "size": [],
+    "seeds": 0,
+    "recipes": [],
+    "digests": {},
+}
+
+
+def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None = None, *, command: str = "") -> None:
+    """Write the evidence so far, and the recipe if there is one. UserError where the disk refuses it."""
+    table = search.table
+    evidence: dict[str, object] = {
+        "duotone": duotone.__version__,
+        "command": command,
+        "machine": machine(search.config.device),
+        "settings": settings(search, corpus),
+        "speeds": {"gpu": table.device, "source": table.source, "date": table.date, "where": search.where},
+        "effects": [asdict(effect) for effect in search.effects],
+    }
+    try:
+        if finding is not None:
+            evidence |= _of_finding(finding)
+            text = file_text(finding.recipe.title, finding.recipe.rules)
+            files.publish_file(folder / RECIPE, text.encode())
+        files.publish_file(folder / EVIDENCE, json.dumps(evidence, indent=1, allow_nan=False).encode())
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error.strerror}): make room, or choose another --out") from error
+
+
+def settings(search: Search, corpus: Corpus) -> dict[str, object]:
+    """All that decides the result."""
+    return {
+        "config": search.config.to_dict(),
+        "goal": asdict(search.goal),
+        "size": list(search.size or ()),
+        "seeds": search.seeds,
+        "recipes": [recipe.to_dict() for recipe in search.recipes],
+        "digests": digests(search.config, corpus),
+    }
+
+
+def _of_finding(finding: Finding) -> dict[str, object]:
+    measured = finding.measured
+    chosen: dict[str, dict[str, str]] = {}
+    for (module, gemm), option in finding.chosen.items():
+        chosen.setdefault(module, {})[gemm] = option.recipe
+    return {
+        "chosen": chosen,
+        "predicted": asdict(finding.predicted),
+        "uniform": {name: asdict(prediction) for name, prediction in finding.uniform.items()},
+        "measured": measured and {key: measured.get(key) for key in ("gap_percent", "gap_margin", "gaps")},
+        "off_by": finding.off_by,
+        "verdict": finding.verdict,
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The evidence at `path`, as `write` leaves it. UserError unless it is that of a search."""
+    remedy = "search anew with another --out, or --force"
+    try:
+        evidence = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): give the --out of a search") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON ({error}): {remedy}") from error
+    like = {"settings": {}, "effects": []}
+    wrong = "it is no table" if not isinstance(evidence, dict) else ""
+    for key, value in like.items():
+        wrong = wrong or meta.unlike(value, evidence.get(key), key)
+    wrong = wrong or meta.unlike(SETTINGS, evidence["settings"], "settings")
+    if wrong:
+        raise UserError(f"{path} is not the evidence of a search ({wrong}): {remedy}")
+    return evidence
+
+
+def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search:
+    """The search of that evidence with the effects that were measured; `config` is that of its settings."""
+    stored = evidence["settings"]
+    recipes = [any_from_dict(recipe, where=str(path)) for recipe in stored["recipes"]]
+    return Search(
+        config,
+        Goal(stored["goal"]["kind"], stored["goal"]["value"]),
+        [recipe for recipe in recipes if isinstance(recipe, Recipe)],
+        (stored["size"][0], stored["size"][1]) if stored["size"] else None,
+        stored["seeds"],
+        [Effect(**effect) for effect in evidence["effects"]],
+    )

@@ -1,0 +1,76 @@
+"""What may be chosen for each GEMM of a model, with its share of time and memory as a table of a GPU predicts them.
+
+A GEMM takes a third of the time of its linear, which that table has for all three under one recipe. Memory is what
+linears keep between forward and backward: the input for wgrad, and the columnwise plane of a quantized weight.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from duotone import formats
+from duotone.errors import UserError
+from duotone.lab import models
+from duotone.lab.trainer import TrainConfig
+from duotone.observe import speeds
+from duotone.observe.candidates import EXACT, REFERENCE, Formats, Gemm, formats_of, plane_bytes
+from duotone.observe.operand_samples import linears_of
+from duotone.observe.speeds import Shape, SpeedTable
+from duotone.recipes import Recipe
+from duotone.recipes.roles import PLANES_OF_GEMM
+
+Size = tuple[int, int]
+"""Width and tokens."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """The formats that a recipe gives a GEMM. `time` and `memory` are shares of those of all linears in bf16.
+
+    `time` is None where the table has no speed.
+    """
+
+    recipe: str
+    formats: Formats
+    time: float | None
+    memory: float
+
+
+Options = Mapping[Gemm, Sequence[Option]]
+
+
+def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable, size: Size | None) -> Options:
+    """The options of every GEMM, those of bf16 first. UserError for a model without linears that `convert` takes."""
+    linears = linears_of(models.outline(config.model, config.preset))
+    if not linears:
+        raise UserError(f"the model {config.model} has no linear to choose formats for: give another --model")
+    sizes = [(linear.in_features, linear.out_features) for linear in linears.values()]
+    tokens = config.preset.tokens_per_step
+    if size is not None:
+        sizes, tokens = speeds.widened(sizes, size[0]), size[1]
+    shapes = {name: (tokens, *linear) for name, linear in zip(linears, sizes, strict=True)}
+    work = sum(map(math.prod, shapes.values()))
+    memory = sum(_kept(EXACT, kind, shape) for shape in shapes.values() for kind in PLANES_OF_GEMM)
+    return {
+        (name, kind): [_option(recipe, (name, kind), table, shape, work, memory) for recipe in recipes]
+        for name, shape in shapes.items()
+        for kind in PLANES_OF_GEMM
+    }
+
+
+def _option(recipe: Recipe, gemm: Gemm, table: SpeedTable, shape: Shape, work: int, memory: int) -> Option:
+    names = formats_of(recipe, gemm)
+    ratio = 1.0 if recipe.name == REFERENCE else table.speed(recipe.name, shape).ratio
+    time = None if ratio is None else math.prod(shape) / work / len(PLANES_OF_GEMM) / ratio
+    return Option(recipe.name, names, time, _kept(names, gemm[1], shape) / memory)
+
+
+def _kept(names: Formats, kind: str, shape: Shape) -> int:
+    """Bytes of the operand of a GEMM in bf16 that backward finds where forward left it; 0 for a weight as it is."""
+    tokens, inputs, outputs = shape
+    if kind == "fprop" or (kind == "dgrad" and names == EXACT):
+        return 0
+    rows = (inputs, tokens) if kind == "wgrad" else (inputs, outputs)
+    return plane_bytes(formats.get(names[1]), rows, torch.bfloat16)

@@ -1,0 +1,80 @@
+"""What a search is to reach, and what its options come to: gap, speed and memory, predicted."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from duotone.errors import UserError
+from duotone.lab.assignment import choose_cheapest
+from duotone.lab.gemm_options import Option, Options
+from duotone.observe.candidates import Gemm
+
+Costs = Mapping[tuple[str, str, str], float]
+"""The predicted gap in percent that a module, GEMM and recipe add."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a choice for every GEMM: the gap to bf16 in percent; over bf16, the speed of the linears (None if unknown)
+    and what they keep for backward."""
+
+    gap_percent: float
+    speed: float | None
+    memory: float
+
+
+def predict(chosen: Mapping[Gemm, Option], costs: Costs) -> Prediction:
+    times = [option.time for option in chosen.values() if option.time is not None]
+    return Prediction(
+        sum(costs[*gemm, option.recipe] for gemm, option in chosen.items()),
+        1 / sum(times) if len(times) == len(chosen) else None,
+        sum(option.memory for option in chosen.values()),
+    )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """At least that `speed`, at most that `memory`, both over bf16, or at most that `gap` in percent."""
+
+    kind: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.value:g}"
+
+    def usable(self, options: Options, where: str) -> Options:
+        """The options that the goal can tell apart. UserError if none of their choices meets it, with what can be met.
+
+        `where` names the GPU and the shapes.
+        """
+        if self.kind == "memory":
+            least = sum(min(option.memory for option in choices) for choices in options.values())
+            if least > self.value:
+                raise UserError(
+                    f"memory={self.value:g} cannot be met {where}: the least is {math.ceil(1e3 * least) / 1e3} of bf16"
+                )
+            return options
+        known = {gemm: [option for option in choices if option.time is not None] for gemm, choices in options.items()}
+        if all(len(choices) == 1 for choices in known.values()):
+            raise UserError(f"no speed is known {where}: name a width and tokens, such as --as 4096x8192")
+        most = 1 / sum(min(option.time or 0.0 for option in choices) for choices in known.values())
+        if self.kind == "speed" and most < self.value:
+            raise UserError(
+                f"speed={self.value:g} cannot be met {where}: the most is {math.floor(1e3 * most) / 1e3} times bf16"
+            )
+        return known
+
+    def choose(self, options: Options, costs: Costs) -> dict[Gemm, Option]:
+        """The options with the least gap that meet the goal; for a gap, the fastest."""
+        priced = [
+            [self._priced(option, costs[*gemm, option.recipe]) for option in choices]
+            for gemm, choices in options.items()
+        ]
+        places = choose_cheapest(priced, 1 / self.value if self.kind == "speed" else self.value)
+        if places is None:
+            raise UserError(f"{self} cannot be met: the solver found no choice of formats; give a little more")
+        return {gemm: choices[place] for (gemm, choices), place in zip(options.items(), places, strict=True)}
+
+    def _priced(self, option: Option, cost: float) -> tuple[float, float]:
+        time = option.time or 0.0
+        return {"speed": (cost, time), "memory": (cost, option.memory), "gap": (time, cost)}[self.kind]

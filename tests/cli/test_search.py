@@ -1,0 +1,105 @@
+import json
+import os
+import signal
+
+import pytest
+
+from duotone import recipes
+from duotone.lab import sensitivity
+from duotone.lab.trainer import Trainer
+
+pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
+
+
+@pytest.fixture
+def typed(text_file):
+    tiny = [
+        "search",
+        "--preset",
+        "tiny",
+        "--steps",
+        "4",
+        "--seeds",
+        "2",
+        "--recipes",
+        "fp8-current",
+        "--as",
+        "4096x8192",
+    ]
+    return [*tiny, "--data", text_file, "--budget", "speed=1.3"]
+
+
+def evidence(folder):
+    told = json.loads((folder / "evidence.json").read_text())
+    return {key: value for key, value in told.items() if key not in ("command", "machine")}
+
+
+def test_it_leaves_a_recipe_its_evidence_and_a_report(duotone, typed, tmp_path):
+    out = tmp_path / "a"
+    code, text, progress = duotone(*typed, "--out", out)
+    told = evidence(out)
+    assert code == 0 and sorted(os.listdir(out)) == [
+        *("checkpoints", "evidence.json", "planes.csv", "recipe.toml", "report.html", "result.json")
+    ]
+    assert told["predicted"]["speed"] >= 1.3 and len(told["effects"]) == 2 * 4 * 3 * 2
+    assert told["speeds"]["gpu"] == "NVIDIA H200" and told["settings"]["goal"] == {"kind": "speed", "value": 1.3}
+    names = [recipe for gemms in told["chosen"].values() for recipe in gemms.values()]
+    assert len(names) == 24 and set(names) == {"bf16", "fp8-current"}
+    entry = json.loads((out / "result.json").read_text())["runs"][1]
+    assert entry["name"] == "searched" and told["measured"]["gap_percent"] == entry["gap_percent"]
+    assert told["off_by"] == pytest.approx(told["predicted"]["gap_percent"] - entry["gap_percent"])
+    quantized = [r for r in entry["plan"] if {r["a"], r["b"]} != {"identity"}]
+    assert len(quantized) == names.count("fp8-current") and recipes.load(str(out / "recipe.toml")).title == "searched"
+    assert told["verdict"] in text and f"24 GEMMs: {names.count(names[0])} as in {names[0]}" in text
+    assert "effects of single GEMMs: step 48/48" in progress
+
+
+def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, typed, tmp_path, monkeypatch):
+    duotone(*typed, "--out", tmp_path / "whole")
+    step, probe, count = Trainer.step, sensitivity._step, iter(range(1000))
+
+    def stop_at(place, *_):
+        if next(count) == place:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = tmp_path / "parts"
+    monkeypatch.setattr(Trainer, "step", lambda self, *a, **k: (stop_at(1), step(self, *a, **k))[1])
+    code, _, err = duotone(*typed, "--out", out)
+    assert code == 130 and err.splitlines()[-1] == f"Continue with: duotone search --resume --out {out}"
+    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(sensitivity, "_step", lambda *a: (stop_at(12), probe(*a))[1])
+    code, *_ = duotone("search", "--resume", "--out", out)
+    assert code == 130 and 0 < len(evidence(out)["effects"]) < 48 and not (out / "recipe.toml").exists()
+    monkeypatch.setattr(sensitivity, "_step", probe)
+    monkeypatch.setattr(Trainer, "step", lambda self, *a, **k: (stop_at(18), step(self, *a, **k))[1])
+    assert duotone("search", "--resume", "--out", out)[0] == 130 and evidence(out)["measured"] is None
+    monkeypatch.setattr(Trainer, "step", step)
+    assert duotone("search", "--resume", "--out", out)[0] == 0
+    assert evidence(out) == evidence(tmp_path / "whole")
+    assert (out / "recipe.toml").read_text() == (tmp_path / "whole" / "recipe.toml").read_text()
+
+
+def test_a_gap_of_zero_is_bf16(duotone, typed, tmp_path):
+    code, text, _ = duotone(*typed[:-2], "--max-gap", "0%", "--seeds", "1", "--out", tmp_path / "a")
+    assert code == 0 and "24 GEMMs: 24 as in bf16" in text
+    assert evidence(tmp_path / "a")["measured"]["gap_percent"] == 0.0
+
+
+def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trainer, "__init__", None)
+    bare, out = typed[:-2], ["--out", tmp_path / "a"]
+    assert "a search needs one goal: --budget speed=1.3" in refused(*bare, *out)
+    assert "a search needs one goal" in refused(*typed, "--max-gap", "0.2%", *out)
+    for wrong in ("speed", "speed=0", "speed=-1", "gap=1", "memory=all"):
+        assert f"--budget {wrong} is no goal" in refused(*bare, "--budget", wrong, *out)
+    assert "--max-gap x is no goal" in refused(*bare, "--max-gap", "x", *out)
+    told = refused(*bare, "--budget", "speed=9", *out)
+    assert "speed=9 cannot be met on an NVIDIA H200 for linears 4096 wide with 8192 tokens: the most is 1.4" in told
+    assert "the least is 0.5" in refused(*bare, "--budget", "memory=0.1", *out)
+    assert "no speed is known" in refused(*bare, "--as", "64x128", "--budget", "speed=1.1", *out)
+    assert "cannot read" in refused("search", "--resume", *out)
+    assert "takes the settings of the search" in refused("search", "--resume", "--seeds", "2", *out)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "evidence.json").write_text('{"settings": {}, "effects": []}')
+    assert "is not the evidence of a search (settings lacks or adds 'config')" in refused("search", "--resume", *out)
+    assert "holds a search: continue it with --resume" in refused(*typed, *out)

@@ -1,0 +1,78 @@
+import math
+
+import pytest
+
+from duotone import recipes
+from duotone.lab.goal import Goal
+from duotone.lab.loop import Run
+from duotone.lab.searching import Finding, Search, nats_per_e_fold
+from duotone.lab.sensitivity import Effect
+from duotone.observe.candidates import file_text, formats_of, load_candidates
+from duotone.recipes import HighPrecision
+
+pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
+
+CURVE = [(step, 5 - 0.25 * math.log(step)) for step in range(1, 401)]
+
+
+def test_a_loss_that_falls_with_the_logarithm_of_the_steps_has_the_slope_of_it():
+    assert nats_per_e_fold(CURVE) == pytest.approx(0.25, rel=0.1)
+    assert nats_per_e_fold([(1, 3.0), (2, 2.0)]) == 0.0  # too short to tell
+    assert nats_per_e_fold([(step, 1.0 + step) for step in range(8)]) == 0.0  # rises
+
+
+@pytest.fixture
+def search(config):
+    """Every GEMM costs 1 mnat or 1 % of progress in each format but those of layer 0, which cost ten times as much."""
+    search = Search(config, Goal("speed", 1.15), load_candidates("", ["fp8-current", "fp8-block"]), (4096, 8192), 2)
+    for (module, gemm), choices in search.options.items():
+        weight = 10 if module.startswith("layers.0") else 1
+        for option in choices:
+            size = weight if option.recipe != "bf16" else 0
+            nats, lost = (1e-3 * size, 0.0) if gemm == "fprop" else (0.0, 1e-2 * size)
+            search.effects.append(Effect(module, gemm, option.recipe, nats, lost))
+    return search
+
+
+REFERENCE = Run("bf16", HighPrecision(), train_loss=CURVE, heldout_loss=[(400, 4.0)], is_reference=True)
+
+
+def test_the_recipe_quantizes_what_costs_least_until_it_is_fast_enough(search, tmp_path):
+    finding = search.conclude(REFERENCE)
+    quantized = {gemm: option for gemm, option in finding.chosen.items() if option.recipe != "bf16"}
+    assert finding.predicted.speed >= 1.15 and all(module.startswith("layers.1") for module, _ in quantized)
+    rate = nats_per_e_fold(CURVE)
+    expected = sum(1e-3 if gemm == "fprop" else 1e-2 * rate for _, gemm in quantized)
+    assert finding.predicted.gap_percent == pytest.approx(100 * expected / 4.0)
+    assert finding.uniform.keys() == {"bf16", "fp8-current", "fp8-block"}
+    assert finding.uniform["bf16"].gap_percent == 0.0 and finding.uniform["fp8-current"].speed > 1.2
+
+
+def test_the_file_gives_each_gemm_the_formats_of_its_option(search, tmp_path):
+    finding = search.conclude(REFERENCE)
+    path = tmp_path / "a.toml"
+    path.write_text(file_text(finding.recipe.title, finding.recipe.rules))
+    loaded = recipes.load(str(path))
+    assert loaded == finding.recipe
+    for gemm, option in finding.chosen.items():
+        assert formats_of(loaded, gemm) == option.formats
+
+
+def entry(gap, margin, seeds):
+    return {"name": "searched", "gap_percent": gap, "gap_margin": margin, "gaps": [[s, gap] for s in range(seeds)]}
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        (entry(0.5, 0.1, 3), "± 0.100 over 3 seeds: off by -0.500 points, outside of the interval."),
+        (entry(0.05, 0.1, 2), "± 0.100 over 2 seeds: off by -0.050 points, inside of the interval."),
+        (entry(-0.2, None, 1), "measured -0.200 % with one seed: off by +0.200 points, which one seed cannot judge."),
+        (entry(None, None, 0), "The prediction was not checked: the comparison has no gap."),
+    ],
+)
+def test_the_verdict_tells_how_far_off_the_prediction_was(search, measured, words):
+    finding = search.conclude(REFERENCE)
+    finding.predicted = type(finding.predicted)(0.0, 1.2, 1.0)
+    finding.document = {"runs": [measured], "partial": False}
+    assert isinstance(finding, Finding) and finding.verdict.endswith(words)
