@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32446
+LIBRARY_LINES = 32480
 TOOL_LINES = 6193
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (1932, 22, 0),
+    "attention": (1962, 20, 0),
     "cli": (1354, 3, 0),
     "comm": (141, 1, 0),
     "compat": (1868, 54, 0),
@@ -39,7 +39,7 @@ BUDGETS = {
     "package": (245, 1, 0),
     "pipeline": (1320, 64, 1),
     "planned": (2393, 49, 4),
-    "recipes": (2002, 27, 0),
+    "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1960, 18, 0),

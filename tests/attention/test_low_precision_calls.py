@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import recipes
 from duotone.attention import DotProductAttention, TransformerLayer
+from duotone.attention.conditioning import hadamard
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import Rule, RuleRecipe
 
@@ -183,3 +184,26 @@ def test_a_layer_trains_under_the_recipe_file_as_written() -> None:
     assert losses[-1] < losses[0] - 0.05
     rows = {(row.gemm, row.runs) for row in duotone.plan(layer).filter("self_attention.core_attention")}
     assert ("QK^T", "emulated") in rows and len(rows) == 7
+
+
+@pytest.mark.parametrize("field", ["dpa_center_keys", "dpa_rotate"])
+def test_centered_keys_and_rotated_heads_lose_less_and_change_nothing_else(field) -> None:
+    """Keys with a large mean, and an outlier in one channel of query and key."""
+    q, k, v = (torch.cat([x] * 4, -1) for x in heads())
+    if field == "dpa_center_keys":
+        k = k + 6
+    else:
+        q, k = (torch.cat((8 * x[..., :2], x[..., 2:]), -1) for x in (q, k))
+    shape = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a"}
+    exact = DotProductAttention(4, 64, **shape)
+    plain = step(exact, [q, k, v])
+    errors = []
+    for on in (False, True):
+        recipe = duotone.Float8CurrentScaling(fp8_dpa=True, **{field: on})
+        results = step(DotProductAttention(4, 64, recipe=recipe, **shape), [q, k, v])
+        errors.append([((a - b).norm() / b.norm()).item() for a, b in zip(results, plain, strict=True)])
+    assert all(errors[1][i] < 0.75 * errors[0][i] for i in (0, 1))
+    gradient_alone = Rule(module_type="dpa", tensor_type="dp", format="fp8_e5m2_tensor")
+    changed = DotProductAttention(4, 64, recipe=RuleRecipe(rules=(gradient_alone,), **{field: True}), **shape)
+    assert torch.allclose(changed(q, k, v), plain[0], atol=1e-4)
+    assert torch.allclose(hadamard(96, q.device) @ hadamard(96, q.device).T, torch.eye(32), atol=1e-6)

@@ -163,10 +163,6 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
                 f"keys and values alike; got {got}: reshape or cast them"
             )
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        state_dict.pop(f"{prefix}_extra_state", None)  # scales of Transformer Engine for products that run in FP8 there
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def take_name(self, name: str, site: Site) -> None:
         """The full name in the model, and where rules find the module."""
         self.module_name, self.site = name, site
@@ -251,6 +247,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed scales that the module does not have yet wait for a recipe that needs them."""
+        state_dict.pop(f"{prefix}_extra_state", None)  # scales of Transformer Engine, for slots in another order
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from duotone.attention.attention_stage import AttentionStage
+from duotone.attention.conditioning import conditioned
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
@@ -53,11 +54,11 @@ class LowPrecision:
         """Query, key and value (batch, heads, tokens, width) -> like the query. `seen` broadcasts to their scores."""
         module = self._module()
         assert module is not None
-        q = heads[0]
-        device = q.device.type
+        device = heads[0].device.type
         if is_autocast(device):
             heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
-        q, k, v = heads
+        q, k = conditioned(recipe, heads[0], heads[1])
+        v = heads[2]
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()

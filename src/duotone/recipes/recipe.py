@@ -55,6 +55,8 @@ class Recipe(metaclass=RecipeClass):
     - `emulate_mixed`: allows GEMMs of two formats that no hardware multiplies with each other. They run emulated.
     - `fp8_dpa`: the products of attention take the formats of the roles of module type "dpa". `fp8_mha`: so do the
       tensors at its boundaries.
+    - `dpa_center_keys`: attention in low precision subtracts from keys their mean over all tokens. `dpa_rotate`: it
+      turns query and key by a Hadamard matrix. Both change nothing in exact arithmetic, and quantize with less error.
     - `evaluation`: the recipe of modules whose `training` is False. None: this one.
     - `fprop_fast_accum`, `dgrad_fast_accum`, `wgrad_fast_accum`: an FP8 product may use a faster accumulator of fewer
       bits.
@@ -71,6 +73,8 @@ class Recipe(metaclass=RecipeClass):
     emulate_mixed: bool = False
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    dpa_center_keys: bool = False
+    dpa_rotate: bool = False
     evaluation: "Recipe | None" = None
     fprop_fast_accum: bool = True
     dgrad_fast_accum: bool = False

@@ -1,0 +1,32 @@
+"""What query and key may undergo before they are quantized: changes that attention does not see in exact arithmetic."""
+
+import torch
+from torch import Tensor
+
+from duotone.recipes.recipe import Recipe
+
+
+def conditioned(recipe: Recipe, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Query and key (batch, heads, tokens, width) as the fields of the recipe ask, in their dtypes.
+
+    Subtracting one vector from all keys of a head changes each row of scores by a constant, which the softmax ignores.
+    One orthonormal matrix on query and key leaves scores as they are (QuaRot, arXiv 2404.00456).
+    """
+    if recipe.dpa_center_keys:
+        key = (key - key.mean(2, keepdim=True, dtype=torch.float32)).to(key.dtype)
+    if recipe.dpa_rotate:
+        matrix = hadamard(query.shape[-1], query.device)
+        query, key = (_rotated(x, matrix) for x in (query, key))
+    return query, key
+
+
+def hadamard(width: int, device: torch.device) -> Tensor:
+    """fp32 (n, n), orthonormal, for the largest power of two n that divides the width."""
+    matrix = torch.ones((1, 1), device=device)
+    while width % (2 * matrix.shape[0]) == 0:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix * matrix.shape[0] ** -0.5
+
+
+def _rotated(x: Tensor, matrix: Tensor) -> Tensor:
+    return (x.float().unflatten(-1, (-1, matrix.shape[0])) @ matrix).flatten(-2).to(x.dtype)
