@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32480
+LIBRARY_LINES = 32650
 TOOL_LINES = 6193
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (1962, 20, 0),
     "cli": (1354, 3, 0),
     "comm": (141, 1, 0),
-    "compat": (1868, 54, 0),
+    "compat": (2038, 58, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2495, 0, 0),
     "distributed": (430, 3, 1),
