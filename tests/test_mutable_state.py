@@ -65,6 +65,7 @@ ALLOWED = {
     "recipes.recipe._RECIPES": GRAPHS,
     "report.page._environment": PURE,
     "state.delayed.STATES": GRAPHS,
+    "state.delayed_slot.TRACED": "states whose number a graph holds, which serves no other state",
     "state.history.limits": LIMITS,
     "state.roll_table._joined": PURE,
     "state.parameters.STACK": STACK,

@@ -248,7 +248,7 @@ def test_own_modules_compile_once(kind: str, name: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["fp8-current", "mxfp8", slow("nvfp4")])
+@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8", slow("fp8-current"), slow("nvfp4")])
 def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
     recipe = recipes.load(name)
     m = blocks(recipe, count=10)
@@ -257,6 +257,28 @@ def test_blocks_with_quantized_parameters_compile_once(name: str) -> None:
     counter = compile_each(m)
     same_steps(m, eager, steps=1)
     assert counter.frame_count == 1
+
+
+def test_a_graph_that_writes_a_weight_serves_no_other_weight() -> None:
+    """Amaxes of a write go into the state of that weight alone, whose number such a graph may hold."""
+    recipe = recipes.load("fp8-delayed")
+    m = blocks(recipe, count=3)
+    duotone.convert_parameters(m, recipe)
+    eager = copy.deepcopy(m)
+    for model in (m, eager):  # which gives weights their slots
+        model(torch.ones(4, WIDTH).bfloat16()).sum().backward()
+
+    def write(weight: Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(write, backend=counter, fullgraph=True)
+    for mine, theirs in zip(m.children(), eager.children(), strict=True):
+        compiled(mine.up.weight)
+        write(theirs.up.weight)
+    assert all(torch.equal(*both) for both in zip(m.buffers(), eager.buffers(), strict=True))
+    assert counter.frame_count == 3
 
 
 def test_layers_of_other_sizes_or_options_get_graphs_of_their_own() -> None:

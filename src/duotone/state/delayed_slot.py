@@ -8,7 +8,7 @@ graph that recomputes by itself, because it was compiled with its checkpoint, us
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,12 @@ class DelayedSlot(Slot):
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
         where = (self.state, self.index, self.group, self.mode._value_, self.backward)
         return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
+
+    def serves(self, other: Slot | None) -> bool:
+        """As `Slot.serves`. Layers share graphs that only read a weight; one that writes holds the state's number."""
+        if self.state in TRACED or not isinstance(other, DelayedSlot):
+            return self == other
+        return replace(self, state=other.state) == other
 
     @property
     def is_new(self) -> bool:
@@ -130,6 +136,9 @@ class FixedSlot(Slot):
         return self.state.scales_of(self.scales)[self.index : self.index + 1]
 
 
+TRACED: set[str] = set()
+"""Numbers of states that graphs hold."""
+
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 # Not pure, and no part of a CUDA graph: a replay would record amaxes that nobody rolls.
 TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
@@ -152,7 +161,8 @@ def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, bac
     return measured_scale(DelayedSlot(state, index, group, AMAX_MODES[mode], backward), x)
 
 
-def _meta_scale(x: Tensor, *_: object) -> Tensor:
+def _meta_scale(x: Tensor, state: str, *_: object) -> Tensor:
+    TRACED.add(state)
     return x.new_empty((1,), dtype=torch.float32)
 
 
@@ -163,7 +173,8 @@ def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *_, row, col, _ = arguments
+    state, *_, row, col, _ = arguments
+    TRACED.add(state)
     return empty_planes(x, row, col)
 
 

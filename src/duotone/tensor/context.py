@@ -19,6 +19,10 @@ class Slot:
         """The slot with the scale that it has now, to encode the same tensor again. Records nothing."""
         return self
 
+    def serves(self, other: "Slot | None") -> bool:
+        """Whether a graph that was traced with this slot of a tensor may run with another slot."""
+        return self == other
+
     def of_module(self, handle: Tensor) -> "Slot":
         """In a graph that modules share: the slot of the module that `handle` names."""
         return self

@@ -6,6 +6,7 @@ In-place operations write the result back, quantized.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,17 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[report
         tensor = QuantizedTensor(Planes(*planes), quantizer, torch.Size(size), dtype)
         tensor.context, tensor.is_piece = write_context, is_piece
         return tensor
+
+    @classmethod
+    def __metadata_guard__(cls, traced: tuple[Any, ...], metadata: tuple[Any, ...]) -> bool:
+        """Whether a graph that was traced with one result of `__tensor_flatten__` serves another. Guards call it."""
+        *before, context, is_piece = traced
+        *now, current, is_piece_now = metadata
+        alike = replace(context, slots=current.slots) == current
+        slots = zip(context.slots, current.slots, strict=True)
+        return (before, is_piece, alike) == (now, is_piece_now, True) and all(
+            other is None if slot is None else slot.serves(other) for slot, other in slots
+        )
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
