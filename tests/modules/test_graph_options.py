@@ -75,7 +75,7 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-NAMES = ["fp8-delayed", "nvfp4", *(slow(name) for name in ("bf16", "fp8-current", "mxfp8", "fp8-block"))]
+NAMES = ["fp8-delayed", *(slow(name) for name in ("bf16", "fp8-current", "mxfp8", "fp8-block", "nvfp4"))]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -106,7 +106,7 @@ def test_a_compiled_later_microbatch_encodes_no_weight() -> None:
     assert cache.planes is not planes
 
 
-@pytest.mark.parametrize("mark", [False, True])
+@pytest.mark.parametrize("mark", [slow(False), True])
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_added_to_main_grad_in_a_graph(name: str, mark: bool) -> None:
     m = linears(name, fuse_wgrad_accumulation=True, bias=False)

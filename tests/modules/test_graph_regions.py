@@ -1,0 +1,113 @@
+"""Regions, checkpoints and batches of several sizes inside of fullgraph=True, with eager's bits."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch._dynamo.reset()
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def linears(name: str, count: int) -> nn.Sequential:
+    options = {"params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+    return nn.Sequential(*[duotone.Linear(WIDTH, WIDTH, **options) for _ in range(count)])
+
+
+def same_as_eager(
+    m: nn.Sequential,
+    rows: tuple[int, ...] = (WIDTH, WIDTH),
+    call: Callable[[nn.Module, Tensor], Tensor] = lambda m, x: m(x),
+) -> int:
+    """Compares steps with batches of these sizes. Returns the number of graphs."""
+    eager = copy.deepcopy(m)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in m:
+        layer.compile(backend=counter, fullgraph=True)
+    for count in rows:
+        x, dy = torch.randn(2, count, WIDTH).bfloat16()
+        results = []
+        for model in (m, eager):
+            leaf = x.clone().requires_grad_()
+            y = call(model, leaf)
+            y.backward(dy)
+            results.append([y.detach(), leaf.grad, *[p.grad for p in model.parameters()], *model.buffers()])
+        assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    return counter.frame_count
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, name: str, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = linears(name, 2), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=self.reentrant)
+
+
+OTHERS = [slow(name) for name in ("bf16", "fp8-current", "mxfp8", "fp8-block")]
+
+
+@pytest.mark.parametrize("reentrant", [False, slow(True)])
+@pytest.mark.parametrize("name", ["fp8-delayed", slow("nvfp4"), *OTHERS])
+def test_a_checkpoint_inside_of_a_graph_recomputes_the_bits_of_its_forward(name: str, reentrant: bool) -> None:
+    m = nn.Sequential(*[Checkpointed(name, reentrant) for _ in range(2)])
+    assert same_as_eager(m) == 1
+
+
+class Nested(nn.Module):
+    """A region in a region, each with a recipe."""
+
+    def __init__(self, outer: str, inner: str) -> None:
+        super().__init__()
+        self.layers, self.outer, self.inner = linears("bf16", 4), recipes.load(outer), recipes.load(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.layers
+        with duotone.autocast(recipe=self.outer):
+            x = first(x)
+            with duotone.autocast(recipe=self.inner):
+                x = second(x)
+            with duotone.autocast(enabled=False):
+                x = third(x)
+            return last(x)
+
+
+@pytest.mark.parametrize("around", [slow(None), slow("mxfp8"), "fp8-delayed"])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [("fp8-delayed", "nvfp4"), slow("nvfp4", "fp8-delayed"), slow("mxfp8", "fp8-current")]
+)
+def test_regions_nest_inside_of_a_graph_and_around_it(outer: str, inner: str, around: str | None) -> None:
+    def call(m: nn.Module, x: Tensor) -> Tensor:
+        if around is None:
+            return m(x)
+        with duotone.autocast(recipe=around):
+            return m(x)
+
+    m = nn.Sequential(*[Nested(outer, inner) for _ in range(2)])
+    assert same_as_eager(m, call=call) == 1
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", *(slow(name) for name in ("bf16", "mxfp8", "nvfp4", "fp8-block"))])
+def test_batches_of_any_size_share_few_graphs(name: str) -> None:
+    """Without dynamic=True: the second size makes the graph dynamic; sizes that cut a block compile once more."""
+    assert same_as_eager(linears(name, 1), rows=(1, 32, 33, 1, 32, 33, 40)) <= 3
