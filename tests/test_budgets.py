@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32677
+LIBRARY_LINES = 32814
 TOOL_LINES = 6193
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (141, 1, 0),
     "compat": (2038, 58, 0),
     "conversion": (2619, 31, 0),
-    "dispatch": (2495, 0, 0),
+    "dispatch": (2503, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
@@ -36,8 +36,8 @@ BUDGETS = {
     "observe": (2112, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
-    "package": (245, 1, 0),
-    "pipeline": (1320, 64, 1),
+    "package": (247, 1, 0),
+    "pipeline": (1447, 64, 1),
     "planned": (2393, 49, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),

@@ -16,6 +16,7 @@ from duotone.compat import (
 from duotone.conversion import Plan, PlanDiff, PlanRow, assign_names, convert, convert_parameters, fuse, plan, revert
 from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
+from duotone.pipeline.offload import offload_activations
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
 from duotone.recipes import (
     CustomRecipe,
@@ -90,6 +91,7 @@ __all__ = [
     "load_recipe_state",
     "load_rng_state",
     "observe",
+    "offload_activations",
     "ops",
     "optim",
     "plan",

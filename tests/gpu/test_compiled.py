@@ -71,6 +71,6 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
 def test_ops_of_nvfp4_are_what_their_schemas_say(name) -> None:
     x, seed = torch.randn(100, 72, device="cuda").bfloat16(), torch.tensor([5], device="cuda")
     opcheck(torch.ops.duotone.cast_two_level.default, (x, name, name, True, seed))
-    codes, scale, amax = torch.ops.duotone.cast_two_level(x, name, "", True, seed)[:3]
-    for amaxes in (amax, None):
-        opcheck(torch.ops.duotone.decode.default, (codes, scale, amaxes, name, torch.bfloat16))
+    parts = [*torch.ops.duotone.cast_two_level(x, name, "", True, seed)[:3]]
+    for bias in (torch.randn(100, device="cuda"), None):
+        opcheck(torch.ops.duotone.decoded_mm.default, (parts, name, parts, name, torch.bfloat16, bias))

@@ -1,11 +1,10 @@
-"""Casts and decoding as ops of a graph, so that a compiler sees shapes and not kernels."""
+"""Casts as ops of a graph, so that a compiler sees shapes and not kernels."""
 
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import decoded, is_two_level, one_read
+from duotone.dispatch.casts import is_two_level, one_read
 from duotone.formats import Format, get
-from duotone.formats.elements import PLAIN
 
 PARTS = ("codes", "scale", "amax")
 
@@ -100,16 +99,6 @@ def _empty_two_level(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
-def _decode(codes: Tensor, scale: Tensor, amax: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
-    """(M, K or its padded length) values of a plane in `dtype`; without `amax`, under block scales alone."""
-    fmt = get(name)
-    parts = {"codes": codes, "scale": scale, "amax": codes.new_ones(1, dtype=torch.float32) if amax is None else amax}
-    values = decoded(fmt, parts, dtype, amax is not None)
-    if values is not None:
-        return values
-    return fmt.factors(parts, PLAIN, None).values.to(dtype) if amax is None else fmt.decode(parts, dtype, PLAIN)
-
-
 def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
     return empty_planes(x, row, col)
 
@@ -118,16 +107,10 @@ def _fake_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor
     return _empty_two_level(x, row, col)
 
 
-def _fake_decode(codes: Tensor, scale: Tensor, amax: Tensor | None, name: str, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty((codes.shape[0], 2 * codes.shape[1]), dtype=dtype)
-
-
 _LIBRARY.define(f"cast_two_level({CAST}, Tensor? seed) -> ({', '.join(['Tensor'] * 6)})")
-_LIBRARY.define("decode(Tensor codes, Tensor scale, Tensor? amax, str format, ScalarType dtype) -> Tensor")
 for _name, _kernel, _meta in (
     ("cast_planes", cast_planes, _fake),
     ("cast_two_level", cast_two_level, _fake_two_level),
-    ("decode", _decode, _fake_decode),
 ):
     _LIBRARY.impl(_name, _kernel, "CUDA")
     _LIBRARY.impl(_name, _meta, "Meta")

@@ -86,12 +86,7 @@ def has_casts(row: Format | None, col: Format | None, dtype: torch.dtype, where:
 def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tensor | None:
     """(M, K) values of a plane, or of its codes without the scales. None if no kernel decodes it."""
     if torch.compiler.is_dynamo_compiling():
-        amax = parts.get("amax") if scaled else None
-        return (
-            torch.ops.duotone.decode(parts["codes"], parts["scale"], amax, fmt.name, dtype)
-            if is_two_level(fmt)
-            else None
-        )
+        return None
     key = (id(fmt), dtype)
     entry = _DECODERS.get(key)
     if entry is None:

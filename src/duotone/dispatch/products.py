@@ -3,14 +3,17 @@
 What an emulated rule computes is exact but for the order of the fp32 sum, except where the rule says so.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels
+from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_two_level
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
-from duotone.formats import Epilogue, Factors
+from duotone.formats import Epilogue, Factors, get
 from duotone.formats.geometry import crop
 
 
@@ -140,6 +143,9 @@ class Fp32Epilogue(GemmRule):
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        if torch.compiler.is_dynamo_compiling() and a.parts["codes"].is_cuda and is_two_level(a.format, b.format):
+            operands = ([*a.parts.values()], a.format.name, [*b.parts.values()], b.format.name)
+            return torch.ops.duotone.decoded_mm(*operands, out_dtype, bias)
         left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
         if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
@@ -263,3 +269,27 @@ def _same_length(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _other_transform(problem: GemmProblem) -> str:
     return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"
+
+
+def _decoded_mm(
+    a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    """`Fp32Epilogue` as an op of a graph: the parts of each operand, in the order of its format."""
+    operands: list[Any] = [
+        SimpleNamespace(format=fmt, parts=dict(zip(fmt.parts(1, 1), parts, strict=True)))
+        for fmt, parts in ((get(format_a), a), (get(format_b), b))
+    ]
+    return FP32_EPILOGUE.run(*operands, out_dtype, bias)
+
+
+def _fake_decoded_mm(
+    a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
+) -> Tensor:
+    return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
+
+
+_LIBRARY.define(
+    "decoded_mm(Tensor[] a, str format_a, Tensor[] b, str format_b, ScalarType out_dtype, Tensor? bias) -> Tensor"
+)
+_LIBRARY.impl("decoded_mm", _decoded_mm, "CUDA")
+_LIBRARY.impl("decoded_mm", _fake_decoded_mm, "Meta")

@@ -11,6 +11,7 @@ from torch import Tensor
 from duotone.compat.transformer_engine import recipe as their
 from duotone.dispatch.target import Version, target
 from duotone.errors import UserError
+from duotone.pipeline.offload import offload_activations
 from duotone.recipes.recipe import Recipe
 from duotone.state import autocast as duotone_autocast
 from duotone.state import quantized_model_init as duotone_model_init
@@ -179,8 +180,7 @@ class _Offload:
     def __enter__(self) -> None:
         offloads = self.entered % self.layers < self.count
         self.entered += 1
-        saves = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
-        self.open.append(saves if offloads else contextlib.nullcontext())
+        self.open.append(offload_activations() if offloads else contextlib.nullcontext())
         self.open[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:

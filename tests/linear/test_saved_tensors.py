@@ -1,0 +1,60 @@
+"""What a forward saves goes through hooks for saved tensors as plain buffers, and is what the formats promise."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import duotone
+from duotone import recipes
+from duotone.errors import UserError
+
+M, K, N = 64, 128, 256
+
+
+def step(m: nn.Module, region: contextlib.AbstractContextManager) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(M, K, dtype=torch.bfloat16, requires_grad=True)
+    with region:
+        y = m(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+
+def linear(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return duotone.convert(nn.Sequential(nn.Linear(K, N, bias=False)).bfloat16(), recipes.load(name))
+
+
+@pytest.mark.parametrize("region", ["save_on_cpu", "offload_activations"])
+@pytest.mark.parametrize("name", recipes.names())
+def test_tensors_that_hooks_keep_elsewhere_give_the_same_bits(name, region) -> None:
+    m = linear(name)
+    other = copy.deepcopy(m)
+    regions = {"save_on_cpu": torch.autograd.graph.save_on_cpu, "offload_activations": duotone.offload_activations}
+    for a, b in zip(step(m, contextlib.nullcontext()), step(other, regions[region]()), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("fp8-current", 8), ("fp8-delayed", 8), ("fp8-rowwise", 8), ("fp8-block", 8), ("mxfp8", 8.25), ("nvfp4", 4.5)],
+)
+def test_a_linear_saves_one_plane_of_each_operand_and_nothing_else(name, bits) -> None:
+    """Columnwise codes and block scales by their definition, and at most one fp32 scale for each line besides."""
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    step(linear(name), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+    total = sum(tensor.nbytes for tensor in saved.values())
+    assert bits / 8 * (M * K + K * N) <= total <= bits / 8 * (M * K + K * N) + 4 * (2 * K + 2)
+
+
+@pytest.mark.parametrize("options", [{"ahead": -1}, {"smallest": 0.5}, {"ahead": True}])
+def test_options_of_offload_that_are_no_counts_are_refused(options) -> None:
+    with pytest.raises(UserError, match="give an integer of at least 0"):
+        duotone.offload_activations(**options)
