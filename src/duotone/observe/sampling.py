@@ -71,4 +71,4 @@ def _cut(x: Tensor, pieces: tuple[Pieces, Pieces], covered: tuple[int | None, in
         x = pieces[0].of(x, 0, by_row).movedim(-1, 1).flatten(0, 1)
     if by_column is not None:
         x = pieces[1].of(x, 1, by_column).flatten(1, 2)
-    return x
+    return x.contiguous()
