@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 32814
-TOOL_LINES = 6193
+TOOL_LINES = 6387
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),
-    "lab": (3024, 9, 1),
+    "lab": (3218, 9, 1),
     "linear": (1844, 5, 0),
     "modules": (504, 15, 0),
     "observe": (2112, 12, 0),

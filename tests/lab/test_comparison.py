@@ -17,7 +17,7 @@ RUN = (
     "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss judged_loss "
     "gap_percent gap_margin gaps rank repeats step_ms "
     "tokens_per_second peak_memory_bytes weight_bytes saved_activation_bytes plan statistics drift spreads products "
-    "modules error"
+    "operands events modules error"
 ).split()
 
 

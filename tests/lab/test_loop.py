@@ -142,8 +142,30 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing(tmp_path, conf
     trainer.step = poisoned
     result = train(trainer, "bf16", saving=Saving(tmp_path, 3))
     assert result.error == "the loss is nan at step 3"
+    assert result.events == [{"step": 3, "text": "the loss is not finite; all operands of recipe formats were"}]
     assert result.train_loss[-1] == [3, None] and result.final_train_loss is None
     assert checkpoint.steps(tmp_path) == []
+
+
+def test_the_first_operand_that_is_not_finite_is_an_event(config, corpus):
+    trainer = make(config, corpus, "mxfp8")
+    step = trainer.step
+
+    def poisoned(*args, **kwargs):
+        if trainer.done == 2:
+            trainer.model.layers[1].mlp.down.weight.data[5, 7] = -torch.inf
+        return step(*args, **kwargs)
+
+    trainer.step = poisoned
+    (event,) = train(trainer, "mxfp8").events
+    assert event["step"] == 3
+    assert event["text"].endswith("not finite: weight rowwise of layers.1.mlp.down, 0 NaN and 1 infinite")
+
+
+def test_a_switch_of_the_schedule_is_an_event(config, corpus):
+    schedule = recipes.Schedule((recipes.Phase(recipes.load("mxfp8"), 0), recipes.Phase(recipes.load("bf16"), 2)))
+    trainer = Trainer(config, schedule, corpus)
+    assert train(trainer, "switch").events == [{"step": 3, "text": "the schedule switches to bf16"}]
 
 
 def test_a_step_that_fails_after_a_stop_is_given_up(tmp_path, config, corpus):

@@ -16,7 +16,7 @@ from duotone.lab.schema import Document, GemmEntry, RunEntry
 from duotone.report.numbers import SPACE, shorten
 
 LONG = frozenset(
-    {"recipe", "train_loss", "heldout_loss", "repeats", "plan", "statistics", "drift", "spreads", "products", "modules"}
+    "recipe train_loss heldout_loss repeats plan statistics drift spreads products operands events modules".split()
 )
 REPORT, RESULT, PLANES = "report.html", "result.json", "planes.csv"
 WIDTH = 80

@@ -74,6 +74,8 @@ def runs_of(result: Document) -> list[Run]:
             drift=[*entry.get("drift", ())],
             spreads=[*entry.get("spreads", ())],
             products=[*entry.get("products", ())],
+            operands=[*entry.get("operands", ())],
+            events=[*entry.get("events", ())],
             modules=[*entry.get("modules", ())],
             error=entry["error"],
         )

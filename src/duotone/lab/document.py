@@ -101,6 +101,8 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "drift": run.drift,
         "spreads": run.spreads,
         "products": run.products,
+        "operands": run.operands,
+        "events": run.events,
         "modules": run.modules,
         "error": next((run.error for run in runs if run.error), None),
     }

@@ -2,16 +2,20 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from duotone.lab.schema import DriftEntry, ProductEntry, SpreadEntry
+from duotone.lab.operands import Operands
+from duotone.lab.schema import DriftEntry, EventEntry, ProductEntry, SpreadEntry
 from duotone.observe import Tap
+from duotone.observe.sampling import Slots
+from duotone.observe.statistics import FIELDS
+from duotone.observe.step_statistics import CLIPPED
 from duotone.recipes import QuantizerRole
 from duotone.tensor.context import Slot
-from duotone.tensor.plane import Plane
+from duotone.tensor.plane import Plane, Planes
 
 LOWEST, HIGHEST = -40, 24
 """The powers of two that the spread of magnitudes tells apart; smaller and larger ones count as these."""
@@ -51,19 +55,32 @@ class Journal(Tap):
     """The sampled step that runs now."""
     last: int = 0
     """The step whose operands are kept for `products`."""
+    operands: Operands = field(default_factory=Operands)
     _steps: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
+    _extremes: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
     _spreads: dict[Side, Tensor] = field(default_factory=dict)
+    _scales: dict[Side, Tensor] = field(default_factory=dict)
+    _broken: list[tuple[int, str, Side, Tensor]] = field(default_factory=list)
     _operands: dict[tuple[str, Side], list[Operand]] = field(default_factory=dict)
+
+    def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
+        super().take(role, x, planes, slots)
+        self.operands.take(role, x, planes)
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         key, side = (role.name, role.tensor_type, direction, plane.format.name), (role.tensor_type, direction)
-        before = self._entries[key].sums[:2] if key in self._entries else 0.0
+        before = self._entries[key].sums if key in self._entries else 0.0
         super().record(role, direction, x, plane, slot)
-        sums = self._entries[key].sums[:2] - before
-        self._steps[self.step, side] = self._steps.get((self.step, side), torch.zeros_like(sums)) + sums
-        counts = count_magnitudes(x)
-        self._spreads[side] = self._spreads.get(side, torch.zeros_like(counts)) + counts
-
+        sums = self._entries[key].sums - before
+        self._broken.append((self.step, role.name, side, sums[-2:]))
+        limits, clipped = _limits(x, plane)
+        extremes = torch.stack([_largest(x), _largest(limits)])
+        _add(self._steps, (self.step, side), torch.cat([sums, clipped]))
+        earlier = self._extremes.get((self.step, side), extremes)
+        self._extremes[self.step, side] = torch.maximum(earlier, extremes)
+        _add(self._spreads, side, count_magnitudes(x))
+        if math.isfinite(plane.format.largest):
+            _add(self._scales, side, count_magnitudes(limits / plane.format.largest))
         if self.step == self.last:
             pair = Operand(_part(x.float(), side), _part(plane.dequantize(torch.float32), side))
             self._operands.setdefault((role.name, side), []).append(pair)
@@ -86,17 +103,55 @@ class Journal(Tap):
         """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None where exact."""
         entries: list[DriftEntry] = []
         for (step, (role, plane)), sums in self._steps.items():
-            signal, noise = sums.tolist()
+            *totals, clipped = sums.tolist()
+            signal, noise, elements = totals[0], totals[1], totals[FIELDS.index("elements")]
             value = 10 * math.log10(signal / noise) if signal > 0 < noise < math.inf else None
-            entries.append({"step": step, "role": role, "plane": plane, "snr_db": value})
+            amax, limit = self._extremes[step, (role, plane)].tolist()
+            entry: DriftEntry = {"step": step, "role": role, "plane": plane, "snr_db": value, "amax": amax}
+            entry["limit"], entry["clipped"] = limit or None, clipped / max(1.0, elements)
+            entries.append(entry)
         return entries
+
+    def origin(self) -> EventEntry | None:
+        """The first operand with elements that are not finite; None without one."""
+        for step, module, (role, plane), counts in self._broken:
+            nan, inf = map(int, counts.tolist())
+            if nan or inf:
+                where = f"{role} {plane} of {module or 'a linear'}"
+                return {
+                    "step": step,
+                    "text": f"the first operand that is not finite: {where}, {nan} NaN and {inf} infinite",
+                }
+        return None
 
     def spreads(self) -> list[SpreadEntry]:
         """For each role and plane how many nonzero elements have which power of two, from `lowest` on."""
-        return [
-            {"role": role, "plane": plane, "lowest": LOWEST, "counts": counts.tolist()}
-            for (role, plane), counts in self._spreads.items()
-        ]
+        entries: list[SpreadEntry] = []
+        for (role, plane), counts in self._spreads.items():
+            entries.append({"role": role, "plane": plane, "lowest": LOWEST, "counts": counts.tolist()})
+            if (role, plane) in self._scales:
+                entries[-1]["scales"] = self._scales[role, plane].tolist()
+        return entries
+
+
+T = TypeVar("T")
+
+
+def _add(table: dict[T, Tensor], key: T, values: Tensor) -> None:
+    table[key] = table[key] + values if key in table else values
+
+
+def _limits(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
+    """fp32 (M, K): the largest magnitude that each element can hold. float64 (1,): how many elements are far above."""
+    coded = plane.format.rotate(x).float().abs()
+    limits = plane.format.ceiling(plane.parts)[:, : coded.shape[1]]
+    return limits, (torch.isfinite(coded) & (coded > CLIPPED * limits)).sum(dtype=torch.float64).reshape(1)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """float64: the largest finite magnitude, 0 without one."""
+    usable = torch.nan_to_num(x.detach().float().abs(), 0.0, 0.0, 0.0)
+    return usable.max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
 
 
 def _part(x: Tensor, side: Side) -> Tensor:

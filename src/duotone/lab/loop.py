@@ -18,7 +18,17 @@ from duotone.lab import checkpoint
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
-from duotone.lab.schema import DriftEntry, GemmEntry, Loss, ModuleEntry, PlaneEntry, ProductEntry, SpreadEntry
+from duotone.lab.schema import (
+    DriftEntry,
+    EventEntry,
+    GemmEntry,
+    Loss,
+    ModuleEntry,
+    OperandEntry,
+    PlaneEntry,
+    ProductEntry,
+    SpreadEntry,
+)
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -51,6 +61,8 @@ class Run:
     drift: list[DriftEntry] = field(default_factory=list)
     spreads: list[SpreadEntry] = field(default_factory=list)
     products: list[ProductEntry] = field(default_factory=list)
+    operands: list[OperandEntry] = field(default_factory=list)
+    events: list[EventEntry] = field(default_factory=list)
     modules: list[ModuleEntry] = field(default_factory=list)
     error: str | None = None
     stopped: bool = False
@@ -132,17 +144,18 @@ def _steps(
     steps, first = trainer.config.steps, trainer.done
     heldout, sampled = points(steps, HELDOUT_POINTS), points(steps, SAMPLES if run.is_observed else 0)
     measured = min(first + 2, steps) if run.is_observed else None
-    store = Journal(last=max(sampled, default=0))
+    store, broken = Journal(last=max(sampled, default=0)), None
     if first < steps:
         progress.note(_first_step(run))
     while trainer.done < steps and run.error is None and not run.stopped:
-        number = store.step = trainer.done + 1
+        number, recipe = trainer.done + 1, trainer.recipe
+        store.step = number
         start = time.perf_counter()
         try:
             if number == measured:
                 loss = _measured_step(trainer, run)
             else:
-                loss = trainer.step(observe.with_statistics(trainer.recipe, store) if number in sampled else None)
+                loss = trainer.step(observe.with_statistics(recipe, store) if number in sampled else None)
         except Exception:
             if not should_stop():
                 raise
@@ -155,6 +168,8 @@ def _steps(
         progress.step(number, loss)
         if not math.isfinite(loss):
             run.error = f"the loss is {loss} at step {number}"
+            broken = Journal(step=number)
+            trainer.look_again(observe.with_statistics(recipe, broken))
             break
         if number in heldout:
             _heldout(trainer, run)
@@ -164,6 +179,20 @@ def _steps(
     if run.is_observed and run.error is None and not run.stopped:
         run.modules = _ledger(trainer)
     run.drift, run.spreads, run.products = store.drift(), store.spreads(), store.products()
+    run.operands, run.events = store.operands.entries(), _events(trainer, store, broken)
+
+
+def _events(trainer: Trainer, sampled: Journal, broken: Journal | None) -> list[EventEntry]:
+    """Where the schedule switched, and the first operand that was not finite in a sampled step or in the last one."""
+    events: list[EventEntry] = [
+        {"step": int(phase.start) + 1, "text": f"the schedule switches to {phase.recipe.name}"}
+        for phase in trainer.schedule.phases[1:]
+        if phase.start < trainer.done
+    ]
+    first = next(filter(None, (journal.origin() for journal in (sampled, broken) if journal is not None)), None)
+    if first is None and broken is not None:
+        first = {"step": broken.step, "text": "the loss is not finite; all operands of recipe formats were"}
+    return events if first is None else sorted([*events, first], key=lambda event: event["step"])
 
 
 def _ledger(trainer: Trainer) -> list[ModuleEntry]:

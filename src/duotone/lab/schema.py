@@ -45,21 +45,47 @@ class PlaneEntry(TypedDict):
 
 
 class DriftEntry(TypedDict):
-    """Signal-to-noise of all modules together in one sampled step."""
+    """All modules together in one sampled step; the largest magnitude, and the largest that any scale could hold.
+
+    `clipped` is the share of elements far above what their scale can hold. Exact planes have no limit.
+    """
 
     step: int
     role: str
     plane: str
     snr_db: float | None
+    amax: NotRequired[float]
+    limit: NotRequired[float | None]
+    clipped: NotRequired[float]
 
 
 class SpreadEntry(TypedDict):
-    """How many nonzero elements have a magnitude of each power of two, from `lowest` on."""
+    """How many nonzero elements have a magnitude, and a scale, of each power of two, from `lowest` on."""
 
     role: str
     plane: str
     lowest: int
     counts: Sequence[int]
+    scales: NotRequired[Sequence[int]]
+
+
+class OperandEntry(TypedDict):
+    """One operand: how far its two planes differ as a share of it, and channels whose amax stands out."""
+
+    module: str
+    role: str
+    disagreement: float | None
+    channels: int
+    outliers: int
+    largest_channel: int
+    over_median: float | None
+
+
+class EventEntry(TypedDict):
+    """What happened at a step of a run, in words."""
+
+    step: int
+    text: str
 
 
 class ProductEntry(TypedDict):
@@ -125,6 +151,8 @@ class RunEntry(Verdict):
     drift: NotRequired[Sequence[DriftEntry]]
     spreads: NotRequired[Sequence[SpreadEntry]]
     products: NotRequired[Sequence[ProductEntry]]
+    operands: NotRequired[Sequence[OperandEntry]]
+    events: NotRequired[Sequence[EventEntry]]
     modules: NotRequired[Sequence[ModuleEntry]]
     error: str | None
 

@@ -112,17 +112,29 @@ class Trainer:
         return self.schedule.at(self.done)
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
-        """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss."""
-        preset = self.config.preset
-        tokens, targets = self.corpus.batch(
-            self.config.seed, self.done, count=preset.batch, context=preset.model.context
-        )
+        """One step, under `recipe` where given, its forward inside the context `forward`; gives the loss.
+
+        A loss that is not finite leaves the weights as they are.
+        """
         with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe):
-            loss = self.model(tokens.to(self.device), targets.to(self.device))
-        loss.backward()
-        self.optimizer.step(self.config.learning_rate(self.done))
+            loss = self._loss(self.done)
+        value = loss.item()
+        if math.isfinite(value):
+            loss.backward()
+            self.optimizer.step(self.config.learning_rate(self.done))
         self.done += 1
-        return loss.item()
+        return value
+
+    @torch.no_grad()
+    def look_again(self, recipe: Recipe) -> None:
+        """Run the forward of the newest step once more, to see what its operands were."""
+        with duotone.autocast(recipe=recipe):
+            self._loss(self.done - 1)
+
+    def _loss(self, done: int) -> Tensor:
+        preset = self.config.preset
+        tokens, targets = self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
+        return self.model(tokens.to(self.device), targets.to(self.device))
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
