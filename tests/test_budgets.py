@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32814
+LIBRARY_LINES = 32816
 TOOL_LINES = 6387
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (141, 1, 0),
     "compat": (2038, 58, 0),
     "conversion": (2619, 31, 0),
-    "dispatch": (2503, 1, 0),
+    "dispatch": (2505, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),

@@ -275,11 +275,13 @@ def _decoded_mm(
     a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
     """`Fp32Epilogue` as an op of a graph: the parts of each operand, in the order of its format."""
-    operands: list[Any] = [
-        SimpleNamespace(format=fmt, parts=dict(zip(fmt.parts(1, 1), parts, strict=True)))
-        for fmt, parts in ((get(format_a), a), (get(format_b), b))
-    ]
-    return FP32_EPILOGUE.run(*operands, out_dtype, bias)
+    return FP32_EPILOGUE.run(_operand(a, format_a), _operand(b, format_b), out_dtype, bias)
+
+
+def _operand(parts: list[Tensor], name: str) -> Any:
+    """What a product reads of an operand: its format and its parts."""
+    fmt = get(name)
+    return SimpleNamespace(format=fmt, parts=dict(zip(fmt.parts(1, 1), parts, strict=True)))
 
 
 def _fake_decoded_mm(
