@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32816
+LIBRARY_LINES = 32823
 TOOL_LINES = 6387
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (1962, 20, 0),
     "cli": (1354, 3, 0),
     "comm": (141, 1, 0),
-    "compat": (2038, 58, 0),
+    "compat": (2039, 60, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2505, 1, 0),
     "distributed": (430, 3, 1),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (247, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2393, 49, 4),
+    "planned": (2399, 49, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),

@@ -220,6 +220,25 @@ def test_checkpointed_and_offloaded_layers_have_the_same_gradients(te) -> None:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+def test_weights_and_dropout_draw_from_the_tracker_of_the_rank(te) -> None:
+    """Two trackers of one seed give the same, whatever torch's own state is, which stays."""
+
+    def layer_and_output(state: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        tracker = te.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 7)
+        x = torch.randn(8, 2, 32)
+        torch.manual_seed(state)
+        before = torch.get_rng_state()
+        attention = te.MultiheadAttention(32, 4, attention_dropout=0.5, get_rng_state_tracker=lambda: tracker)
+        y = attention(x)
+        assert torch.equal(torch.get_rng_state(), before)
+        return attention.proj.weight, y
+
+    first, second = layer_and_output(1), layer_and_output(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_the_state_manager_tells_the_enclosing_region(te) -> None:
     manager, recipe = te.fp8.FP8GlobalStateManager, te.recipe.MXFP8BlockScaling()
     assert not manager.is_fp8_enabled() and not manager.with_fp8_parameters()

@@ -117,11 +117,25 @@ def test_each_linear_of_a_module_gets_its_slots(slots: int) -> None:
 def test_a_transformer_layer_loads_a_checkpoint_with_extra_states_everywhere() -> None:
     layer = duotone.TransformerLayer(32, 64, 4, recipe=RECIPE, hidden_dropout=0.0)
     at = ("self_attention.core_attention", "self_attention.layernorm_qkv", "self_attention.proj", "layernorm_mlp")
-    extras = {f"{name}._extra_state": states(2 if name == "layernorm_mlp" else 1) for name in at}
+    linears = {"layernorm_mlp": 2, at[0]: 3}
+    extras = {f"{name}._extra_state": states(linears.get(name, 1)) for name in at}
     layer.load_state_dict({**layer.state_dict(), **extras})
     layer.eval()(torch.ones(4, 2, 32))
     want = extras["self_attention.proj._extra_state"]["scale_fwd"][[0, 0, 1, 1]]
     assert torch.equal(duotone.recipe_state(layer)["self_attention.proj.duotone_forward.scale"], want)
+
+
+def test_attention_in_fp8_goes_on_from_its_scales() -> None:
+    """One scale of query, key and value there is that of each here."""
+    recipe = duotone.DelayedScaling(amax_history_len=4, fp8_dpa=True, first_scale_from_amax=False)
+    module, state = duotone.DotProductAttention(2, 16, recipe=recipe), states(3)
+    module.load_state_dict({**module.state_dict(), "_extra_state": state})
+    with torch.no_grad():
+        module(*torch.randn(3, 8, 1, 2, 16).unbind())
+    now = duotone.recipe_state(module)
+    forward, backward = state["scale_fwd"], state["scale_bwd"]
+    assert torch.equal(now["duotone_forward.scale"], forward[[2, 2, 2, 2, 2, 2, 8, 8, 3, 3]])
+    assert torch.equal(now["duotone_backward.scale"], backward[[3, 3, 5, 5]])
 
 
 class Attack:

@@ -14,7 +14,7 @@ from duotone.attention.products import AttentionFormats, ProductPlan
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.planned import delayed_states
+from duotone.planned import delayed_states, extra_state
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
@@ -247,7 +247,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Delayed scales that the module does not have yet wait for a recipe that needs them."""
-        state_dict.pop(f"{prefix}_extra_state", None)  # scales of Transformer Engine, for slots in another order
+        extra_state.unpack(state_dict, prefix, slots=extra_state.ATTENTION)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

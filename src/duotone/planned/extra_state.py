@@ -7,7 +7,7 @@ Forward slots of a linear are input, weight and perhaps output, backward slots g
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,13 @@ from torch import Tensor
 from duotone.errors import UserError
 
 PARTS = ("scale", "amax_history")
-PASSES = {"forward": ("fwd", (0, 0, 1, 1)), "backward": ("bwd", (0, 0))}
-"""The name of a pass there, and for each slot of a linear here the slot there: both directions share one there."""
+PASSES = {"forward": "fwd", "backward": "bwd"}
+Slots = Mapping[str, Sequence[int]]
+LINEAR: Slots = {"forward": (0, 0, 1, 1), "backward": (0, 0)}
+"""For each slot of a linear here the slot there. Both directions share one there."""
+
+ATTENTION: Slots = {"forward": (2, 2, 2, 2, 2, 2, 8, 8, 3, 3), "backward": (3, 3, 5, 5)}
+"""Of attention: query, key and value share a slot there; then the softmax and the output, dO and dP."""
 
 
 class Opaque:
@@ -79,25 +84,26 @@ def read(extra: object) -> dict[str, Any]:
     return extra
 
 
-def unpack(state_dict: dict[str, Any], prefix: str, linears: Sequence[str] = ("",)) -> None:
+def unpack(state_dict: dict[str, Any], prefix: str, linears: Sequence[str] = ("",), slots: Slots = LINEAR) -> None:
     """Replace `_extra_state` in a checkpoint by the delayed states of modules here; nothing stands for no state.
 
     `linears` are the prefixes of the modules, one for each linear of the module there. UserError if slots do not fit.
     """
     state = read(state_dict.pop(f"{prefix}_extra_state", None))
-    for direction, (short, slots) in PASSES.items():
+    for direction, short in PASSES.items():
         parts = {part: state.get(f"{part}_{short}") for part in PARTS}
         if all(part is None for part in parts.values()):
             continue
         counts = {part.shape[-1] if isinstance(part, Tensor) and part.dim() else 0 for part in parts.values()}
         count, *others = counts
-        if others or not count or count % len(linears):
+        each = count // len(linears)
+        if others or count % len(linears) or each <= max(slots[direction]):
             raise UserError(
-                f"{prefix}_extra_state has {direction} scales or histories that are not those of {len(linears)} "
-                "linears; load it into the model that it is of"
+                f"{prefix}_extra_state has {direction} scales or histories that are not those of "
+                f"{len(linears)} linears or of attention; load it into the model that it is of"
             )
         for place in dict.fromkeys(linears):
             members = [i for i, linear in enumerate(linears) if linear == place]
-            index = torch.tensor([i * (count // len(linears)) + slot for i in members for slot in slots])
+            index = torch.tensor([i * each + slot for i in members for slot in slots[direction]])
             for part, tensor in parts.items():
                 state_dict[f"{prefix}{place}duotone_{direction}.{part}"] = tensor.float()[..., index]

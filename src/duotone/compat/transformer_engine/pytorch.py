@@ -153,9 +153,10 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
     def prepare_call(self, named: Options) -> None:
         drop_unused_mask(named, self.attn_mask_type)
 
-    def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
-        with _fork(self.get_rng_state_tracker):
-            return super()._attend(*heads, **masking)
+    def forward(self, *values: Any, **options: Any) -> Any:
+        """Weights are dropped by the random numbers of this rank."""
+        with _fork(self.get_rng_state_tracker if self.dropout else None):
+            return super().forward(*values, **options)
 
 
 class MultiheadAttention(TakesTheirArguments, attention.MultiheadAttention):
