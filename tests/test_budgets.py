@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 32823
+LIBRARY_LINES = 33045
 TOOL_LINES = 6387
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (1962, 20, 0),
     "cli": (1354, 3, 0),
-    "comm": (141, 1, 0),
+    "comm": (150, 1, 0),
     "compat": (2039, 60, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2505, 1, 0),
@@ -32,13 +32,13 @@ BUDGETS = {
     "kernels": (3677, 0, 0),
     "lab": (3218, 9, 1),
     "linear": (1844, 5, 0),
-    "modules": (504, 15, 0),
+    "modules": (694, 21, 1),
     "observe": (2112, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (247, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2399, 49, 4),
+    "planned": (2422, 51, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),

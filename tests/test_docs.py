@@ -56,8 +56,9 @@ PREAMBLES = {
     ("docs/parallel.md", 3): MODEL
     + "model = [None, None, duotone.Linear(32, 32)]\n"
     + "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel",
-    ("docs/parallel.md", 4): MODEL + "del group",
-    ("docs/parallel.md", 5): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
+    ("docs/parallel.md", 4): "import torch, duotone",
+    ("docs/parallel.md", 5): MODEL + "del group",
+    ("docs/parallel.md", 6): MODEL + "optimizer = torch.optim.AdamW(model.parameters())",
 }
 
 NEEDS = {

@@ -46,6 +46,13 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
     return _wait(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
 
 
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
+    """`sent[i]` rows of `x`, in order, go to rank i, and `received[i]` come from it: (sum received, *rest)."""
+    _resolve(group)
+    counts = list(received), list(sent)
+    return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), *counts, group))
+
+
 def _wait(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
 

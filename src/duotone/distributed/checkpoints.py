@@ -4,10 +4,10 @@ A checkpoint is a folder. torch writes its `.metadata` last, so a folder without
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
 from duotone.state.seeds import load_rng_state, rng_state
 
 METADATA = ".metadata"
+T = TypeVar("T")
 Stored = tuple[torch.Size, torch.dtype]
 STEP = re.compile(r"step-[0-9]+")
 
@@ -90,7 +91,7 @@ def load(
     takes the largest amaxes and the smallest delayed scales of all, and the seeds of one. UserError on all ranks,
     before anything changes, if the checkpoint is damaged, or of another model or recipe.
     """
-    entries, stored = _matching(Path(path), model, optimizer, group)
+    entries, stored = _matching(Path(path), model, group)
     ranks = len({key.split(".")[1] for key in stored if key.startswith("ranks.")})
     mine, together = f"ranks.{_rank(group) % ranks}.", ranks != _world(group)
     tensors = {key: entry.empty() for key, entry in entries.items()}
@@ -122,11 +123,6 @@ def latest(folder: str | Path) -> Path | None:
     return max(finished, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
-def _entries(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Entry]:
-    entries = model_entries(model, recipe_state(model))
-    return entries if optimizer is None else entries | group_entries(optimizer)
-
-
 def _tensors(
     path: str | Path,
     model: nn.Module,
@@ -136,9 +132,9 @@ def _tensors(
 ) -> dict[str, Tensor]:
     if (Path(path) / METADATA).exists():
         raise UserError(f"{path} holds a checkpoint; save into a new folder, and remove the old one afterwards")
-    entries = _entries(model, optimizer)
+    entries = model_entries(model, recipe_state(model))
     if optimizer is not None:
-        entries |= optimizer_entries(model, optimizer)
+        entries |= group_entries(optimizer) | optimizer_entries(model, optimizer)
     tensors = {key: entry.saved() for key, entry in entries.items()}
     tensors |= {f"extra.{key}": as_tensor(value) for key, value in (extra or {}).items()}
     mine = f"ranks.{_rank(group)}"
@@ -151,7 +147,7 @@ def _tensors(
 
 
 def _matching(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup | None
+    path: Path, model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Entry], dict[str, Stored]]:
     """What a load writes, and what is stored.
 
@@ -159,16 +155,25 @@ def _matching(
     """
     problem, entries, stored = "", {}, {}
     try:
-        stored, entries = _stored(path), _entries(model, optimizer)
-        _require_alike(path, entries, stored, ("model.", f"{GROUP}.") if optimizer is not None else ("model.",))
+        stored, entries = _stored(path), model_entries(model, recipe_state(model))
     except UserError as error:
         problem = str(error)
-    problems: list[str | None] = [problem] * _world(group)
-    if dist.is_initialized():
-        dist.all_gather_object(problems, problem, group)
-    if first := next(filter(None, problems), None):
+    unread = {key for key in stored if key.startswith("model.")}.difference(*_from_all(set(entries), group))
+    try:
+        _require_alike(path, entries, stored, sorted(unread))
+    except UserError as error:
+        problem = problem or str(error)
+    if first := next(filter(None, _from_all(problem, group)), None):
         raise UserError(first)
     return entries, stored
+
+
+def _from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """The values of all ranks."""
+    values = [value] * _world(group)
+    if dist.is_initialized():
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def _stored(path: Path) -> dict[str, Stored]:
@@ -188,20 +193,14 @@ def _stored(path: Path) -> dict[str, Stored]:
 
 
 def _require_alike(
-    path: str | Path,
-    wanted: Mapping[str, Entry],
-    stored: Mapping[str, Stored],
-    prefixes: tuple[str, ...],
+    path: Path, wanted: Mapping[str, Entry], stored: Mapping[str, Stored], unknown: Sequence[str]
 ) -> None:
-    """UserError unless the checkpoint has the tensors of the model and the groups of the optimizer."""
-    theirs = {key for key in stored if key.startswith(prefixes)}
-    missing, unknown = sorted(wanted.keys() - theirs), sorted(theirs - wanted.keys())
+    """UserError unless the checkpoint has what this rank wants. `unknown` is what no rank wants."""
+    missing = sorted(wanted.keys() - stored.keys())
     remedy = "convert and shard the model as the one that was saved"
     if missing or unknown:
-        words = [f"has {unknown[0]}" * bool(unknown), f"lacks {missing[0]}" * bool(missing)]
-        raise UserError(
-            f"the checkpoint {path} is of another recipe or model: it {' and '.join(filter(None, words))}; {remedy}"
-        )
+        words = [*(f"has {key}" for key in unknown[:1]), *(f"lacks {key}" for key in missing[:1])]
+        raise UserError(f"the checkpoint {path} is of another recipe or model: it {' and '.join(words)}; {remedy}")
     for key, entry in wanted.items():
         here, there = (entry.shape, entry.live.dtype), stored[key]
         if here != there:
@@ -222,7 +221,8 @@ def _delayed(tensors: Mapping[str, Tensor], mine: str, *, together: bool) -> dic
 
 def _empty_optimizer(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
+    groups = {key: entry.empty() for key, entry in group_entries(optimizer).items() if key in stored}
+    return groups | {
         key: empty_state(parameter, *stored[key])
         for name, parameter in zip(names_of(model, optimizer), parameters, strict=True)
         for key in stored

@@ -111,7 +111,7 @@ def note_writes(model: nn.Module) -> None:
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """The names of the optimizer's parameters, in the order of its state_dict. UserError if one is not the model's."""
-    known = {id(parameter): clean(name) for name, parameter in model.named_parameters()}
+    known = {id(parameter): clean(name) for name, parameter in model.state_dict(keep_vars=True).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in parameters):
         raise UserError("the optimizer updates a parameter that is not the model's; make it after the model is sharded")

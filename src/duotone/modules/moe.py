@@ -3,17 +3,21 @@
 Routing takes tokens to the rows of their experts and back. It gathers both ways, so that sums have one order.
 """
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duotone import formats
 from duotone.errors import UserError
+from duotone.formats import Format
 from duotone.linear.row_counts import Rows
+from duotone.modules.expert_exchange import Exchange, check_dispatch, experts_of
 from duotone.modules.fused_module import ModuleGroup
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
@@ -21,6 +25,11 @@ from duotone.planned.grouped_linear import GroupedLinear
 from duotone.planned.planned import below
 from duotone.planned.weights import materialise
 from duotone.recipes.recipe import RecipeLike
+from duotone.state.autocast_context import active_recipe
+from duotone.tensor import Quantizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +165,10 @@ class MoE(ModuleGroup):
 
     An expert is fc2(activation(fc1(x))); gated activations make fc1 twice as wide. No token is dropped and no caller
     pads. `fc1` and `fc2` are GroupedLinear modules.
+
+    With `ep_group` each rank has as many of the experts, and its own tokens. These go to the ranks of their experts as
+    codes and scales of `dispatch_format`, by default of the rowwise format that the recipe gives the input of `fc1`,
+    and results come back in x's dtype. Checkpoints number experts over all ranks. No pickle holds the group.
     """
 
     def __init__(  # noqa: PLR0913 (the field's vocabulary)
@@ -171,6 +184,8 @@ class MoE(ModuleGroup):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], object] | None = None,
+        ep_group: "ProcessGroup | None" = None,
+        dispatch_format: str | Format | None = None,
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
@@ -189,8 +204,20 @@ class MoE(ModuleGroup):
         }
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
         names = below(name, ("fc1", "fc2"))
-        self.fc1 = GroupedLinear(num_experts, hidden_size, wide, name=names[0], **options)
-        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, name=names[1], **options)
+        self.ep_group = "" if ep_group is None else ep_group.group_name
+        self.dispatch_format = formats.get(dispatch_format) if isinstance(dispatch_format, str) else dispatch_format
+        local = experts_of(ep_group.rank(), ep_group.size(), num_experts) if ep_group else range(num_experts)
+        self.fc1 = GroupedLinear(len(local), hidden_size, wide, name=names[0], **options)
+        self.fc2 = GroupedLinear(len(local), ffn_hidden_size, hidden_size, name=names[1], **options)
+        if ep_group is not None:
+            for linear in (self.fc1, self.fc2):
+                linear.first_gemm, linear.all_gemms = local.start, num_experts
+
+    def set_expert_parallel_group(self, ep_group: "ProcessGroup") -> None:
+        """Communicate in another group of as many ranks from the next forward on."""
+        if experts_of(ep_group.rank(), ep_group.size(), self.num_experts).start != self.fc1.first_gemm:
+            raise UserError("ep_group gives this rank other experts than it has; build the module anew")
+        self.ep_group = ep_group.group_name
 
     def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
         width = self.router.weight.shape[1]
@@ -201,6 +228,30 @@ class MoE(ModuleGroup):
         routing = Routing.of(index, self.num_experts)
         known = type(self.router) is Router  # another one's choices are looked at by the host, which refuses strangers
         rows = routing if known else routing.checked
-        ops = (self.fc1, self.activation, self.fc2)
-        y, _ = run_modules(ops, routing.rows(flat), (rows, rows), is_first_microbatch, self)
-        return routing.combine(y, weights).view(x.shape)
+        tokens, ops = routing.rows(flat), (self.fc1, self.activation, self.fc2)
+        if not self.fc1.all_gemms:
+            y, _ = run_modules(ops, tokens, (rows, rows), is_first_microbatch, self)
+            return routing.combine(y, weights).view(x.shape)
+        counts = routing.counts if known else torch.tensor(routing.splits, device=x.device)
+        exchange = Exchange.of(counts, self.ep_group)
+        sent = exchange.dispatch(tokens, self.token_quantizer())
+        y, _ = run_modules(ops, sent, (exchange, exchange), is_first_microbatch, self)
+        return routing.combine(exchange.combine(y), weights).view(x.shape)
+
+    def token_quantizer(self) -> Quantizer:
+        """What encodes tokens that are sent to their experts. UserError if it cannot."""
+        if self.dispatch_format is not None:
+            return check_dispatch(Quantizer(self.dispatch_format), self.fc1.module_name)
+        plan = self.fc1.plans.plan(active_recipe() or self.fc1.recipe)
+        return check_dispatch(plan.input.quantizer, self.fc1.module_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "ep_group": ""}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "MoE":
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({"ep_group": "", "dispatch_format": None, **state})

@@ -1,5 +1,6 @@
 """GroupedLinear: the linears of a mixture's experts, each over its own rows of one input."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ class PlannedGroup(Planned):
     module_type = "grouped_linear"
     extra_inputs = 1
     num_gemms: int
+    first_gemm = all_gemms = 0
+    """The number of the first linear among those of all ranks, and how many these are; 0 if one rank has all."""
+
     return_bias = False
     single_grouped_weight = single_grouped_bias = True
     """Whether one packed parameter holds those of all experts."""
@@ -126,8 +130,10 @@ class PlannedGroup(Planned):
         weights = self.whole_weights(weights)
         weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
         biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
-        count = stage.plan.seeds * self.num_gemms
+        count = stage.plan.seeds * (self.all_gemms or self.num_gemms)
         seed = seeds.take(getattr(self, seeds.BUFFER), count) if count else None
+        if seed is not None and self.first_gemm:
+            seed = seed + self.first_gemm * stage.plan.seeds
         return splits, seed, *weights, *biases
 
     def make_stage(self, linears: list[LinearStage]) -> Stage:
@@ -317,6 +323,11 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return (self.weight,) if self.single_grouped_weight else (self.weights[member],)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.all_gemms:
+            theirs = set(range(self.all_gemms)).difference(range(self.first_gemm, self.first_gemm + self.num_gemms))
+            for kind, i in itertools.product(("weight", "bias"), theirs):
+                state_dict.pop(f"{prefix}{kind}{i}", None)
+            self._rename(state_dict, prefix, self.first_gemm, 0)
         for kind, packed in (("weight", self.single_grouped_weight), ("bias", self.single_grouped_bias)):
             names = [f"{prefix}{kind}{i}" for i in range(self.num_gemms)]
             whole = f"{prefix}{kind}"
@@ -325,6 +336,18 @@ class GroupedLinear(PlannedGroup, nn.Module):
             elif not packed and whole in state_dict and state_dict[whole].shape[:1] == (self.num_gemms,):
                 state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self._rename(destination, prefix, 0, self.first_gemm)
+
+    def _rename(self, state_dict: dict[str, Any], prefix: str, first: int, to: int) -> None:
+        """Move the entries of this rank's linears from the numbers `first`... to the numbers `to`..."""
+        if first != to:
+            for kind in ("weight", "bias"):
+                places = [(f"{prefix}{kind}{first + i}", f"{prefix}{kind}{to + i}") for i in range(self.num_gemms)]
+                values = {new: state_dict.pop(old) for old, new in places if old in state_dict}
+                state_dict.update(values)
 
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"

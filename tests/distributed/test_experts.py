@@ -1,0 +1,9 @@
+"""Expert parallelism on two gloo processes; expert_worker.py holds the checks. One test starts them."""
+
+from launching import names
+
+WORKER = "expert_worker.py"
+
+
+def test_experts(failures) -> None:
+    assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]
