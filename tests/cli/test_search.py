@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import math
 import os
 import signal
 
@@ -99,7 +101,35 @@ def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_pa
     assert "no speed is known" in refused(*bare, "--as", "64x128", "--budget", "speed=1.1", *out)
     assert "cannot read" in refused("search", "--resume", *out)
     assert "takes the settings of the search" in refused("search", "--resume", "--seeds", "2", *out)
+    assert "search takes each recipe once, and 'mxfp8' comes twice" in refused(
+        *typed, "--recipes", "mxfp8", "mxfp8", *out
+    )
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "evidence.json").write_text('{"settings": {}, "effects": []}')
     assert "is not the evidence of a search (settings lacks or adds 'config')" in refused("search", "--resume", *out)
     assert "holds a search: continue it with --resume" in refused(*typed, *out)
+
+
+def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, typed, tmp_path, monkeypatch):
+    measure = sensitivity._effect
+
+    def broken(gemm, recipe, *steps):
+        effect = measure(gemm, recipe, *steps)
+        is_bad = gemm == ("layers.0.mlp.gate_up", "fprop")
+        return dataclasses.replace(effect, forward=sensitivity._or_infinite(math.nan)) if is_bad else effect
+
+    monkeypatch.setattr(sensitivity, "_effect", broken)
+    code, *_ = duotone(*typed[:-2], "--max-gap", "90%", "--out", tmp_path / "a")
+    told = evidence(tmp_path / "a")
+    assert code == 0 and [e["forward"] for e in told["effects"] if e["forward"] is None] == [None]
+    assert told["chosen"]["layers.0.mlp.gate_up"] == {"fprop": "bf16", "dgrad": "fp8-current", "wgrad": "fp8-current"}
+    assert told["uniform"]["fp8-current"]["gap_percent"] is None
+
+
+def test_evidence_with_other_effects_is_refused(refused, duotone, typed, tmp_path):
+    duotone(*typed, "--out", tmp_path / "a")
+    path = tmp_path / "a" / "evidence.json"
+    told = json.loads(path.read_text())
+    for wrong in ([3], [{"module": "a"}], [{**told["effects"][0], "forward": "none"}]):
+        path.write_text(json.dumps({**told, "effects": wrong}))
+        assert "is not the evidence of a search (an effect" in refused("search", "--resume", "--out", tmp_path / "a")

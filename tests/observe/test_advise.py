@@ -136,6 +136,15 @@ def test_the_rules_load_as_a_file_and_convert_the_model(tmp_path) -> None:
     assert f'base = "{advice.base}"' in advice.toml and advice.toml in str(advice)
 
 
+def test_a_recipe_without_a_name_of_its_own_is_a_base_as_a_table(tmp_path) -> None:
+    gradients = recipes.Rule(tensor_type="grad_output", format="mxfp8_e5m2")
+    mine = recipes.RuleRecipe(title="mine", base=recipes.load("mxfp8"), rules=(gradients,))
+    advice = observe.advise(network(), BATCH, square, candidates=[mine])
+    path = tmp_path / "advised.toml"
+    path.write_text(advice.toml)
+    assert advice.base == "mine" and recipes.load(str(path)).base == mine
+
+
 def test_speeds_are_those_of_the_measured_table_and_slow_recipes_are_no_base() -> None:
     """Width 4096 makes 64 x 96 a linear of 4096 x 6144; bf16 is faster there than what an H200 emulates."""
     rows = by_key(advice := observe.advise(network(), BATCH, square, size=(4096, 8192)))
@@ -213,5 +222,7 @@ def test_bad_input_is_one_line() -> None:
         observe.advise(nn.LayerNorm(64), BATCH, square)
     with pytest.raises(UserError, match=r"takes a torch.nn.Module; got int"):
         observe.advise(3, BATCH, square)
+    with pytest.raises(UserError, match="advise takes each recipe once, and 'mxfp8' comes twice"):
+        observe.advise(model, BATCH, square, candidates=["mxfp8", "mxfp8"])
     with pytest.raises(RecipeError, match="mxfp9"):
         observe.advise(model, BATCH, square, candidates=["mxfp9"])

@@ -2,8 +2,6 @@
 
 import csv
 import io
-import json
-import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +10,7 @@ import click
 
 from duotone.cli.table import print_table
 from duotone.errors import UserError
+from duotone.lab import files
 from duotone.lab.schema import Document, GemmEntry, RunEntry
 from duotone.report.numbers import SPACE, shorten
 
@@ -34,7 +33,7 @@ COLUMNS: dict[str, Callable[[RunEntry], str]] = {
 def print_summary(result: Document, *, as_json: bool = False) -> None:
     """The table of all runs of a document in 80 columns, and what it says about the gaps; or the numbers as JSON."""
     if as_json:
-        click.echo(json.dumps(_with_finite_numbers(numbers(result)), allow_nan=False))
+        click.echo(files.json_text(numbers(result)))
         return
     from duotone.report.verdict import verdict
 
@@ -88,23 +87,12 @@ def planes_csv(result: Document) -> str:
 
 def write_numbers(result: Document, folder: Path) -> None:
     """Write `result.json` and `planes.csv` into `folder`; UserError where the disk refuses it."""
-    from duotone.lab import files
-
     path = folder / RESULT
     try:
-        files.publish_file(path, json.dumps(_with_finite_numbers(result), indent=1, allow_nan=False).encode())
+        files.publish_file(path, files.json_text(result, indent=1).encode())
         files.publish_file(folder / PLANES, planes_csv(result).encode(errors="replace"))
     except OSError as error:
         raise UserError(f"cannot write {path} ({error.strerror}): make room, or choose another --out") from error
-
-
-def _with_finite_numbers(value: object) -> object:
-    """`value` with None for numbers that JSON does not have: one of them is no reason to lose all others."""
-    if isinstance(value, dict):
-        return {key: _with_finite_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_finite_numbers(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _number(value: float | None, form: str) -> str:

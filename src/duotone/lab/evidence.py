@@ -1,6 +1,7 @@
 """The files of a search: its evidence as JSON, which it is resumed from, and the recipe."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
             evidence |= _of_finding(finding)
             text = file_text(finding.recipe.title, finding.recipe.rules)
             files.publish_file(folder / RECIPE, text.encode())
-        files.publish_file(folder / EVIDENCE, json.dumps(evidence, indent=1, allow_nan=False).encode())
+        files.publish_file(folder / EVIDENCE, files.json_text(evidence, indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error.strerror}): make room, or choose another --out") from error
 
@@ -90,9 +91,16 @@ def read(path: Path) -> dict[str, Any]:
     for key, value in like.items():
         wrong = wrong or meta.unlike(value, evidence.get(key), key)
     wrong = wrong or meta.unlike(SETTINGS, evidence["settings"], "settings")
+    wrong = wrong or next(filter(None, (_unlike_effect(effect) for effect in evidence["effects"])), "")
     if wrong:
         raise UserError(f"{path} is not the evidence of a search ({wrong}): {remedy}")
     return evidence
+
+
+def _unlike_effect(entry: object) -> str:
+    """Where `entry` is no effect; "" where it is one. Infinite numbers are null."""
+    known = {key: 0.0 if value is None else value for key, value in entry.items()} if isinstance(entry, dict) else entry
+    return meta.unlike(asdict(Effect("", "", "", 0.0, 0.0)), known, "an effect")
 
 
 def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search:
@@ -105,5 +113,8 @@ def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search
         [recipe for recipe in recipes if isinstance(recipe, Recipe)],
         (stored["size"][0], stored["size"][1]) if stored["size"] else None,
         stored["seeds"],
-        [Effect(**effect) for effect in evidence["effects"]],
+        [
+            Effect(**{key: math.inf if value is None else value for key, value in effect.items()})
+            for effect in evidence["effects"]
+        ],
     )

@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import json
+import math
 import os
 import platform
 import re
@@ -18,6 +20,19 @@ LOCK = ".lock"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+(\.old)?", re.DOTALL)
 NAME_BYTES = 60
 """Of a name in that of its temporary neighbour: file systems take 255 bytes, a character up to four of them."""
+
+
+def json_text(value: object, indent: int | None = None) -> str:
+    """JSON with null for numbers that it does not have: one of them is no reason to lose all others."""
+    return json.dumps(_with_finite_numbers(value), indent=indent, allow_nan=False)
+
+
+def _with_finite_numbers(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _with_finite_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_finite_numbers(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_synced(path: Path, content: bytes) -> None:

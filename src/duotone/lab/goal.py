@@ -65,14 +65,18 @@ class Goal:
         return known
 
     def choose(self, options: Options, costs: Costs) -> dict[Gemm, Option]:
-        """The options with the least gap that meet the goal; for a gap, the fastest."""
+        """The options with the least gap that meet the goal; for a gap, the fastest. None has an infinite cost."""
+        options = {
+            gemm: [option for option in choices if math.isfinite(costs[*gemm, option.recipe])]
+            for gemm, choices in options.items()
+        }
         priced = [
             [self._priced(option, costs[*gemm, option.recipe]) for option in choices]
             for gemm, choices in options.items()
         ]
         places = choose_cheapest(priced, 1 / self.value if self.kind == "speed" else self.value)
         if places is None:
-            raise UserError(f"{self} cannot be met: the solver found no choice of formats; give a little more")
+            raise UserError(f"{self} cannot be met by formats under which the loss stays finite: ask for less")
         return {gemm: choices[place] for (gemm, choices), place in zip(options.items(), places, strict=True)}
 
     def _priced(self, option: Option, cost: float) -> tuple[float, float]:

@@ -6,6 +6,7 @@ step along a gradient at the angle a from the exact one makes the progress of co
 of the 1-norm of all gradients, as AdamW moves each at one rate.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,10 @@ from duotone.recipes import HighPrecision, Recipe, RuleRecipe
 
 @dataclass(frozen=True)
 class Effect:
-    """What one GEMM under one recipe costs: `forward` in nats of loss, `backward` as a share of a step's progress."""
+    """What one GEMM under one recipe costs: `forward` in nats of loss, `backward` as a share of a step's progress.
+
+    Infinite where a number was not finite.
+    """
 
     module: str
     gemm: str
@@ -65,10 +69,14 @@ def _effect(gemm: Gemm, recipe: str, exact: Step, trial: Step, tokens: int) -> E
     if gemm[1] == "fprop":
         error = trial.output.float() - exact.output.float()
         forward = tokens / 2 * (error * exact.output_gradient.float()).sum(-1).square().sum().item()
-        return Effect(*gemm, recipe, forward, 0.0)
+        return Effect(*gemm, recipe, _or_infinite(forward), 0.0)
     norms = {name: gradient.abs().sum().item() for name, gradient in exact.gradients.items()}
     lost = sum(norm * _turned(exact.gradients[name], trial.gradients[name]) for name, norm in norms.items())
-    return Effect(*gemm, recipe, 0.0, lost / (sum(norms.values()) or 1.0))
+    return Effect(*gemm, recipe, 0.0, _or_infinite(lost / (sum(norms.values()) or 1.0)))
+
+
+def _or_infinite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
 
 
 def _turned(exact: Tensor, trial: Tensor) -> float:

@@ -1,11 +1,13 @@
 """Candidates for each GEMM of a linear: the formats that a recipe gives its two operands, and rules that give them."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from duotone import recipes
+from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.recipes.limits import Table
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -27,8 +29,11 @@ Formats = tuple[str, str]
 
 
 def load_candidates(taker: str, names: Sequence[RecipeLike]) -> list[Recipe]:
-    """The recipes by their names, bf16 first whether it is among them or not."""
+    """The recipes by their names, bf16 first whether it is among them or not. UserError where two have one name."""
     chosen = [as_recipe(taker, name) for name in names]
+    counts = Counter(recipe.name for recipe in chosen)
+    if twice := next((name for name, count in counts.items() if count > 1), None):
+        raise UserError(f"{taker} takes each recipe once, and {twice!r} comes twice: give the files names of their own")
     return [recipes.load(REFERENCE), *(recipe for recipe in chosen if recipe.name != REFERENCE)]
 
 
