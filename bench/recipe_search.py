@@ -40,7 +40,8 @@ def main() -> None:
         evidence = json.loads((searched / "evidence.json").read_text())
         cpu = sum(os.times()[:4])
         keys = ("speeds", "chosen", "predicted", "uniform", "measured", "off_by", "verdict")
-        about = {"question": QUESTION, "command": evidence["command"], "threads": evidence["machine"]["threads"]}
+        command = evidence["command"].partition(" --out")[0]
+        about = {"question": QUESTION, "command": command, "threads": evidence["machine"]["threads"]}
         emit(
             "cpu",
             {**about, "seconds": round(seconds, 1), "cpu_seconds": round(cpu, 1)} | {k: evidence[k] for k in keys},

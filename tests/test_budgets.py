@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33045
-TOOL_LINES = 6387
+LIBRARY_LINES = 33050
+TOOL_LINES = 6413
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1962, 20, 0),
-    "cli": (1354, 3, 0),
+    "cli": (1342, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2039, 60, 0),
     "conversion": (2619, 31, 0),
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1473, 0, 0),
     "integrations": (329, 18, 0),
     "kernels": (3677, 0, 0),
-    "lab": (3218, 9, 1),
+    "lab": (3256, 11, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2112, 12, 0),
+    "observe": (2117, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (247, 1, 0),

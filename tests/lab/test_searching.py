@@ -1,4 +1,6 @@
+import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +78,19 @@ def test_the_verdict_tells_how_far_off_the_prediction_was(search, measured, word
     finding.predicted = type(finding.predicted)(0.0, 1.2, 1.0)
     finding.document = {"runs": [measured], "partial": False}
     assert isinstance(finding, Finding) and finding.verdict.endswith(words)
+
+
+def test_the_page_has_the_numbers_of_the_record():
+    root = Path(__file__).parents[2]
+    lines = (root / "bench/results/2026-11-22-cpu-search.jsonl").read_text().splitlines()
+    search, *uniform = map(json.loads, lines)
+    page = (root / "docs/choosing.md").read_text()
+    rows = {"searched": (search["predicted"], search["measured"])}
+    rows |= {f"`{row['uniform']}`": (search["uniform"][row["uniform"]], row) for row in uniform}
+    for name, (predicted, measured) in rows.items():
+        gap = f"{measured['gap_percent']:+.3f} ± {measured['gap_margin']:.3f} %"
+        assert f"| {name} | {predicted['gap_percent']:+.3f} % | {gap} | {predicted['speed']:.2f} |" in page
+    assert not any(row["searched_is_worse"] for row in uniform) and search["seconds"] < 600
+    assert {row["uniform"] for row in uniform} == {
+        name for name, told in search["uniform"].items() if told["speed"] >= search["predicted"]["speed"]
+    }

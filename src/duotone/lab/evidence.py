@@ -19,6 +19,7 @@ from duotone.observe.candidates import file_text
 from duotone.recipes import Recipe, any_from_dict
 
 EVIDENCE, RECIPE = "evidence.json", "recipe.toml"
+EFFECT = asdict(Effect("", "", "", 0.0, 0.0))
 SETTINGS = {
     "config": meta.LIKE_CONFIG,
     "goal": {"kind": "", "value": 0.0},
@@ -91,16 +92,18 @@ def read(path: Path) -> dict[str, Any]:
     for key, value in like.items():
         wrong = wrong or meta.unlike(value, evidence.get(key), key)
     wrong = wrong or meta.unlike(SETTINGS, evidence["settings"], "settings")
-    wrong = wrong or next(filter(None, (_unlike_effect(effect) for effect in evidence["effects"])), "")
+    effects = [] if wrong else list(map(_with_infinity, evidence["effects"]))
+    wrong = wrong or next(filter(None, (meta.unlike(EFFECT, effect, "an effect") for effect in effects)), "")
     if wrong:
         raise UserError(f"{path} is not the evidence of a search ({wrong}): {remedy}")
-    return evidence
+    return {**evidence, "effects": effects}
 
 
-def _unlike_effect(entry: object) -> str:
-    """Where `entry` is no effect; "" where it is one. Infinite numbers are null."""
-    known = {key: 0.0 if value is None else value for key, value in entry.items()} if isinstance(entry, dict) else entry
-    return meta.unlike(asdict(Effect("", "", "", 0.0, 0.0)), known, "an effect")
+def _with_infinity(entry: Any) -> Any:
+    """An effect as it was before JSON, which has null for what is infinite."""
+    if not isinstance(entry, dict):
+        return entry
+    return {key: math.inf if value is None else value for key, value in entry.items()}
 
 
 def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search:
@@ -113,8 +116,5 @@ def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search
         [recipe for recipe in recipes if isinstance(recipe, Recipe)],
         (stored["size"][0], stored["size"][1]) if stored["size"] else None,
         stored["seeds"],
-        [
-            Effect(**{key: math.inf if value is None else value for key, value in effect.items()})
-            for effect in evidence["effects"]
-        ],
+        [Effect(**effect) for effect in evidence["effects"]],
     )
