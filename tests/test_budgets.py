@@ -14,16 +14,16 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33050
-TOOL_LINES = 6413
+LIBRARY_LINES = 33229
+TOOL_LINES = 6452
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (1962, 20, 0),
-    "cli": (1342, 3, 0),
+    "cli": (1381, 3, 0),
     "comm": (150, 1, 0),
-    "compat": (2039, 60, 0),
+    "compat": (2217, 60, 0),
     "conversion": (2619, 31, 0),
     "dispatch": (2505, 1, 0),
     "distributed": (430, 3, 1),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (247, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2422, 51, 4),
+    "planned": (2423, 52, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),

@@ -13,6 +13,7 @@ from duotone.cli.bench_command import run_benches
 from duotone.cli.compare_command import compare
 from duotone.cli.interrupt import EXIT_CODE
 from duotone.cli.list_commands import formats, recipes
+from duotone.cli.migrate_command import migrate
 from duotone.cli.plan_command import plan
 from duotone.cli.report_command import report
 from duotone.cli.search_command import search
@@ -29,7 +30,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (compare, train, report, advise, search, plan, formats, recipes, run_benches):
+for command in (compare, train, report, advise, search, plan, formats, recipes, run_benches, migrate):
     cli.add_command(command)
 
 

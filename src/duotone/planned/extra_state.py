@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 
 from duotone.errors import UserError
 
@@ -41,7 +42,7 @@ def _storage(data: bytes) -> object:
 ALLOWED: dict[str, Callable[..., Any]] = {
     "builtins.getattr": Opaque,  # a member of an Enum, as Python 3.11 pickles it
     "collections.OrderedDict": OrderedDict,
-    "torch._utils._rebuild_tensor_v2": torch._utils._rebuild_tensor_v2,
+    "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
     "torch.storage._load_from_bytes": _storage,
 }
 
@@ -91,7 +92,7 @@ def unpack(state_dict: dict[str, Any], prefix: str, linears: Sequence[str] = (""
     """
     state = read(state_dict.pop(f"{prefix}_extra_state", None))
     for direction, short in PASSES.items():
-        parts = {part: state.get(f"{part}_{short}") for part in PARTS}
+        parts: dict[str, Any] = {part: state.get(f"{part}_{short}") for part in PARTS}
         if all(part is None for part in parts.values()):
             continue
         counts = {part.shape[-1] if isinstance(part, Tensor) and part.dim() else 0 for part in parts.values()}

@@ -119,3 +119,31 @@ INSTEAD = {
     "restore_from_func_ctx": "use restore_from_saved",
 }
 """What has no counterpart, and what to write instead. It can be imported; a call is a UserError."""
+
+NORMAL = "duotone.{}, with init_method= for normal weights"
+ANYWHERE = "nothing: every recipe runs on every device"
+NUMERICS = "propagate_nonfinite=False for equal numerics"
+NATIVE = {
+    **{name: NORMAL.format(name) for name in "Linear LayerNormLinear LayerNormMLP GroupedLinear".split()},
+    **{name: NORMAL.format(name) for name in "MultiheadAttention TransformerLayer".split()},
+    **{name: f"duotone.{name}" for name in "LayerNorm RMSNorm DotProductAttention".split()},
+    **{name: f"duotone.{name}, with {NUMERICS}" for name in "Float8BlockScaling Float8CurrentScaling".split()},
+    **{name: f"duotone.{name}, with {NUMERICS}" for name in "CustomRecipe MXFP8BlockScaling NVFP4BlockScaling".split()},
+    **{f"is_{kind}_available": ANYWHERE for kind in "bf16 fp8 fp8_block_scaling mxfp8 nvfp4".split()},
+    **{f"check_{kind}_support": ANYWHERE for kind in "fp8 mxfp8".split()},
+    "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
+    "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
+    f"spike_factor=0.0 and {NUMERICS}",
+    "FusedAdam": "duotone.optim.AdamW, with weight_decay=0.0",
+    "FusedSGD": "torch.optim.SGD",
+    "autocast": "duotone.autocast, with recipe=",
+    "checkpoint": "torch.utils.checkpoint.checkpoint",
+    "fp8_autocast": "duotone.autocast, with recipe= for fp8_recipe= and amax_reduction_group= for fp8_group=",
+    "fp8_model_init": "duotone.quantized_model_init, with recipe=",
+    "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu",
+    "get_default_recipe": "the recipe by its name",
+    "make_graphed_callables": "torch.cuda.make_graphed_callables, with autocast in the forward",
+    "mark_not_offload": "nothing",
+    "quantized_model_init": "duotone.quantized_model_init, with recipe=",
+}
+"""What a script writes that imports Duotone itself, where it is not the name under which `MODULES` has it."""

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from duotone import optim
-from duotone.compat.transformer_engine.options import is_ignored, is_off, is_unset
+from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
 
-ADAM = {
+ADAM: dict[str, Rule] = {
     "bias_correction": (lambda value: value is True, "write the update yourself"),
     "adam_w_mode": (lambda value: value in (True, 1), "use torch.optim.Adam"),
     "amsgrad": (is_off, "use torch.optim.AdamW"),
@@ -20,7 +20,7 @@ ADAM = {
     "use_decoupled_grad": (is_off, "put gradients into .grad"),
     "store_param_remainders": (is_off, "masters are whole: leave it out"),
 }
-SGD = {
+SGD: dict[str, Rule] = {
     "wd_after_momentum": (is_off, "leave it out"),
     "materialize_master_grads": (is_ignored, ""),
     "set_grad_none": (is_ignored, ""),
@@ -69,7 +69,7 @@ class FusedSGD(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-def _refuse(title: str, options: dict[str, Any], allowed: dict[str, Any]) -> None:
+def _refuse(title: str, options: dict[str, Any], allowed: dict[str, Rule]) -> None:
     """UserError for an option that has no counterpart."""
     for name, value in options.items():
         is_harmless, remedy = allowed.get(name, (lambda value: False, "leave it out"))

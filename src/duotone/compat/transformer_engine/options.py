@@ -21,7 +21,10 @@ def is_ignored(value: object) -> bool:
     return True
 
 
-WITHOUT: dict[str, tuple[Callable[[object], bool], str]] = {
+Rule = tuple[Callable[[Any], bool], str]
+"""Which values of an option change no result, and what to write instead of the others."""
+
+WITHOUT: dict[str, Rule] = {
     "alibi_slopes": (is_unset, "attention takes no biases: use rotary_pos_emb"),
     "atomic_gemm": (is_off, "leave it out"),
     "checkpoint_core_attention": (is_off, "attention keeps no scores: leave it out"),
@@ -50,7 +53,7 @@ WITHOUT: dict[str, tuple[Callable[[object], bool], str]] = {
     "symmetric_ar_type": (is_unset, "leave it out"),
     "ub_name": (is_ignored, ""),
 }
-"""An option without a counterpart: which of its values change no result, and what to write instead of the others."""
+"""Options without a counterpart."""
 
 LINEAR = (
     "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker init_method bias return_bias "
@@ -98,6 +101,13 @@ RENAMED = {"inp": "x", "input_": "x", "hidden_size": "normalized_shape"}
 """Arguments that have another name here, if a module has that one and not the old one."""
 
 
+def rule_of(option: str) -> Rule | None:
+    """The rule of an option without a counterpart."""
+    if option.startswith("ub_") and option not in WITHOUT:
+        return is_off, "collectives do not overlap through user buffers: leave it out"
+    return WITHOUT.get(option)
+
+
 def by_name(call: str, order: Sequence[str], values: Sequence[object], options: Mapping[str, object]) -> Options:
     """All arguments of a call by name. TypeError, as Python's, for too many and for one that comes twice."""
     if len(values) > len(order):
@@ -116,11 +126,10 @@ def counterparts(call: str, named: Options, known: frozenset[str]) -> Options:
         if new in known:
             result[new] = value
             continue
-        is_harmless, remedy = WITHOUT.get(name, (None, ""))
-        if name.startswith("ub_"):
-            is_harmless, remedy = is_off, "collectives do not overlap through user buffers: leave it out"
-        if is_harmless is None:
+        rule = rule_of(name)
+        if rule is None:
             raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(known))}")
+        is_harmless, remedy = rule
         if not is_harmless(value):
             raise UserError(f"{call}({name}={value!r}) has no counterpart in Duotone; {remedy}")
     return result

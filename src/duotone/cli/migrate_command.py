@@ -1,0 +1,38 @@
+"""`duotone migrate`: what a script uses of Transformer Engine, and what to write instead."""
+
+import json
+from pathlib import Path
+
+import click
+
+COLUMNS = ("line", "use", "after install()", "in a script of Duotone")
+
+
+@click.command()
+@click.argument("script")
+@click.option("--json", "as_json", is_flag=True, help="Print the rows as JSON instead of the table.")
+@click.pass_context
+def migrate(context: click.Context, script: str, as_json: bool) -> None:
+    """List what SCRIPT uses of Transformer Engine, and what to write instead. The script is not run.
+
+    `after install()` tells what becomes of a use after duotone.compat.te.install(): it runs, is refused, or depends on
+    a value that the text does not show. The exit code is 1 if a use is refused, 0 otherwise.
+    """
+    from duotone.cli.table import print_table
+    from duotone.compat.te_script import REFUSED, uses
+    from duotone.errors import UserError
+
+    try:
+        text = Path(script).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise UserError(f"{script} cannot be read: {error}") from None
+    rows = uses(text, script)
+    refused = sum(use.after_install == REFUSED for use in rows)
+    if as_json:
+        click.echo(json.dumps([use.to_dict() for use in rows]))
+    elif rows:
+        cells = [(str(use.line), use.call, use.after_install, use.write) for use in rows]
+        print_table(COLUMNS, cells, title=f"{script}: {len(rows)} uses, {refused} refused")
+    else:
+        click.echo(f"{script} uses nothing of Transformer Engine")
+    context.exit(1 if refused else 0)

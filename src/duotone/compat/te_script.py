@@ -1,0 +1,141 @@
+"""What a script uses of Transformer Engine, from its text: what runs after `install()`, and what to write instead."""
+
+import ast
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from duotone.compat.transformer_engine.names import INSTEAD, MODULES, NATIVE
+from duotone.compat.transformer_engine.optimizers import ADAM, SGD
+from duotone.compat.transformer_engine.options import Rule, rule_of
+from duotone.compat.transformer_engine.recipe import UNUSED
+from duotone.errors import UserError
+
+ROOT = "transformer_engine"
+RUNS, REFUSED, DEPENDS = "runs", "refused", "depends"
+UNKNOWN = "no counterpart: see docs/from-te.md"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A name or an option in a script.
+
+    After `install()` it runs, is refused, or depends on a value that the text does not show.
+    """
+
+    line: int
+    call: str
+    after_install: str
+    write: str
+
+    def to_dict(self) -> dict[str, int | str]:
+        return asdict(self)
+
+
+def uses(text: str, name: str = "the script") -> list[Use]:
+    """The uses in the order of their lines. UserError if the text is no Python."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{name} is no Python that this version reads: {error}") from None
+    script = Script(tree)
+    return sorted({*script.imports(), *script.references(), *script.calls()}, key=lambda use: (use.line, use.call))
+
+
+class Script:
+    """The text as a tree, and the full names of what it imports."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.nodes = list(ast.walk(tree))
+        self.paths: dict[str, str] = {}
+        self.imported: list[tuple[int, str]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._add(node.lineno, alias.asname or alias.name.partition(".")[0], alias.name, bool(alias.asname))
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    self._add(node.lineno, alias.asname or alias.name, f"{node.module}.{alias.name}", True)
+
+    def _add(self, line: int, name: str, path: str, is_whole: bool) -> None:
+        if path.partition(".")[0] in (ROOT, f"{ROOT}_torch"):
+            self.paths[name] = path if is_whole else path.partition(".")[0]
+            self.imported.append((line, path))
+
+    def path(self, node: ast.expr) -> str:
+        """The full name of an expression, "" if it is none of Transformer Engine's."""
+        if isinstance(node, ast.Name):
+            return self.paths.get(node.id, "")
+        base = self.path(node.value) if isinstance(node, ast.Attribute) else ""
+        return f"{base}.{node.attr}" if base and isinstance(node, ast.Attribute) else ""
+
+    def imports(self) -> Iterator[Use]:
+        """Imports that are refused themselves."""
+        for line, path in self.imported:
+            module, name = split(path)
+            if name == "*":
+                yield Use(line, f"from {module} import *", REFUSED, "name what is imported")
+            elif name and name not in INSTEAD and name not in MODULES.get(module, ()):
+                yield Use(line, path, REFUSED, UNKNOWN)
+
+    def references(self) -> Iterator[Use]:
+        """Names, called or not: a script may put a class into a variable, or inherit from it."""
+        for node in (node for node in self.nodes if isinstance(node, ast.Name | ast.Attribute)):
+            module, name = split(self.path(node))
+            if name and module in MODULES:
+                path = MODULES[module].get(name)
+                status = RUNS if path else REFUSED
+                yield Use(node.lineno, name, status, native(path) if path else INSTEAD.get(name, UNKNOWN))
+
+    def calls(self) -> Iterator[Use]:
+        """Options that are refused, and inputs by the name that they have there."""
+        for node in (node for node in self.nodes if isinstance(node, ast.Call)):
+            module, name = split(self.path(node.func))
+            if name:
+                yield from options(node, name, MODULES.get(module, {}).get(name, ""))
+            elif any(keyword.arg == "inp" for keyword in node.keywords):
+                yield Use(node.lineno, f"{ast.unparse(node.func)}(inp=)", RUNS, "name it x, or give it by position")
+
+
+def split(path: str) -> tuple[str, str]:
+    """The module and the name in it; no name for a module."""
+    if path in MODULES:
+        return path, ""
+    module, _, name = path.rpartition(".")
+    return module, name
+
+
+def native(path: str) -> str:
+    """What stands for a name in a script of Duotone. `path` is where the name is here."""
+    return NATIVE.get(path.partition(":")[2]) or path.replace(":", ".")
+
+
+def options(call: ast.Call, name: str, path: str) -> Iterator[Use]:
+    """Options that are refused, or would be with some values."""
+    for keyword in call.keywords:
+        rule = _rule(name, keyword.arg or "**", path)
+        if rule is None:
+            continue
+        is_harmless, remedy = rule
+        try:
+            value = ast.literal_eval(keyword.value)
+        except ValueError:
+            value = keyword.value.attr if isinstance(keyword.value, ast.Attribute) else None
+            status = RUNS if is_harmless(value) and value is not None else DEPENDS
+        else:
+            status = RUNS if is_harmless(value) else REFUSED
+        if status != RUNS and remedy:
+            yield Use(call.lineno, f"{name}({keyword.arg}={ast.unparse(keyword.value)})", status, remedy)
+
+
+def _rule(name: str, option: str, path: str) -> Rule | None:
+    """Which values of an option run."""
+    optimizers: dict[str, dict[str, Rule]] = {"FusedAdam": ADAM, "FusedSGD": SGD}
+    if name in optimizers:
+        return optimizers[name].get(option)
+    fields = getattr(pkgutil.resolve_name(path), "__dataclass_fields__", None) if path else None
+    if fields is None:
+        return rule_of(option)
+    if option in fields or option not in UNUSED:
+        return None
+    return (lambda value: value == UNUSED[option]), "write a RuleRecipe with those formats"

@@ -1,0 +1,87 @@
+"""`uses` reads from a script what becomes of its calls; each verdict is what happens when the call runs."""
+
+from pathlib import Path
+
+import pytest
+
+from duotone.compat.te_script import Use, uses
+from duotone.compat.transformer_engine.names import MODULES, NATIVE
+from duotone.errors import UserError
+
+HEAD = (
+    "import torch\nimport transformer_engine.pytorch as te\nfrom transformer_engine.common import recipe\nflag = True\n"
+)
+CALLS = {
+    "te.Linear(32, 16)": "runs",
+    "te.Linear(32, 16, ub_overlap_ag=True)": "refused",
+    "te.Linear(32, 16, ub_overlap_ag=False)": "runs",
+    "te.Linear(32, 16, ub_overlap_ag=flag)": "depends",
+    "te.TransformerLayer(32, 64, 4, seq_length=8, micro_batch_size=2)": "runs",
+    "te.DotProductAttention(2, 16, softmax_type='learnable')": "refused",
+    "te.fp8_autocast(enabled=True)": "runs",
+    "te.moe_permute(1, 2)": "refused",
+    "recipe.DelayedScaling(interval=1, amax_history_len=4)": "runs",
+    "recipe.DelayedScaling(interval=16)": "refused",
+    "recipe.Float8BlockScaling(x_block_scaling_dim=2)": "refused",
+    "recipe.NVFP4BlockScaling(disable_rht=True)": "runs",
+    "te.optimizers.FusedAdam([torch.ones(1, requires_grad=True)], lr=0.1)": "runs",
+    "te.optimizers.FusedAdam([torch.ones(1, requires_grad=True)], capturable=True)": "refused",
+    "te.optimizers.FusedSGD([torch.ones(1, requires_grad=True)], master_weights=True)": "refused",
+    "te.get_cpu_offload_context(enabled=False)": "runs",
+    "te.fp8.check_fp8_support()": "runs",
+    "recipe.NVFP4BlockScaling(fp4_format=recipe.Format.E2M1)": "runs",
+    "te.Nothing()": "refused",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_verdict_is_what_happens(te, call: str) -> None:
+    verdict = CALLS[call]
+    assert {use.after_install for use in uses(HEAD + call)} - {"runs"} == {verdict} - {"runs"}
+    if verdict == "runs":
+        exec(HEAD + call, {})
+    else:
+        with pytest.raises((UserError, AttributeError)):
+            exec(HEAD + call, {})
+
+
+SCRIPT = """
+import transformer_engine.pytorch as engine
+from transformer_engine.pytorch import LayerNormMLP as MLP
+from transformer_engine.common.recipe import Format, DelayedScaling
+import transformer_engine_torch as tex
+from transformer_engine.pytorch import *
+
+mlp = MLP(64, 128)
+with engine.fp8_autocast(fp8_recipe=DelayedScaling(fp8_format=Format.E4M3)):
+    y = mlp(inp=x)
+print(other.Linear(1), tex.gemm(y))
+"""
+
+
+def test_names_are_followed_through_imports() -> None:
+    rows = {(use.line, use.call): use for use in uses(SCRIPT)}
+    assert [line for line, _ in rows] == [5, 6, 8, 9, 9, 9, 10]
+    assert rows[8, "LayerNormMLP"] == Use(8, "LayerNormMLP", "runs", NATIVE["LayerNormMLP"])
+    assert rows[10, "mlp(inp=)"].write.startswith("name it x")
+    assert rows[5, "transformer_engine_torch"].after_install == "refused"
+    assert rows[6, "from transformer_engine.pytorch import *"].after_install == "refused"
+
+
+def test_scripts_without_transformer_engine_have_no_rows() -> None:
+    assert uses("import torch\nfrom . import transformer_engine\ntorch.nn.Linear(1, 2)(inp)") == []
+    assert [use.call for use in uses("import transformer_engine.pytorch as te\nclass Mine(te.Linear): ...")] == [
+        "Linear"
+    ]
+    with pytest.raises(UserError, match="no Python"):
+        uses("def", "x.py")
+
+
+def test_own_scripts_run_and_so_say_their_rows() -> None:
+    for path in (Path(__file__).parent / "te_scripts").glob("*.py"):
+        rows = uses(path.read_text())
+        assert rows and {use.after_install for use in rows} == {"runs"}
+
+
+def test_native_spellings_are_of_names_that_there_are() -> None:
+    assert set(NATIVE) <= set().union(*MODULES.values())
