@@ -78,6 +78,9 @@ class Planner:
         self.stages: dict[StageKey, PlannedStage] = {}
         self.last: tuple[StageKey, PlannedStage] | None = None
 
+    def owner(self) -> "Planned | None":
+        return self._module()
+
     @property
     def module(self) -> "Planned":
         module = self._module()

@@ -60,6 +60,9 @@ class Planner(Protocol):
     number: str
     answered: "Answered"
 
+    def owner(self) -> object:
+        """The module; None if it is gone."""
+
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
         """Whether a call in `dtype` sees such a weight."""
         ...
@@ -170,7 +173,9 @@ def plan_name(fields: tuple[Any, ...]) -> str:
             (key.input_grad, key.weight_grad),
             is_traced=True,
         )
-        alike = [planner for planner in _ALIKE[key.config] if vars(planner.answered).get(key.recipe) == key.answers]
+        owners = {planner: planner.owner() for planner in list(_ALIKE[key.config])}  # none is collected meanwhile
+        same = [planner for planner, owner in owners.items() if owner is not None]
+        alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
         stage = planner.template(name, recipe_of(key.recipe), call, alike)
