@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33229
+LIBRARY_LINES = 33455
 TOOL_LINES = 6452
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -36,14 +36,14 @@ BUDGETS = {
     "observe": (2117, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
-    "package": (247, 1, 0),
+    "package": (249, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2423, 52, 4),
+    "planned": (2624, 55, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1971, 18, 0),
-    "tensor": (2306, 16, 0),
+    "state": (1976, 18, 0),
+    "tensor": (2324, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

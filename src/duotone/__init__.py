@@ -18,6 +18,7 @@ from duotone.errors import MissingPlaneError, RecipeError, UserError
 from duotone.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, MoE, RMSNorm
 from duotone.pipeline.offload import offload_activations
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.planned.sent_weights import gather_quantized
 from duotone.recipes import (
     CustomRecipe,
     DelayedScaling,
@@ -87,6 +88,7 @@ __all__ = [
     "export",
     "formats",
     "fuse",
+    "gather_quantized",
     "load",
     "load_recipe_state",
     "load_rng_state",

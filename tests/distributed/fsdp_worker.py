@@ -7,41 +7,23 @@ import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import checks
 import torch
 import torch.distributed as dist
 from checks import check, same
+from fsdp_models import HYBRID, model
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import recipes
-from duotone.comm import collectives
 from duotone.dispatch import stages
 from duotone.errors import MissingPlaneError
 from duotone.recipes import Recipe, Rule, RuleRecipe
-
-HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
-
-
-def model(recipe: Recipe, *, held: bool = True) -> nn.Sequential:
-    torch.manual_seed(0)
-    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
-    with torch.no_grad():
-        for layer in (made[0], made[2]):
-            layer.weight[:128] *= 4  # the shards' own amaxes differ
-    duotone.convert(made, recipe)
-    if held:
-        duotone.convert_parameters(made, recipe)
-    return made
 
 
 def train(m: nn.Module, steps: int = 3, after: Callable[[], None] = lambda: None) -> tuple[list[Tensor], list[Tensor]]:
@@ -271,166 +253,6 @@ def a_trained_shard_pickles_without_its_group(folder: Path) -> None:
     local = m[0].weight._local_tensor
     assert local.context.shard is not None
     torch.save(local, folder / f"shard-{dist.get_rank()}.pt")
-
-
-class Traffic(TorchDispatchMode):
-    """The bytes that this rank gives to each gather, and how often amaxes are agreed on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathers: list[int] = []
-        self.agreements = mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce)
-
-    def __enter__(self) -> "Traffic":
-        self.reduce = self.agreements.start()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self.agreements.stop()
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.gathers.append(args[1].nbytes)
-        return func(*args, **(kwargs or {}))
-
-
-EIGHT_BITS, FOUR_BITS = 0.52, 0.29
-"""Most bytes of a plane on the wire, of those in bf16."""
-
-OF_PASSES = {
-    "mxfp8": EIGHT_BITS,
-    "fp8-current": EIGHT_BITS,
-    "fp8-rowwise": EIGHT_BITS,
-    "fp8-block": EIGHT_BITS,
-    "fp8-delayed": EIGHT_BITS,
-    "nvfp4": FOUR_BITS,
-}
-
-
-@check
-def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
-    size = 256 * 256 // dist.get_world_size() * 2
-    mixed = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="nvfp4", wgrad="mxfp8_e4m3"),))
-    cases = [(recipes.load(name), share, share) for name, share in OF_PASSES.items()]
-    for recipe, forward, backward in [*cases, (HYBRID, EIGHT_BITS, EIGHT_BITS), (mixed, EIGHT_BITS, FOUR_BITS)]:
-        m = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
-        duotone.convert_parameters(duotone.convert(m, recipe, rules=()), recipe)
-        for layer in (*m, m):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
-        for _ in range(2):
-            with Traffic() as traffic:
-                m(torch.randn(32, 256).bfloat16()).sum().backward()
-            sent = [bytes / size for bytes in traffic.gathers]
-            assert len(sent) == 6 and max(sent[:3]) <= forward and max(sent[3:]) <= backward, (recipe.name, sent)
-            assert not traffic.reduce.call_count
-
-
-@check
-def a_foreach_step_agrees_on_all_scales_in_one_collective(folder: Path) -> None:
-    for name, count in {"fp8-current": 1, "nvfp4": 1, "fp8-delayed": 1, "mxfp8": 0}.items():
-        m = model(recipes.load(name))
-        one = copy.deepcopy(m)
-        shard(m)
-        batch = torch.randn(64, 128).bfloat16()
-        for each in (m, one):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=True)
-            each(batch).float().square().mean().backward()
-            with Traffic() as traffic:
-                optimizer.step()
-            assert traffic.reduce.call_count == (count if each is m else 0), (name, traffic.reduce.call_count)
-        same(m(batch), one(batch), name)
-
-
-Ways = Callable[[nn.Sequential, DeviceMesh], None]
-STEPS_OF = ("mxfp8", "fp8-current", "nvfp4")
-"""Recipes whose columnwise planes travel, are views of what travels, and are computed from it."""
-
-
-def steps(m: nn.Module, microbatches: int = 2) -> list[Tensor]:
-    """Losses and last weights. Ranks see the same batch; all microbatches but the last leave gradients unreduced."""
-    torch.manual_seed(1)
-    dtype = next(m.parameters()).dtype
-    optimizer, results = torch.optim.SGD(m.parameters(), lr=0.5), []
-    for _ in range(2):
-        for index in range(microbatches):
-            if isinstance(m, FSDPModule):
-                m.set_requires_gradient_sync(index == microbatches - 1)
-                m.set_reshard_after_backward(index == microbatches - 1)
-            x, y = torch.randn(64, 128).to(dtype), torch.randn(64, 256).to(dtype)
-            loss = ((m(x) - y).float() ** 2).mean()
-            loss.backward()
-            results.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            results.append(m(x).float())
-    return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
-
-
-def split(m: nn.Sequential, mesh: DeviceMesh, **options: object) -> None:
-    for layer in (m[0], m[2], m):
-        fully_shard(layer, mesh=mesh, **options)
-
-
-def recomputed(m: nn.Sequential) -> None:
-    m[2] = checkpoint_wrapper(m[2])
-
-
-def prefetched(m: nn.Sequential, mesh: DeviceMesh) -> None:
-    split(m, mesh)
-    m[0].set_modules_to_forward_prefetch([m[2]])
-    m[2].set_modules_to_backward_prefetch([m[0]])
-
-
-def resharded(m: nn.Sequential, mesh: DeviceMesh) -> None:
-    split(m, mesh)
-    m.set_reshard_after_forward(True)
-
-
-def recomputed_inside(m: nn.Sequential, mesh: DeviceMesh) -> None:
-    recomputed(m)
-    split(m, mesh)
-
-
-def recomputed_outside(m: nn.Sequential, mesh: DeviceMesh) -> None:
-    split(m, mesh)
-    recomputed(m)
-
-
-class Recomputed(nn.Sequential):
-    """Recomputes with torch's function, of which no name tells."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=False)
-
-
-def recomputed_by_a_function(m: nn.Sequential, mesh: DeviceMesh) -> None:
-    m[2] = Recomputed(m[2])
-    split(m, mesh)
-
-
-WAYS: dict[str, Ways] = {
-    "reshards": resharded,
-    "keeps": functools.partial(split, reshard_after_forward=False),
-    "prefetches": prefetched,
-    "recomputes inside": recomputed_inside,
-    "recomputes outside": recomputed_outside,
-    "recomputes by a function": recomputed_by_a_function,
-    "offloads": functools.partial(split, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-}
-
-
-@check
-def every_way_to_shard_gives_the_bits_of_one_process(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for name in STEPS_OF:
-        single = steps(model(recipes.load(name)))
-        for way, apply in WAYS.items():
-            m = model(recipes.load(name))
-            apply(m, mesh)
-            for got, want in zip(steps(m), single, strict=True):
-                same(got.to(want.dtype), want, f"{name}, {way}")
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ class DequantizeRowwise(Decode):
 
 def _note_rowwise(x: Original) -> None:
     """Let FSDP2 gather the rowwise plane of a weight for backward, too."""
-    if isinstance(x, QuantizedTensor) and x.gathers is not None and not torch.compiler.is_dynamo_compiling():
+    if not torch.compiler.is_dynamo_compiling() and isinstance(x, QuantizedTensor) and x.gathers is not None:
         x.gathers.keeps_rowwise = True
 
 

@@ -55,7 +55,7 @@ class UseHeld(PlaneSource):
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         assert isinstance(x, QuantizedTensor)
         row, col = x.planes
-        if x.gathers is not None and not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling() and x.gathers is not None:
             row, col = x.gathers.readable(x.planes, ROWWISE)
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
             with torch.inference_mode(False):  # an inference tensor could not be written in training

@@ -16,6 +16,7 @@ from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state
 from duotone.planned.planner import PlannedStage, Planner
+from duotone.planned.sent_weights import send_planes
 from duotone.planned.weights import ShardedParameters, mark_entries, moved
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
@@ -27,7 +28,10 @@ from duotone.tensor.fsdp import tell_shards
 from duotone.tensor.quantizer import quantizer_of
 
 UNNAMED = Site(named=False)
-CONFIGURATION = ("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim")
+CONFIGURATION = (
+    *("recipe", "rules", "module_name", "site", "layout", "_roles", "saved_states", "plans", "scatter_dim"),
+    "sends_planes",
+)
 """Attributes that `adopt` gives and `release` takes away."""
 
 GONE = ("_stages", "_variants", "_last", "_given", "_region", "_number", "_warned")
@@ -182,6 +186,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         fresh = self._buffers.get(seeds.BUFFER)
         if seed is not None and seed.is_meta and fresh is not None and not fresh.is_meta:
             fresh.copy_(seeds.initial_seed(self.module_name))
+        send_planes(self)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -193,6 +198,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             seeds.note_load(self)
             self.plans.forget_stages()  # so that the first draw is seen
         super()._load_from_state_dict(state_dict, prefix, *args)
+        send_planes(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -11,6 +11,7 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.pipeline.op import is_distributed
+from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
 from duotone.state.parameters import construction
@@ -168,6 +169,8 @@ class ShardedParameters:
     """Mixed in before an nn.Module."""
 
     _parameters: dict[str, nn.Parameter | None]
+    sends_planes = False
+    """Whether FSDP2 gathers planes of plain weights."""
     distributes: tuple[str, ...] = ()
     """The parameters that may become DTensors otherwise than by FSDP2."""
 
@@ -187,6 +190,7 @@ class ShardedParameters:
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
         """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
         tell_shards(self._parameters.values())
+        send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
     def require_whole(self, weights: Iterable[Tensor]) -> None:

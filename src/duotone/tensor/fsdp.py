@@ -16,6 +16,7 @@ from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor.context import LOCAL
 from duotone.tensor.gathers import Gathers
+from duotone.tensor.plane import Planes
 from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
@@ -51,17 +52,15 @@ class ShardHooks(PlaneTensor):
         shard, gathers = metadata
         self.gathers = gathers  # with CPU offload, `shard` is a copy
         gathers.find(self)
-        if out is None:
+
+        def whole(planes: Planes) -> PlaneTensor:
             _require_dtype(shard, param_dtype)
-        freed = gathers.receive(outputs)
-        if out is None:
             shape = torch.Size((shard.shape[0] * gathers.count, *shard.shape[1:]))
-            whole = shard.with_planes(gathers.whole, shape, dtype=param_dtype)
-            whole.context = LOCAL
-            return whole, freed
-        out.gathers = gathers
-        out._rowwise, out._columnwise = gathers.whole
-        return None
+            tensor = shard.with_planes(planes, shape, dtype=param_dtype)
+            tensor.context = LOCAL
+            return tensor
+
+        return gathers.deliver(outputs, out, whole)
 
 
 def tell_shards(parameters: Iterable[Tensor | None]) -> None:

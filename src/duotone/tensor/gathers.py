@@ -4,7 +4,7 @@ A forward reads rowwise planes and a backward columnwise ones. If FSDP2 gathers 
 gather sends that plane alone. A columnwise plane that follows from the rowwise one without loss never travels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,8 @@ from duotone.tensor.plane import BOTH, Plane, Planes, Usage, from_wire, gather, 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from duotone.tensor.plane_tensor import PlaneTensor
 
 ROW_DIM, COLUMN_DIM = 0, 1
 """The dimension of each plane that holds the rows of the tensor, which FSDP shards."""
@@ -110,6 +112,18 @@ class Gathers:
             _refresh(col, _derived(row), ())
         return ()
 
+    def deliver(
+        self, outputs: Sequence[Tensor], out: "PlaneTensor | None", make: "Callable[[Planes], PlaneTensor]"
+    ) -> "tuple[PlaneTensor, tuple[Tensor, ...]] | None":
+        """What FSDP2's second hook returns: a new tensor over the planes that arrived, or None where `out` has them."""
+        freed = self.receive(outputs)
+        if out is None:
+            whole = make(self.whole)
+            whole.gathers = self
+            return whole, freed
+        out._rowwise, out._columnwise = self.whole
+        return None
+
     def _build(self, outputs: list[Tensor]) -> None:
         row, col = self.whole = self.shard
         if self.count == 1:
@@ -151,16 +165,21 @@ class Gathers:
         return Planes(*read)
 
 
-def _owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
+def fsdp_groups() -> "Iterator[FSDPParamGroup]":
+    """The groups of parameters that FSDP2 gathers together, of all models."""
     from torch.distributed._composable_state import _module_state_mapping as states
 
-    for reference in states.values():
+    for reference in list(states.values()):
         state = reference()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for group in groups:
-            for param in getattr(group, "fsdp_params", ()):
-                if param._sharded_local_tensor is shard:
-                    return param, group
+        yield from (group for group in groups if group is not None)
+
+
+def _owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
+    for group in fsdp_groups():
+        for param in group.fsdp_params:
+            if param._sharded_local_tensor is shard:
+                return param, group
     return None, None
 
 

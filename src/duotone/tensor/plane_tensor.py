@@ -128,7 +128,7 @@ class PlaneTensor(Tensor):
         """`dequantize` without a gradient. Contiguous, as the tensor claims to be."""
         row, col = self._rowwise, self._columnwise
         reads_row = row is not None and (col is None or row.format.precision >= col.format.precision)
-        if self.gathers is not None:
+        if not torch.compiler.is_dynamo_compiling() and self.gathers is not None:
             row, col = self.gathers.readable(self.planes, Usage(reads_row, not reads_row))
         if row is not None and reads_row:
             return row.dequantize(dtype).reshape(self.shape).contiguous()
@@ -158,6 +158,7 @@ class PlaneTensor(Tensor):
         shape = self.shape if shape is None else shape
         other = type(self)(planes, self.quantizer, shape, dtype or self.dtype, device=device or self.device)
         other.context, other.is_piece = self.context, self.is_piece if is_piece is None else is_piece
+        other.gathers = self.gathers
         return other
 
     def share_memory_(self) -> Self:

@@ -1,0 +1,188 @@
+"""Plain weights of which FSDP2 gathers planes: each rank encodes its shard, and the optimizer sees a plain DTensor.
+
+Scales that span the weight are agreed on for all weights of a model in one collective after each write.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from duotone.comm import ShardContext
+from duotone.errors import UserError
+from duotone.linear.operand_plan import OperandPlan
+from duotone.linear.plane_source import STEPS
+from duotone.state.region import active_recipe
+from duotone.state.traced_stages import Call
+from duotone.tensor import QuantizedTensor
+from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
+from duotone.tensor.plane import Planes, Usage
+from duotone.tensor.plane_tensor import PlaneTensor
+from duotone.tensor.shards import AnsweredShard, agree, ask, spans
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from duotone.planned.planned import Planned
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def gather_quantized(model: nn.Module) -> nn.Module:
+    """Let FSDP2 gather the planes of plain weights, which each rank encodes from its shard. The bits stay the same.
+
+    For converted linears and Duotone modules, before or after `fully_shard`, and before the first forward. Parameters,
+    gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first forward. Weights
+    whose shards are uneven, cut blocks, are offloaded to the CPU or are spread over a second mesh travel as they are,
+    with a warning. UserError if a recipe rounds weights stochastically or scales them by their history.
+    """
+    for module in model.modules():
+        if hasattr(module, "sends_planes"):
+            module.sends_planes = True  # type: ignore[assignment]
+            send_planes(module)  # type: ignore[arg-type]
+    return model
+
+
+def send_planes(module: "Planned") -> None:
+    """Give the shards of a module's weights their hooks, if it sends planes."""
+    if not module.sends_planes:
+        return
+    weight = module.plans.plan(active_recipe() or module.recipe).weight
+    for name, parameter in module.named_parameters(recurse=False):
+        holder: Any = parameter  # a DTensor, if it is sharded
+        shard = getattr(holder, "_local_tensor", None)
+        if shard is None or hasattr(shard, PRE) or not any(parameter is each for each in module.weights):
+            continue
+        if weight.quantizer.is_stochastic or any(weight.quantizer.delayed):
+            raise UserError(
+                f"{module.module_name}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
+                "or quantized parameters (duotone.convert_parameters)"
+            )
+        if reason := _refusal(holder, shard, weight):
+            warnings.warn(f"{module.module_name}.{name} travels in high precision: {reason}", stacklevel=2)
+            continue
+        sent = SentWeight(module, shard)
+        setattr(shard, PRE, sent.before_gather)
+        setattr(shard, POST, sent.after_gather)
+
+
+def _refusal(parameter: Any, shard: Tensor, weight: OperandPlan) -> str:
+    """Why planes of a DTensor's shards do not travel, or ""."""
+    dims = [at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+    if len(dims) != 1 or not parameter.placements[dims[0]].is_shard(0) or weight.context.shard is not None:
+        return f"it lies as {parameter.placements}; planes travel over one mesh that cuts its rows"
+    if shard.device.type != parameter.device_mesh.device_type:
+        return f"its shards are on {shard.device}"
+    rows, ranks = parameter.shape[0], parameter.device_mesh.size(dims[0])
+    row, col = weight.formats
+    step = max(row.alignment[0] if row else 1, col.alignment[1] if col else 1)
+    if rows % (ranks * step):
+        return f"its {rows} rows over {ranks} ranks do not end on blocks of {step}"
+    return ""
+
+
+class SentWeight:
+    """The hooks of one shard (M, K)."""
+
+    def __init__(self, module: "Planned", shard: Tensor) -> None:
+        self.module, self.shard = module, shard
+        self.weight: OperandPlan | None = None
+        self.gathers = Gathers((None, None), False)
+        self.stamp: tuple[int, ...] = ()
+        self.amaxes: dict[Usage, Tensor] = {}
+        """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
+        STEPS.register()
+
+    def before_gather(
+        self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], "SentWeight"]:
+        del outer_size, outer_stride, module
+        self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
+        if self.stamp != self.writes:
+            agree_on_amaxes([*self.of_model()])
+        self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
+        return self.gathers.send(mesh.size(), self.planes), self
+
+    def after_gather(
+        self,
+        outputs: Sequence[Tensor],
+        metadata: "SentWeight",
+        param_dtype: torch.dtype,
+        *,
+        out: PlaneTensor | None = None,
+    ) -> tuple[PlaneTensor, tuple[Tensor, ...]] | None:
+        def whole(planes: Planes) -> PlaneTensor:
+            shape = torch.Size((self.shard.shape[0] * self.gathers.count, self.shard.shape[1]))
+            assert self.weight is not None
+            return QuantizedTensor(planes, self.weight.quantizer, shape, param_dtype)
+
+        return self.gathers.deliver(outputs, out, whole)
+
+    def prepare(self, dtype: torch.dtype, group: str) -> None:
+        """Choose the formats, those of the call that gathers first. `group`: the ranks of the shards."""
+        if self.weight is not None:
+            return
+        call = Call(str(self.shard.device), dtype)
+        self.weight = self.module.plans.plan(active_recipe() or self.module.recipe, call).weight
+        self.dtype, self.group = dtype, group
+        self.gathers = Gathers(self.weight.formats, self.weight.quantizer.derives_columnwise)
+        self.gathers.find(self.shard)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Changes with every write that leaves a version, and every step of an optimizer."""
+        param = self.gathers.param
+        holders = (self.shard,) if param is None else (self.shard, param.sharded_param)
+        return STEPS.count, *(0 if holder.is_inference() else holder._version for holder in holders)
+
+    def of_model(self) -> "Iterator[SentWeight]":
+        """This weight and all others under one root of FSDP2."""
+        root = None if self.gathers.group is None else self.gathers.group.comm_ctx
+        for group in fsdp_groups():
+            for param in group.fsdp_params if group.comm_ctx is root else ():
+                sent = getattr(getattr(param._sharded_local_tensor, PRE, None), "__self__", None)
+                if isinstance(sent, SentWeight):
+                    dtype = param.param_dtype or param.orig_dtype
+                    sent.prepare(dtype, param.shard_mesh.get_group().group_name)
+                    yield sent
+
+    def plane(self, usage: Usage, shard: ShardContext) -> Planes:
+        """The plane that `usage` names, of this shard."""
+        assert self.weight is not None
+        values = self.shard.detach().to(self.dtype)
+        return self.weight.quantizer.encode(values, usage, replace(self.weight.context, shard=shard))
+
+    def planes(self, usage: Usage) -> Planes:
+        def agreed(side: Usage) -> Planes:
+            return self.plane(side, AnsweredShard(self.group, 0, [self.amaxes[side]] if side in self.amaxes else []))
+
+        row = agreed(ROWWISE).rowwise if usage.rowwise else None
+        if row is not None and self.gathers.derives:
+            return Planes(row, row.transposed())
+        return Planes(row, agreed(COLUMNWISE).columnwise if usage.columnwise else None)
+
+    @property
+    def sides(self) -> Iterator[Usage]:
+        """The planes that are encoded under a scale which spans the shards."""
+        row, col = self.gathers.formats
+        if row is not None and spans(row, 0):
+            yield ROWWISE
+        if col is not None and not self.gathers.derives and spans(col, 0 if col.is_derivable else 1):
+            yield COLUMNWISE
+
+
+def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
+    """Measure the amaxes of all weights, and let their shards agree on them at once."""
+    asked: list[tuple[SentWeight, Usage, Tensor]] = []
+    for weight in weights:
+        weight.stamp = weight.writes
+        for side in weight.sides:
+            amax = ask(lambda shard, of=weight, side=side: of.plane(side, shard))
+            assert amax is not None
+            asked.append((weight, side, amax))
+    agreed = agree([weight.group for weight, *_ in asked], [amax for *_, amax in asked])
+    for (weight, side, _), amax in zip(asked, agreed, strict=True):
+        weight.amaxes[side] = amax

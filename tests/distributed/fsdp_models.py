@@ -1,0 +1,21 @@
+"""The model of the FSDP2 workers."""
+
+import torch
+from torch import nn
+
+import duotone
+from duotone.recipes import Recipe, Rule, RuleRecipe
+
+HYBRID = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="fp8_e4m3_tensor", wgrad="mxfp8_e4m3"),))
+
+
+def model(recipe: Recipe, *, held: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
+    with torch.no_grad():
+        for layer in (made[0], made[2]):
+            layer.weight[:128] *= 4  # the shards' own amaxes differ
+    duotone.convert(made, recipe)
+    if held:
+        duotone.convert_parameters(made, recipe)
+    return made

@@ -1,0 +1,342 @@
+"""What FSDP2's gathers send, and ways to use FSDP2, for weights that are quantized parameters and for plain ones."""
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check, same
+from fsdp_models import HYBRID, model
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import duotone
+from duotone import recipes
+from duotone.comm import collectives
+from duotone.errors import UserError
+from duotone.recipes import Rule, RuleRecipe
+
+
+class Traffic(TorchDispatchMode):
+    """The bytes that this rank gives to each gather, and how often amaxes are agreed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathers: list[int] = []
+        self.agreements = mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce)
+
+    def __enter__(self) -> "Traffic":
+        self.reduce = self.agreements.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.agreements.stop()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.gathers.append(args[1].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+EIGHT_BITS, FOUR_BITS = 0.52, 0.29
+"""Most bytes of a plane on the wire, of those in bf16."""
+
+AGREED = ("fp8-current", "fp8-rowwise", "nvfp4", HYBRID.name)
+"""Recipes of which a scale of weights spans shards."""
+
+OF_PASSES = {
+    "mxfp8": EIGHT_BITS,
+    "fp8-current": EIGHT_BITS,
+    "fp8-rowwise": EIGHT_BITS,
+    "fp8-block": EIGHT_BITS,
+    "fp8-delayed": EIGHT_BITS,
+    "nvfp4": FOUR_BITS,
+}
+
+
+@check
+def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
+    size = 256 * 256 // dist.get_world_size() * 2
+    mixed = RuleRecipe(rules=(Rule(fprop="mxfp8_e4m3", dgrad="nvfp4", wgrad="mxfp8_e4m3"),))
+    cases = [(recipes.load(name), share, share) for name, share in OF_PASSES.items()]
+    cases += [(HYBRID, EIGHT_BITS, EIGHT_BITS), (mixed, EIGHT_BITS, FOUR_BITS)]
+    for (recipe, forward, backward), held in itertools.product(cases, (True, False)):
+        if recipe.name == "fp8-delayed" and not held:
+            continue
+        m = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(3))).bfloat16()
+        duotone.convert(m, recipe, rules=())
+        if held:
+            duotone.convert_parameters(m, recipe)
+        else:
+            duotone.gather_quantized(m)
+        for layer in (*m, m):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+        for _ in range(2):
+            with Traffic() as traffic:
+                m(torch.randn(32, 256).bfloat16()).sum().backward()
+            sent = [bytes / size for bytes in traffic.gathers]
+            assert len(sent) == 6 and max(sent[:3]) <= forward and max(sent[3:]) <= backward, (recipe.name, sent)
+            assert traffic.reduce.call_count == (not held and recipe.name in AGREED), recipe.name
+            for parameter in m.parameters() if not held else ():
+                with torch.no_grad():
+                    parameter.mul_(2)
+
+
+@check
+def a_foreach_step_agrees_on_all_scales_in_one_collective(folder: Path) -> None:
+    for name, count in {"fp8-current": 1, "nvfp4": 1, "fp8-delayed": 1, "mxfp8": 0}.items():
+        m = model(recipes.load(name))
+        one = copy.deepcopy(m)
+        split(m, init_device_mesh("cpu", (dist.get_world_size(),)))
+        batch = torch.randn(64, 128).bfloat16()
+        for each in (m, one):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=True)
+            each(batch).float().square().mean().backward()
+            with Traffic() as traffic:
+                optimizer.step()
+            assert traffic.reduce.call_count == (count if each is m else 0), (name, traffic.reduce.call_count)
+        same(m(batch), one(batch), name)
+
+
+Ways = Callable[[nn.Sequential, DeviceMesh], None]
+STEPS_OF = ("mxfp8", "fp8-current", "nvfp4")
+"""Recipes whose columnwise planes travel, are views of what travels, and are computed from it."""
+
+
+def steps(m: nn.Module, microbatches: int = 2) -> list[Tensor]:
+    """Losses and last weights. Ranks see the same batch; all microbatches but the last leave gradients unreduced."""
+    torch.manual_seed(1)
+    dtype = next(m.parameters()).dtype
+    optimizer, results = torch.optim.SGD(m.parameters(), lr=0.5), []
+    for _ in range(2):
+        for index in range(microbatches):
+            if isinstance(m, FSDPModule):
+                m.set_requires_gradient_sync(index == microbatches - 1)
+                m.set_reshard_after_backward(index == microbatches - 1)
+            x, y = torch.randn(64, 128).to(dtype), torch.randn(64, 256).to(dtype)
+            loss = ((m(x) - y).float() ** 2).mean()
+            loss.backward()
+            results.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            results.append(m(x).float())
+    for module in m.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
+
+
+def split(m: nn.Sequential, mesh: DeviceMesh, **options: object) -> None:
+    for layer in (m[0], m[2], m):
+        fully_shard(layer, mesh=mesh, **options)
+
+
+def recomputed(m: nn.Sequential) -> None:
+    m[2] = checkpoint_wrapper(m[2])
+
+
+def prefetched(m: nn.Sequential, mesh: DeviceMesh) -> None:
+    split(m, mesh)
+    m[0].set_modules_to_forward_prefetch([m[2]])
+    m[2].set_modules_to_backward_prefetch([m[0]])
+
+
+def resharded(m: nn.Sequential, mesh: DeviceMesh) -> None:
+    split(m, mesh)
+    m.set_reshard_after_forward(True)
+
+
+def recomputed_inside(m: nn.Sequential, mesh: DeviceMesh) -> None:
+    recomputed(m)
+    split(m, mesh)
+
+
+def recomputed_outside(m: nn.Sequential, mesh: DeviceMesh) -> None:
+    split(m, mesh)
+    recomputed(m)
+
+
+class Recomputed(nn.Sequential):
+    """Recomputes with torch's function, of which no name tells."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def recomputed_by_a_function(m: nn.Sequential, mesh: DeviceMesh) -> None:
+    m[2] = Recomputed(m[2])
+    split(m, mesh)
+
+
+WAYS: dict[str, Ways] = {
+    "reshards": resharded,
+    "keeps": functools.partial(split, reshard_after_forward=False),
+    "prefetches": prefetched,
+    "recomputes inside": recomputed_inside,
+    "recomputes outside": recomputed_outside,
+    "recomputes by a function": recomputed_by_a_function,
+    "offloads": functools.partial(split, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+}
+
+
+@check
+def every_way_to_shard_gives_the_bits_of_one_process(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, held in (*((name, True) for name in STEPS_OF), ("fp8-rowwise", False)):
+        single = steps(model(recipes.load(name), held=held))
+        for way, apply in WAYS.items():
+            m = model(recipes.load(name), held=held)
+            if not held:
+                duotone.gather_quantized(m)
+            apply(m, mesh)
+            for got, want in zip(steps(m), single, strict=True):
+                same(got.to(want.dtype), want, f"{name}, {way}, {held}")
+
+
+def low_precision(m: nn.Module) -> nn.Module:
+    """What one process computes with: the model itself under FSDP2, else a copy in bf16."""
+    return m if isinstance(m, FSDPModule) else copy.deepcopy(m).bfloat16()
+
+
+def mixed(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Two steps of a model in fp32 that computes in bf16."""
+    optimizer, results = torch.optim.SGD(m.parameters(), lr=0.5), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        low = low_precision(m)
+        loss = ((low(x) - y).float() ** 2).mean()
+        loss.backward()
+        for parameter, of_low in zip(m.parameters(), low.parameters(), strict=True):
+            parameter.grad = of_low.grad.to(parameter.dtype)
+        optimizer.step()
+        results.append(loss.detach())
+    return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
+
+
+@check
+def mixed_precision_encodes_what_one_process_encodes(folder: Path) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    x, y = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
+    for name, held in itertools.product(("mxfp8", "fp8-current"), (True, False)):  # copies restart random numbers
+        m = duotone.convert(model(recipes.load(name), held=False).float(), recipes.load(name))
+        one = duotone.convert_parameters(m, recipes.load(name)) if held else m
+        many = copy.deepcopy(one)
+        if not held:
+            duotone.gather_quantized(many)
+        for layer in (many[0], many[2], many):
+            fully_shard(layer, mp_policy=policy)
+        assert all(p.dtype == torch.float32 for p in many.parameters())
+        for got, want in zip(mixed(many, x, y), mixed(one, x, y), strict=True):
+            same(got, want, f"{name}, {held}")
+
+
+@check
+def a_model_on_meta_is_sharded_before_it_has_values(folder: Path) -> None:
+    for name, held in itertools.product(STEPS_OF, (True, False)):
+        recipe = recipes.load(name)
+        one = model(recipe, held=held)
+        with torch.device("meta"):
+            m = nn.Sequential(nn.Linear(128, 256, bias=False), nn.ReLU(), nn.Linear(256, 256)).bfloat16()
+        duotone.convert(m, recipe)
+        if held:
+            duotone.convert_parameters(m, recipe)
+        else:
+            duotone.gather_quantized(m)
+        for layer in (m[0], m[2], m):
+            fully_shard(layer, reshard_after_forward=True)
+        m.to_empty(device="cpu")
+        values = {key: value.to(torch.bfloat16) for key, value in model(recipe, held=False).state_dict().items()}
+        set_model_state_dict(m, values, options=StateDictOptions(full_state_dict=True))
+        with Traffic() as traffic:
+            got = once(m)
+        assert len(traffic.gathers) == 4, traffic.gathers  # of two layers, in two passes
+        assert sum(traffic.gathers) < 0.7 * 2 * (256 * 128 + 256 * 256), (name, held, traffic.gathers)
+        same(got, once(one), f"{name}, {held}")
+
+
+def once(m: nn.Module) -> Tensor:
+    torch.manual_seed(5)
+    x = torch.randn(64, 128).bfloat16().requires_grad_()
+    m(x).square().mean().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@check
+def blocks_that_are_compiled_read_the_plane_of_their_pass(folder: Path) -> None:
+    for name, held in (("mxfp8", True), ("fp8-current", False)):
+        torch._dynamo.reset()
+        counters.clear()
+        m = model(recipes.load(name), held=held)
+        one = copy.deepcopy(m)
+        if not held:
+            duotone.gather_quantized(m)
+        m[2].compile(backend="aot_eager", fullgraph=True)
+        for layer in (m[0], m[2]):
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(m)
+        for _ in range(2):
+            same(once(m), once(one), f"{name}, {held}")
+        assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+
+
+@check
+def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
+    m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
+    for layer in (m[0], m[2], m):
+        fully_shard(layer)
+    once(m)
+    path = folder / f"plain-{dist.get_rank()}.pt"
+    torch.save({key: value.to_local() for key, value in m.state_dict().items()}, path)
+    torch.save(m.state_dict(), path.with_suffix(".distributed"))
+    for key, value in torch.load(path, weights_only=True).items():
+        assert type(value) is Tensor and not hasattr(value, "fsdp_pre_all_gather")
+        same(value, m.state_dict()[key].to_local(), key)
+    assert b"SentWeight" not in path.with_suffix(".distributed").read_bytes()
+
+
+@check
+def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
+    uneven = duotone.convert(
+        nn.Sequential(nn.Linear(64, 48 * dist.get_world_size(), bias=False)), recipes.load("mxfp8")
+    )
+    duotone.gather_quantized(uneven)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fully_shard(uneven)
+    assert "its 96 rows over 2 ranks do not end on blocks of 32" in str(caught[-1].message), caught
+    uneven(torch.randn(32, 64)).sum().backward()
+    assert refusal(lambda: duotone.gather_quantized(shard_of("fp8-delayed"))).startswith("0: Quantizer(")
+
+
+def shard_of(name: str) -> nn.Module:
+    m = model(recipes.load(name), held=False)
+    fully_shard(m)
+    return m
+
+
+def refusal(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except UserError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+if __name__ == "__main__":
+    checks.main()
