@@ -25,7 +25,7 @@ def named(candidates):
 
 
 def test_every_subject_takes_its_own_default_shapes():
-    assert list(SUBJECTS) == ["linear", "mlp", "grouped", "cast", "host", "train"]
+    assert list(SUBJECTS) == ["linear", "mlp", "grouped", "attention", "cast", "host", "train"]
     for subject in SUBJECTS.values():
         for device, shapes in subject.shapes.items():
             for shape in shapes:

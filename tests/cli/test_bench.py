@@ -65,6 +65,7 @@ def test_one_thread_has_backward_run_in_the_thread_that_asks_for_it(duotone, tmp
     [
         ("mlp", ["--shape", "8x16x32", "--cached"]),
         ("grouped", ["--shape", "256x16x16", "--device-splits"]),
+        ("attention", ["--shape", "1x32x2x1x16"]),
         ("cast", ["--shape", "32x32", "--tensor", "weight"]),
         ("host", ["--shape", "8x16x16"]),
         ("train", ["--shape", "32x32x32x1", "--sequence", "16", "--vocabulary", "64"]),

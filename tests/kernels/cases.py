@@ -17,6 +17,7 @@ from duotone.dispatch.casts import _spec, _two_level_cast
 from duotone.kernels import (
     activations,
     adamw,
+    attention,
     cast,
     decode,
     decode_nvfp4,
@@ -377,4 +378,21 @@ CASES += [
     *adamw_planes("fp8_e4m3_delayed", 256, 512, True),
     *adamw_planes("fp8_e5m2_delayed", 256, 512, False),
     *adamw_planes("fp8_e4m3_delayed", 130, 257, True),
+]
+
+
+def attend(heads: int, groups: int, width: int, causal: bool, fast: bool, delayed: bool) -> list[Case]:
+    """FP8 attention over 4096 tokens."""
+    q, k = (torch.empty(2, 4096, count, width, dtype=torch.float8_e4m3fn) for count in (heads, groups))
+    one = torch.ones(1)
+    codes, p_scale = (q, k, k.view(groups, width, 2, 4096)), one if delayed else None
+    name = f"attention of width {width}{', causal' * causal}{', fast' * fast}{', delayed' * delayed}"
+    scales = one, one, one
+    return launched(name, lambda: attention.attend(codes, scales, p_scale, 0.125, causal, fast, torch.bfloat16))
+
+
+CASES += [
+    *attend(32, 8, 128, True, True, False),
+    *attend(32, 8, 128, True, False, True),
+    *attend(16, 16, 64, False, True, False),
 ]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differentiate
 from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.dispatch import attention
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
@@ -71,6 +72,11 @@ class AttentionStage(Stage):
     dropout: float
     tracks: bool
     is_stochastic: bool
+    runs_kernel: bool
+    """Whether calls without a mask run forward in the FP8 kernel, and `runs_backward_kernel` backward in torch's."""
+
+    runs_backward_kernel: bool
+    fast: bool
     number: str = field(init=False)
     """By which ops of a graph find the stage."""
 
@@ -152,11 +158,21 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     stage, shape = stage_of(number), Sizes(*sizes)
     query, key, value = stage.operands(parts, shape, backward=False)
+    if stage.runs_kernel and seen is None:
+        planes = query["rowwise"], key["rowwise"], value["columnwise"]
+        natural, logs = attention.forward(planes, shape[:-1], scale, stage.scale, stage.causal, stage.fast, dtype)
+        return as_grouped(natural, shape), logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
     q = stage.query.values(query, shape.query, "rowwise")
     k = stage.key.values(key, shape.key, "rowwise")
     v = stage.value.values(value, shape.value, "columnwise")
     out, lse = attend(q, k, v, stage.blocks(seen, seed, dtype), stage.weights, scale)
-    return out.to(dtype), lse
+    return as_grouped(out.to(dtype).permute(0, 3, 1, 2, 4).contiguous(), shape), lse
+
+
+def as_grouped(natural: Tensor, sizes: Sizes) -> Tensor:
+    """Outputs that lie as (batch, queries, heads, width), as heads."""
+    shape = sizes.batch, sizes.queries, sizes.groups, sizes.heads, sizes.value_width
+    return natural.view(shape).permute(0, 2, 3, 1, 4)
 
 
 def _attend_backward(
@@ -171,6 +187,8 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     stage, shape = stage_of(number), Sizes(*sizes)
     query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
+    if stage.runs_backward_kernel and seen is None and (dtype.itemsize == 2 or lse.is_cpu):
+        return _torch_backward(stage, shape, (query, key, value, out, gradient), lse, dtype)
     operands = BackwardOperands(
         stage.query.values(query, shape.query, "rowwise"),
         stage.query.values(query, shape.query, "columnwise"),
@@ -187,10 +205,26 @@ def _attend_backward(
     return dq, dk, dv
 
 
+def _torch_backward(
+    stage: AttentionStage, shape: Sizes, planes: tuple[dict[str, Plane], ...], lse: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The products of backward in high precision, on what the planes hold."""
+    operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
+    shapes = shape.query, shape.key, shape.value, shape.output, shape.output
+    q, k, v, out, gradient = (
+        operand.values(held, size, operand.serving or next(iter(held))).to(dtype).flatten(1, 2)
+        for operand, held, size in zip(operands, planes, shapes, strict=True)
+    )
+    logs = lse.flatten(1, 2).squeeze(-1)
+    dq, dk, dv = attention.backward(gradient, (q, k, v), out, logs, stage.scale, stage.causal)
+    return dq.unflatten(1, (shape.groups, -1)), dk.unsqueeze(2), dv.unsqueeze(2)
+
+
 def _fake_attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
     *_, sizes, dtype, _ = arguments
     shape = Sizes(*sizes).output  # type: ignore[misc]
-    out = parts[0].new_empty(shape, dtype=dtype)  # type: ignore[call-overload]
+    natural = shape[0], shape[3], shape[1] * shape[2], shape[4]
+    out = as_grouped(parts[0].new_empty(natural, dtype=dtype), Sizes(*sizes))  # type: ignore[call-overload, misc]
     return out, parts[0].new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 

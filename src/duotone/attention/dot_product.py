@@ -10,7 +10,8 @@ from duotone.attention.heads import check_layout, from_heads, to_heads, token_ax
 from duotone.attention.low_precision import LowPrecision
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
-from duotone.attention.products import AttentionFormats, ProductPlan
+from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
+from duotone.dispatch.attention import AttentionProblem
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
@@ -210,7 +211,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
             drop_dead(self._requests)
             self._requests[recipe.key] = kinds
-        if kinds and recipe.strict and (refusal := self.formats(recipe).refusal):
+        if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu").never()):
             remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
             raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
         return kinds
@@ -222,10 +223,16 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         answers = {kind: self._ask(recipe, role, counts[kind]) for kind, role in roles.items() if role is not None}
         return AttentionFormats.of(answers, recipe, self.module_name)
 
-    def plan_rows(self, recipe: Recipe) -> list[ProductPlan]:
-        """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats."""
+    def _problem(self, recipe: Recipe, device: str) -> AttentionProblem:
+        return self.formats(recipe).problem(self.channels, self.dropout, device)
+
+    def plan_rows(self, recipe: Recipe, device: str | None = None) -> list[ProductPlan]:
+        """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats.
+
+        `device` may be an architecture, as "sm90"; None is CUDA if it is here, else the CPU.
+        """
         if self.requested(recipe):
-            return self.formats(recipe).rows()
+            return product_rows(self._problem(recipe, device or ("cuda" if torch.cuda.is_available() else "cpu")))
         reason = "attention runs in high precision"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in ("QK^T", "PV")]
 

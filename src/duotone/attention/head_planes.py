@@ -23,9 +23,9 @@ TILE = 128
 class HeadOperand:
     """How query, key, value or the gradient of the output become planes.
 
-    Heads are (*lead, tokens, width). The rowwise plane is the matrix (lead tokens, width) and serves products over the
-    width. The columnwise plane is (lead width, tokens) and serves products over tokens. No block of elements under one
-    scale reaches into another head, except for scales of the whole tensor.
+    Heads are (batch, groups, heads, tokens, width). The rowwise plane serves products over the width, the columnwise
+    plane products over tokens. Under scales of the whole tensor they are the matrix (batch tokens, heads width) and its
+    transpose. Else they are (heads tokens, width) and (heads width, tokens), and no block reaches into another head.
     """
 
     quantizer: Quantizer
@@ -47,10 +47,19 @@ class HeadOperand:
         """The planes that are encoded where `usage` is wanted."""
         return Usage(self.serving == "rowwise", self.serving == "columnwise") if self.serving else usage
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether scales cover the tensor, so that heads may lie as projections give them."""
+        fmts = self.quantizer.rowwise or IDENTITY, self.quantizer.columnwise or IDENTITY
+        return all(fmt.block == TENSOR for fmt in fmts)
+
     def encode(self, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
-        """The planes of `x` (*lead, tokens, width) that `usage` names, rowwise first."""
+        """The planes of `x` (batch, groups, heads, tokens, width) that `usage` names, rowwise first."""
         context = self.context.with_seed(None if seed is None else seed + self.stream)
-        rowwise, columnwise = self.usage(usage)
+        rowwise, columnwise = usage = self.usage(usage)
+        if self.is_whole:
+            matrix = x.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
+            return [plane for plane in self.quantizer.encode(matrix, usage, context) if plane is not None]
         row, col = self.quantizer.rowwise or IDENTITY, self.quantizer.columnwise or IDENTITY
         planes: list[Plane] = []
         follows = columnwise and self.quantizer.columnwise_source != "original"
@@ -65,26 +74,34 @@ class HeadOperand:
     def planes(self, parts: Sequence[Tensor], shape: Sequence[int], usage: Usage) -> dict[str, Plane]:
         """The planes over their flat parts, by direction: what `encode` gave for heads of this shape."""
         planes, at = {}, 0
-        *lead, tokens, width = shape
+        batch, groups, heads, tokens, width = shape
         usage = self.usage(usage)
-        for direction, fmt, is_used, sizes in (
+        for direction, fmt, is_used, (rows, cols) in (
             ("rowwise", self.quantizer.rowwise or IDENTITY, usage.rowwise, (tokens, width)),
             ("columnwise", self.quantizer.columnwise or IDENTITY, usage.columnwise, (width, tokens)),
         ):
             if is_used:
-                rows = torch.Size(lead).numel() * _padded(sizes[0], fmt)
-                names = tuple(fmt.parts(rows, sizes[1]))
-                planes[direction] = Plane(fmt, dict(zip(names, parts[at:], strict=False)), (rows, sizes[1]))
+                size = (batch * groups * heads * _padded(rows, fmt), cols)
+                if self.is_whole:
+                    lines, across = batch * tokens, groups * heads * width
+                    size = (lines, across) if direction == "rowwise" else (across, lines)
+                names = tuple(fmt.parts(*size))
+                planes[direction] = Plane(fmt, dict(zip(names, parts[at:], strict=False)), size)
                 at += len(names)
         return planes
 
     def values(self, planes: dict[str, Plane], shape: Sequence[int], direction: str) -> Tensor:
-        """fp32 (*lead, tokens, width): what a product multiplies that reads the plane of this direction."""
+        """fp32 (batch, groups, heads, tokens, width): what a product multiplies that reads this direction."""
         direction = self.serving or direction
+        plane = planes[direction]
+        batch, groups, heads, tokens, width = shape
+        if self.is_whole:
+            values = plane.dequantize(torch.float32)
+            values = values if direction == "rowwise" else values.t()
+            return values.reshape(batch, tokens, groups, heads, width).permute(0, 2, 3, 1, 4)
         if direction == "rowwise":
-            return as_heads(planes[direction], shape)
-        *lead, tokens, width = shape
-        return as_heads(planes[direction], (*lead, width, tokens)).mT
+            return as_heads(plane, shape)
+        return as_heads(plane, (batch, groups, heads, width, tokens)).mT
 
 
 def _padded(rows: int, fmt: Format) -> int:

@@ -101,8 +101,8 @@ class LowPrecision:
         formats = module.formats(recipe)
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         slots = delayed_slots(module, formats, call)
-        options = recipe.propagate_nonfinite, scale, call.causal, call.dropout, call.tracks
-        return formats.stage(module.module_name, slots, *options)
+        problem = formats.problem(module.channels, call.dropout, call.device)
+        return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks)
 
 
 def delayed_slots(

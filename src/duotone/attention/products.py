@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.dispatch.attention import BACKWARD_KERNEL, FORWARD, FORWARD_KERNEL, AttentionProblem
+from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
-from duotone.formats.geometry import TENSOR
 from duotone.recipes.recipe import Recipe
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.quantizer import Quantizer
@@ -29,7 +28,6 @@ PRODUCTS = {
 FORWARD_OPERANDS, BACKWARD_OPERANDS = ("query", "key", "value", "s", "output"), ("do", "dp")
 """The tensors that have delayed scales, in the order of their slots: two each, rowwise first."""
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NO_SLOTS: tuple[Slot | None, Slot | None] = (None, None)
 
 
@@ -102,23 +100,9 @@ class AttentionFormats:
         """The formats of both operands of each product."""
         return {name: (self.format(*a), self.format(*b)) for name, (a, b) in PRODUCTS.items()}
 
-    @property
-    def refusal(self) -> str:
-        """Why no attention kernel can take these formats on any GPU, or ""."""
-        used = {fmt for pair in self.products().values() for fmt in pair}
-        odd = sorted(
-            fmt.name for fmt in used if fmt != IDENTITY and not (fmt.code_dtype in FP8 and fmt.block == TENSOR)
-        )
-        return f"no attention kernel takes {', '.join(odd)}" if odd else ""
-
-    def rows(self) -> list[ProductPlan]:
-        """What runs for each product."""
-        reason = self.refusal or "no attention kernel on this device"
-        reason += ": decoded, multiplied in fp32 by blocks of keys"
-        return [
-            ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False)
-            for gemm, (a, b) in self.products().items()
-        ]
+    def problem(self, widths: tuple[int, int], dropout: float, device: str) -> AttentionProblem:
+        """What decides the kernels on a device, or on an architecture that need not be here."""
+        return AttentionProblem(self.products(), widths, dropout, target(device))
 
     @property
     def is_stochastic(self) -> bool:
@@ -133,32 +117,53 @@ class AttentionFormats:
     def stage(
         self,
         name: str,
+        problem: AttentionProblem,
         slots: Mapping[str, tuple[Slot | None, Slot | None]],
-        propagate: bool,
+        recipe: Recipe,
         scale: float,
         causal: bool,
-        dropout: float,
         tracks: bool,
     ) -> AttentionStage:
         """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow."""
+        propagate, runs_kernel = recipe.propagate_nonfinite, not problem.forward_refusal()
 
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
             context = QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=propagate)
             operand = HeadOperand.of(getattr(self, tensor), context, stream)
             return replace(operand, serving=serving) if self.is_dequantized and serving else operand
 
+        value = heads("value", 2, "columnwise")
         return AttentionStage(
             name=name,
             query=heads("query", 0, "rowwise"),
             key=heads("key", 1, "rowwise"),
-            value=heads("value", 2, "columnwise"),
+            value=replace(value, serving="") if runs_kernel and value.serving == "rowwise" else value,
             gradient=heads("do", 3),
             out=heads("output", 4),
             weights=TileOperand(self.s, slots.get("s", NO_SLOTS), 1.0, 0, propagate),
             scores_gradient=TileOperand(self.dp, slots.get("dp", NO_SLOTS), None, 1 << 20, propagate),
             scale=scale,
             causal=causal,
-            dropout=dropout,
+            dropout=problem.dropout,
+            runs_kernel=runs_kernel,
+            runs_backward_kernel=not problem.backward_refusal(),
+            fast=recipe.fprop_fast_accum,
             tracks=tracks,
             is_stochastic=self.is_stochastic,
         )
+
+
+def product_rows(problem: AttentionProblem) -> list[ProductPlan]:
+    """What runs for each product."""
+    forward, backward = problem.forward_refusal(), problem.backward_refusal()
+    rows = []
+    for gemm, (a, b) in problem.products.items():
+        refusal = forward if gemm in FORWARD else backward
+        if refusal:
+            reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
+            rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
+        else:
+            kernel = FORWARD_KERNEL if gemm in FORWARD else BACKWARD_KERNEL
+            reason = "calls with a mask run by blocks of keys"
+            rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, gemm in FORWARD))
+    return rows

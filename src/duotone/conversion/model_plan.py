@@ -200,7 +200,7 @@ def plan(
                 _rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype, trained)
             )
         elif isinstance(module, DotProductAttention):
-            rows.extend(_attention(name, module, recipe or module.recipe))
+            rows.extend(_attention(name, module, recipe or module.recipe, device))
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
@@ -243,8 +243,8 @@ def _rows(
         )
 
 
-def _attention(name: str, module: DotProductAttention, recipe: Recipe) -> Iterator[PlanRow]:
-    for row in module.plan_rows(recipe):
+def _attention(name: str, module: DotProductAttention, recipe: Recipe, device: str | None) -> Iterator[PlanRow]:
+    for row in module.plan_rows(recipe, device):
         yield PlanRow(name, row.gemm, row.a, row.b, row.kernel, row.native, row.reason)
 
 

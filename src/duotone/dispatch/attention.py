@@ -1,0 +1,104 @@
+"""Which kernels run attention in low precision: forward over FP8 codes, and a backward in high precision by torch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.rule import Operand
+from duotone.dispatch.target import Target
+from duotone.formats import IDENTITY, Format
+from duotone.formats.geometry import TENSOR
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDTHS = (64, 128)
+FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
+FORWARD_KERNEL, BACKWARD_KERNEL = "FP8 attention", "flash attention of torch"
+
+
+class AttentionProblem(NamedTuple):
+    """What decides the kernels: the formats of both operands of each product, widths of heads, dropout and target."""
+
+    products: Mapping[str, tuple[Format, Format]]
+    widths: tuple[int, int]
+    dropout: float
+    target: Target
+
+    def never(self) -> str:
+        """Why no kernel takes these formats on any GPU, or ""."""
+        used = {fmt for pair in self.products.values() for fmt in pair if fmt != IDENTITY}
+        odd = sorted(fmt.name for fmt in used if not (fmt.code_dtype in FP8 and fmt.block == TENSOR))
+        return f"no attention kernel takes {', '.join(odd)}" if odd else ""
+
+    def forward_refusal(self) -> str:
+        """Why the FP8 kernel does not run the products of forward, or ""."""
+        formats = [fmt for name in FORWARD for fmt in self.products[name]]
+        if refusal := self.never():
+            return refusal
+        if any(fmt.code_dtype != torch.float8_e4m3fn for fmt in formats):
+            return "the FP8 kernel multiplies E4M3 with E4M3"
+        if self.widths not in ((width, width) for width in WIDTHS):
+            return f"the FP8 kernel takes heads of width {' or '.join(map(str, WIDTHS))}"
+        if self.dropout:
+            return "the FP8 kernel has no dropout"
+        return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
+
+    def backward_refusal(self) -> str:
+        """Why torch's kernel does not run the products of backward, or ""."""
+        if refusal := self.forward_refusal():
+            return refusal
+        gradients = [self.products[name][0] for name in BACKWARD] + [self.products["P^T dO"][1]]
+        if any(fmt != IDENTITY for fmt in gradients):
+            return "no kernel for gradients in low precision"
+        return ""
+
+
+def forward(
+    planes: tuple[Operand, Operand, Operand],
+    sizes: tuple[int, ...],
+    p_scale: Tensor | None,
+    scale: float,
+    causal: bool,
+    fast: bool,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Output (batch, queries, heads, width) and log-sum-exp (batch, heads, queries) by the FP8 kernel.
+
+    Planes of query and key are (batch tokens, heads width), that of value (heads width, batch tokens). `sizes` are
+    batch, groups, heads of a group, queries, keys and width.
+    """
+    from duotone.kernels import attention  # loads Triton
+
+    batch, groups, heads, queries, keys, width = sizes
+    shapes = (batch, queries, groups * heads, width), (batch, keys, groups, width), (groups, width, batch, keys)
+    codes = [
+        plane.parts["codes"].contiguous().view(torch.float8_e4m3fn).view(shape)
+        for plane, shape in zip(planes, shapes, strict=True)
+    ]
+    q_scale, k_scale, v_scale = (plane.parts["scale"] for plane in planes)
+    return attention.attend(
+        (codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, scale, causal, fast, dtype
+    )
+
+
+def backward(
+    gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value (batch, heads, tokens, width), which planes hold, by torch's kernels.
+
+    `gradient` is that of `out`, in one dtype with all heads; `lse` is fp32 (batch, heads, queries).
+    """
+    query, key, value = heads
+    call = gradient, query, key, value, out, lse
+    if query.is_cpu:
+        repeats = query.shape[1] // key.shape[1]
+        wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = kernel(gradient, query, *wide, out, lse, 0.0, causal, scale=scale)
+        return dq, dk.unflatten(1, (-1, repeats)).sum(2), dv.unflatten(1, (-1, repeats)).sum(2)
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
+    lengths = None, None, query.shape[2], key.shape[2]
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *call, *lengths, 0.0, causal, random, random, scale=scale
+    )
