@@ -6,6 +6,7 @@ linears in the measured table.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from duotone.observe import speeds
 from duotone.observe.advice import Advice, AdviceRow, conclude, with_pareto_marks
 from duotone.observe.candidates import EXACT, UNIFORM, load_candidates, plane_bytes
 from duotone.observe.operand_samples import LinearSample, sample_operands
+from duotone.observe.sampling import spread
 from duotone.observe.speeds import Shape, SpeedTable
 from duotone.observe.statistics import measure, summary
 from duotone.recipes.recipe import Recipe, RecipeLike
@@ -26,6 +28,12 @@ from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 from duotone.state.seeds import initial_seed
 from duotone.tensor.context import FixedScale, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane
+
+COUNTED = 1 << 18
+"""Elements of an operand, at most, whose underflow and saturation are counted."""
+
+COMPILE_FROM = 1 << 25
+"""Elements of all weights from which compiled casts save more time than the compiler takes."""
 
 Batch = Tensor | Sequence[object] | Mapping[str, object]
 
@@ -61,13 +69,12 @@ def advise(
 
     capture, table = sample_operands(model, step, memory), speeds.measured()
     shapes = _shapes(capture.samples, size)
-    rows = [
-        row
-        for sample, shape in zip(capture.samples, shapes, strict=True)
-        for row in _Linear(sample, shape, table).rows(recipes)
-    ]
-    linears = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
-    ratios = {name: table.model_speed(name, shapes[0][0], linears).ratio for name in recipes}
+    linears = [_Linear(sample, shape, table) for sample, shape in zip(capture.samples, shapes, strict=True)]
+    is_small = sum(sample.operands["weight"].numel() for sample in capture.samples) < COMPILE_FROM
+    with Uncompiled() if is_small else nullcontext():
+        rows = [row for linear in linears for row in linear.rows(recipes)]
+    counted = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
+    ratios = {name: table.model_speed(name, shapes[0][0], counted).ratio for name in recipes}
     slow = {name for name, ratio in ratios.items() if ratio is not None and ratio < 1.0}
     return conclude(rows, recipes, slow, [*filter(None, [capture.note]), _speed_note(table, rows)])
 
@@ -81,7 +88,7 @@ def _shapes(samples: Sequence[LinearSample], size: tuple[int, int] | None) -> li
 
 
 class Uncompiled(TorchDispatchMode):
-    """Casts of small samples cost less in plain torch than the compiler does, which stays out of a dispatch mode."""
+    """Casts in plain torch: the compiler stays out of a dispatch mode."""
 
     def __torch_dispatch__(
         self,
@@ -104,17 +111,19 @@ class _Linear:
     @torch.no_grad()
     def rows(self, recipes: Mapping[str, Recipe]) -> list[AdviceRow]:
         """Each GEMM under each recipe."""
-        with Uncompiled():
-            planes = {name: self._planes(recipe) for name, recipe in recipes.items()}
-            rows: list[AdviceRow] = []
-            for kind, sides in PLANES_OF_GEMM.items():
-                if any(tensor_type not in self.sample.operands for tensor_type, _ in sides):
-                    continue
-                exact = [self._exact(*side) for side in sides]
-                product = exact[0].float() @ exact[1].float().T
-                pairs = {name: [planes[name][side] for side in sides] for name in recipes}
-                rows += with_pareto_marks([self._row(kind, name, exact, product, *pairs[name]) for name in recipes])
-            return rows
+        kinds = {
+            kind: sides
+            for kind, sides in PLANES_OF_GEMM.items()
+            if all(tensor_type in self.sample.operands for tensor_type, _ in sides)
+        }
+        trials: dict[str, list[AdviceRow]] = {kind: [] for kind in kinds}
+        exact = {kind: [self._exact(*side) for side in sides] for kind, sides in kinds.items()}
+        products = {kind: a.float() @ b.float().T for kind, (a, b) in exact.items()}
+        for name, recipe in recipes.items():
+            planes = self._planes(recipe)
+            for kind, (a, b) in kinds.items():
+                trials[kind].append(self._row(kind, name, exact[kind], products[kind], planes[a], planes[b]))
+        return [row for rows in trials.values() for row in with_pareto_marks(rows)]
 
     def _exact(self, tensor_type: str, direction: str) -> Tensor:
         x = self.sample.operands[tensor_type]
@@ -165,7 +174,7 @@ def _slot(fmt: Format | None, x: Tensor) -> Slot | None:
 
 
 def _lost(x: Tensor, plane: Plane) -> dict[str, float | None]:
-    sums, extremes = measure(x, plane)
+    sums, extremes = measure(*spread(x, plane, COUNTED))
     return summary(sums.tolist(), extremes.tolist())
 
 
