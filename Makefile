@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 TRITON := triton==3.6.0; platform_system == 'Linux' and platform_machine == 'x86_64'
 NEWEST := $(CURDIR)/build/newest-triton
 
-.PHONY: demo test test-newest-triton lint wheel clean
+.PHONY: demo test test-newest-triton lint wheel site docs clean
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --force --out runs/demo
@@ -23,13 +23,20 @@ test-newest-triton: $(VENV)/.installed-dev
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n auto --maxprocesses 8 -W default -m "slow or not slow" tests/kernels
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench docs
+	$(BIN)/ruff format --check src tests bench docs/*/*.py
 	$(BIN)/pyright
 	$(BIN)/pyright -p pyrightconfig.strict.json
 
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+
+# Links that lead nowhere fail.
+site: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir build/site
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

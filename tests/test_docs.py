@@ -47,8 +47,8 @@ batches = [batch.bfloat16() for _ in range(2)]
 """
 
 PREAMBLES = {
-    ("README.md", 0): MODEL,
-    ("README.md", 2): MODEL,
+    ("docs/training.md", 0): MODEL,
+    ("docs/training.md", 2): MODEL,
     ("docs/hopper.md", 0): "import torch\nloss = torch.ones((), requires_grad=True) * 2",
     ("docs/parallel.md", 0): MODEL + "model = build_model()\ndel fully_shard",
     ("docs/parallel.md", 1): MODEL + "torch.set_default_device('meta')\ndel group",
@@ -68,7 +68,7 @@ NEEDS = {
 }
 """Packages that blocks import, or that what they import needs."""
 
-EACH_FOR_ITSELF = {("README.md", 2)}
+EACH_FOR_ITSELF = {("docs/training.md", 2)}
 """Blocks of which the page says that each paragraph stands for itself."""
 
 

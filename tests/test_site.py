@@ -1,0 +1,55 @@
+"""The documentation site: a reference of every public name, and figures that say what formats say."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import duotone
+from duotone import formats
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def script(folder: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"make_{folder}", DOCS / folder / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+REFERENCE, FIGURES = script("api"), script("figures")
+
+
+@pytest.mark.parametrize("module", REFERENCE.MODULES)
+def test_the_reference_has_every_public_name(module: str) -> None:
+    """Where it has not: python docs/api/make.py"""
+    if module.endswith("transformers"):
+        pytest.importorskip("transformers", reason="pip install '.[integrations]'")
+    page = DOCS / "api" / f"{module.rpartition('.')[2]}.md"
+    assert page.read_text() == REFERENCE.page(module)
+
+
+def test_public_names_have_docstrings() -> None:
+    assert {"convert", "Linear", "export"} <= {*REFERENCE.names("duotone")}
+    for module in [name for name in REFERENCE.MODULES if not name.endswith("transformers")]:
+        for name in REFERENCE.names(module):
+            value = getattr(importlib.import_module(module), name)
+            assert not callable(value) or (value.__doc__ or "").strip(), f"{module}.{name}"
+
+
+@pytest.mark.parametrize("name", FIGURES.NAMES)
+def test_figures_are_those_of_the_formats(name: str) -> None:
+    """Where they are not: python docs/figures/make.py"""
+    assert (DOCS / "figures" / f"{name}.svg").read_text() == FIGURES.draw(formats.get(name))
+
+
+def test_pages_name_formats_and_recipes_that_exist() -> None:
+    """Names in code on the pages of formats, but for parts of names."""
+    known = {*formats.names(), *duotone.recipes.names(), "bf16"}
+    for page in (DOCS / "formats").glob("*.md"):
+        for name in re.findall(r"`((?:fp8|mxfp\d|nvfp4)[a-z0-9_-]*)`", page.read_text()):
+            assert name in known, f"{page.name}: {name}"
