@@ -1,34 +1,21 @@
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
+import random
+import shutil
 import signal
 
 import pytest
 
 from duotone import recipes
+from duotone.cli.main import run
 from duotone.lab import sensitivity
 from duotone.lab.trainer import Trainer
 
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
-
-
-@pytest.fixture
-def typed(text_file):
-    tiny = [
-        "search",
-        "--preset",
-        "tiny",
-        "--steps",
-        "4",
-        "--seeds",
-        "2",
-        "--recipes",
-        "fp8-current",
-        "--as",
-        "4096x8192",
-    ]
-    return [*tiny, "--data", text_file, "--budget", "speed=1.3"]
 
 
 def evidence(folder):
@@ -36,9 +23,26 @@ def evidence(folder):
     return {key: value for key, value in told.items() if key not in ("command", "machine")}
 
 
-def test_it_leaves_a_recipe_its_evidence_and_a_report(duotone, typed, tmp_path):
-    out = tmp_path / "a"
-    code, text, progress = duotone(*typed, "--out", out)
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    draw = random.Random(0)
+    text = tmp_path_factory.mktemp("data") / "words.txt"
+    text.write_text(" ".join(draw.choice(["plane", "format", "scale", "block"]) for _ in range(2000)))
+    tiny = ["search", "--preset", "tiny", "--steps", "4", "--seeds", "2", "--recipes", "fp8-current"]
+    return [*tiny, "--as", "4096x8192", "--data", str(text), "--budget", "speed=1.3"]
+
+
+@pytest.fixture(scope="module")
+def whole(typed, tmp_path_factory):
+    """A search that nothing stopped: its folder, exit code, stdout and stderr. Tests change copies of the folder."""
+    out, printed, progress = tmp_path_factory.mktemp("whole") / "a", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(progress):
+        code = run([*typed, "--out", str(out)])
+    return out, code, printed.getvalue(), progress.getvalue()
+
+
+def test_it_leaves_a_recipe_its_evidence_and_a_report(whole):
+    out, code, text, progress = whole
     told = evidence(out)
     assert code == 0 and sorted(os.listdir(out)) == [
         *("checkpoints", "evidence.json", "planes.csv", "recipe.toml", "report.html", "result.json")
@@ -56,8 +60,7 @@ def test_it_leaves_a_recipe_its_evidence_and_a_report(duotone, typed, tmp_path):
     assert "effects of single GEMMs: step 48/48" in progress
 
 
-def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, typed, tmp_path, monkeypatch):
-    duotone(*typed, "--out", tmp_path / "whole")
+def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, typed, whole, tmp_path, monkeypatch):
     step, probe, count = Trainer.step, sensitivity._step, iter(range(1000))
 
     def stop_at(place, *_):
@@ -77,8 +80,8 @@ def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, ty
     assert duotone("search", "--resume", "--out", out)[0] == 130 and evidence(out)["measured"] is None
     monkeypatch.setattr(Trainer, "step", step)
     assert duotone("search", "--resume", "--out", out)[0] == 0
-    assert evidence(out) == evidence(tmp_path / "whole")
-    assert (out / "recipe.toml").read_text() == (tmp_path / "whole" / "recipe.toml").read_text()
+    assert evidence(out) == evidence(whole[0])
+    assert (out / "recipe.toml").read_text() == (whole[0] / "recipe.toml").read_text()
 
 
 def test_a_gap_of_zero_is_bf16(duotone, typed, tmp_path):
@@ -119,16 +122,15 @@ def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, ty
         return dataclasses.replace(effect, forward=sensitivity._or_infinite(math.nan)) if is_bad else effect
 
     monkeypatch.setattr(sensitivity, "_effect", broken)
-    code, *_ = duotone(*typed[:-2], "--max-gap", "90%", "--out", tmp_path / "a")
+    code, *_ = duotone(*typed[:-2], "--max-gap", "90%", "--seeds", "1", "--out", tmp_path / "a")
     told = evidence(tmp_path / "a")
     assert code == 0 and [e["forward"] for e in told["effects"] if e["forward"] is None] == [None]
     assert told["chosen"]["layers.0.mlp.gate_up"] == {"fprop": "bf16", "dgrad": "fp8-current", "wgrad": "fp8-current"}
     assert told["uniform"]["fp8-current"]["gap_percent"] is None
 
 
-def test_evidence_with_other_effects_is_refused(refused, duotone, typed, tmp_path):
-    duotone(*typed, "--out", tmp_path / "a")
-    path = tmp_path / "a" / "evidence.json"
+def test_evidence_with_other_effects_is_refused(refused, whole, tmp_path):
+    path = shutil.copytree(whole[0], tmp_path / "a") / "evidence.json"
     told = json.loads(path.read_text())
     for wrong in ([3], [{"module": "a"}], [{**told["effects"][0], "forward": "none"}]):
         path.write_text(json.dumps({**told, "effects": wrong}))
