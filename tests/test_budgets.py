@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 33758
-TOOL_LINES = 6452
+TOOL_LINES = 6455
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2025, 20, 1),
-    "cli": (1381, 3, 0),
+    "cli": (1384, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2217, 60, 0),
     "conversion": (2619, 31, 0),

@@ -26,4 +26,5 @@ def test_bad_input_is_one_line(refused, text_file, tmp_path):
     assert "'4096' is no width and tokens: write such as 4096x8192" in refused("advise", "--as", "4096")
     assert "no data file matches" in refused("advise", "--data", tmp_path / "absent.txt")
     assert "is not a folder" in refused("advise", "--data", text_file, "--out", text_file / "a.toml")
+    assert "words.txt exists: choose another --out" in refused("advise", "--data", text_file, "--out", text_file)
     assert "mxfp9" in refused("advise", "--preset", "tiny", "--data", text_file, "--recipes", "mxfp9")

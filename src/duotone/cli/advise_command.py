@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from duotone.cli import command_options as options
+from duotone.errors import UserError
 from duotone.observe.candidates import UNIFORM
 
 
@@ -50,6 +51,8 @@ def advise(
     texts.require(config.data)
     if out is not None:
         files.require_writable(Path(out).parent)
+        if Path(out).exists():
+            raise UserError(f"{out} exists: choose another --out, or remove it")
     corpus = data.load(config.data, context=preset.model.context)
     model = to_dtype(models.build(config.model, preset, config.seed), torch.bfloat16).to(config.device)
     batch = corpus.batch(config.seed, 0, count=preset.batch, context=preset.model.context)
