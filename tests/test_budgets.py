@@ -14,21 +14,21 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33758
-TOOL_LINES = 6455
+LIBRARY_LINES = 33826
+TOOL_LINES = 6515
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2025, 20, 1),
+    "attention": (2025, 20, 0),
     "cli": (1384, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2217, 60, 0),
-    "conversion": (2619, 31, 0),
+    "conversion": (2687, 32, 0),
     "dispatch": (2609, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
-    "integrations": (329, 18, 0),
+    "integrations": (389, 19, 0),
     "kernels": (3804, 0, 0),
     "lab": (3256, 11, 1),
     "linear": (1844, 5, 0),

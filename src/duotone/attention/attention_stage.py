@@ -212,8 +212,8 @@ def _torch_backward(
     operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
     shapes = shape.query, shape.key, shape.value, shape.output, shape.output
     q, k, v, out, gradient = (
-        operand.values(held, size, operand.serving or next(iter(held))).to(dtype).flatten(1, 2)
-        for operand, held, size in zip(operands, planes, shapes, strict=True)
+        operand.values(each, size, operand.serving or next(iter(each))).to(dtype).flatten(1, 2)
+        for operand, each, size in zip(operands, planes, shapes, strict=True)
     )
     logs = lse.flatten(1, 2).squeeze(-1)
     dq, dk, dv = attention.backward(gradient, (q, k, v), out, logs, stage.scale, stage.causal)

@@ -11,6 +11,7 @@ from torch import nn
 
 from duotone.attention import DotProductAttention
 from duotone.conversion import experts, forwards, fusing
+from duotone.conversion.attention_cores import add_cores, remove_cores
 from duotone.conversion.default_rules import with_default_rules
 from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
@@ -63,6 +64,7 @@ def convert(
     warn_of_surprises(model, recipe, all_rules, sites, left, planned)
     for target, slots in planned:
         target.adopt(recipe, all_rules, slots)
+    add_cores(model)
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
     return fusing.fuse(model) if fuse else model
@@ -97,6 +99,7 @@ def revert(model: nn.Module) -> nn.Module:
         if isinstance(module, Planned) and parametrized_since(module):
             raise UserError(f"{name} was parametrized after it was converted; remove its parametrizations first")
     fusing.unfuse(model)
+    remove_cores(model)
     open_fast_paths(model)
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):

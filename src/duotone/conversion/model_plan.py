@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from duotone.attention import DotProductAttention, MultiheadAttention
+from duotone.conversion.attention_cores import left_in_high_precision
 from duotone.conversion.default_rules import Reason, Why
 from duotone.conversion.forwards import is_fast_path_closed
 from duotone.conversion.fusing import fused_row
@@ -192,6 +193,7 @@ def plan(
         _require_converted(model)
     rows: list[PlanRow] = []
     left, trained = left_alone(model), trains(model)
+    planned = [module for module in model.modules() if isinstance(module, Planned)]
     for name, module in model.named_modules():
         if isinstance(module, MultiheadAttention):
             module.meet(recipe or module.recipe)  # its linears learn their consumers, so each slot is asked once
@@ -204,8 +206,9 @@ def plan(
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
+        if planned and (text := left_in_high_precision(name, module, recipe or planned[0].recipe)):
+            rows.append(_row(name, text))
         rows.extend([_row(name, text)] if (text := fused_row(module, recipe)) else [])
-    planned = [module for module in model.modules() if isinstance(module, Planned)]
     if planned:
         sites = sites_of(model)
         places = [(module.module_type, module.module_name, module.site) for module in planned]

@@ -44,6 +44,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402
 
+from duotone.integrations import transformers_attention  # noqa: E402, F401  # registers attn_implementation="duotone"
+
 METHOD = "duotone"
 PLANES = "duotone_planes.pt"
 

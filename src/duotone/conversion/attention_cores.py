@@ -1,0 +1,62 @@
+"""Attention of Hugging Face's transformers: where a model asks for "duotone" attention, its products follow recipes.
+
+`duotone.integrations.transformers` registers the name. A converted attention module holds a `DotProductAttention`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from duotone.attention import DotProductAttention
+from duotone.recipes.recipe import Recipe
+from duotone.recipes.roles import QuantizerRole
+
+NAME, CORE = "duotone", "duotone_attention"
+"""What `attn_implementation` is called, and the attribute that holds the `DotProductAttention`."""
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that multiply through transformers' attention interface, by name."""
+    for name, module in model.named_modules():
+        config = vars(module).get("config")
+        if isinstance(vars(module).get("is_causal"), bool) and hasattr(config, "_attn_implementation"):
+            yield name, module
+
+
+def add_cores(model: nn.Module) -> None:
+    """Give each attention module that asks for it a `DotProductAttention`, which the interface calls."""
+    for _, module in list(attentions(model)):
+        config = module.config
+        if config._attn_implementation != NAME or CORE in module._modules:
+            continue
+        heads = config.num_attention_heads
+        core = DotProductAttention(
+            heads,
+            getattr(module, "head_dim", None) or config.hidden_size // heads,
+            num_gqa_groups=heads // getattr(module, "num_key_value_groups", 1),
+            attention_dropout=getattr(module, "attention_dropout", 0.0),
+            softmax_scale=getattr(module, "scaling", None),
+            qkv_format="bshd",
+        )
+        module.add_module(CORE, core.train(module.training))
+
+
+def remove_cores(model: nn.Module) -> None:
+    """The inverse of `add_cores`."""
+    for _, module in attentions(model):
+        module._modules.pop(CORE, None)
+
+
+def left_in_high_precision(name: str, module: nn.Module, recipe: Recipe) -> str | None:
+    """Why an attention module does not follow a recipe that asks for its products; None if it does, or need not."""
+    config = vars(module).get("config")
+    current = getattr(config, "_attn_implementation", None)
+    if not isinstance(vars(module).get("is_causal"), bool) or not isinstance(current, str) or CORE in module._modules:
+        return None
+    if not recipe.asks_for(QuantizerRole("dpa", "qkv", f"{name}.{CORE}")):
+        return None
+    return (
+        f"attention runs as {current!r} of transformers; import duotone.integrations.transformers and load the model "
+        f"with attn_implementation={NAME!r}, so that its products follow the recipe"
+    )

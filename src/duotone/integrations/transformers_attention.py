@@ -1,0 +1,58 @@
+"""`attn_implementation="duotone"`: converted models of transformers attend through `DotProductAttention`."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from duotone.attention import DotProductAttention
+from duotone.conversion.attention_cores import CORE, NAME
+from duotone.errors import UserError
+
+UNKNOWN = ("softcap", "s_aux", "position_bias", "head_mask")
+"""Changes of scores that some models ask for, which no product here makes."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Heads (batch, heads, tokens, width) -> (batch, tokens, heads, width), as transformers calls it.
+
+    A module that `duotone.convert` did not see runs as "sdpa". UserError for masks that are not bool, and for models
+    that change scores.
+    """
+    core = module._modules.get(CORE)
+    if not isinstance(core, DotProductAttention):
+        options |= {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    for name in UNKNOWN:
+        if options.get(name) is not None:
+            raise UserError(f"{core.module_name}: attention of Duotone has no {name}; load the model with 'eager'")
+    if scaling is not None and core.softmax_scale != scaling:
+        core.softmax_scale = scaling
+        core.forget()
+    heads = (x.transpose(1, 2) for x in (query, key, value))
+    if attention_mask is None:
+        is_causal = options.get("is_causal")
+        is_causal = module.is_causal if is_causal is None else is_causal
+        kind = "causal_bottom_right" if is_causal and query.shape[2] > 1 else "no_mask"
+        out = core(*heads, attn_mask_type=kind)
+    else:
+        kind = str(attention_mask.dtype).removeprefix("torch.")
+        if kind != "bool":
+            raise UserError(f"{core.module_name}: a mask of transformers is bool, True for what is seen; got {kind}")
+        out = core(*heads, ~attention_mask[..., : key.shape[2]], attn_mask_type="arbitrary")
+    return out.unflatten(-1, (query.shape[1], -1)), None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,86 @@
+"""Models of transformers with attn_implementation="duotone": their attention follows the recipe, and is in the plan."""
+
+import pytest
+import torch
+from causal import batch
+from packages import require
+
+import duotone
+from duotone import recipes
+from duotone.attention import DotProductAttention
+from duotone.errors import UserError
+
+transformers = require("transformers")
+from duotone.integrations import transformers_attention  # noqa: E402
+
+FP8 = duotone.Float8CurrentScaling(fp8_dpa=True)
+HIGH = recipes.load("bf16")
+
+
+def llama(implementation: str, seed: int = 0, **options):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes, attn_implementation=implementation, **options)
+    return transformers.LlamaForCausalLM(config)
+
+
+def step(model) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = batch(0) % 128
+    out = model.train()(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    return out.logits.detach(), model.model.layers[0].self_attn.q_proj.weight.grad
+
+
+def test_a_model_that_was_not_converted_or_in_high_precision_attends_as_sdpa() -> None:
+    plain = step(llama("sdpa"))
+    for model in (llama("duotone"), duotone.convert(llama("duotone"), HIGH)):
+        for ours, theirs in zip(step(model), plain, strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_converted_attention_follows_the_recipe_and_has_rows_in_the_plan() -> None:
+    model, plain = duotone.convert(llama("duotone"), FP8), duotone.convert(llama("sdpa"), FP8)
+    rows = duotone.plan(model).filter("model.layers.0.self_attn.duotone_attention")
+    assert [row.gemm for row in rows][:2] == ["QK^T", "PV"] and rows[0].a == "fp8_e4m3_tensor" and len(rows) == 7
+    (row,) = duotone.plan(plain).filter("model.layers.0.self_attn")
+    assert "attention runs as 'sdpa'" in row.reason and "attn_implementation='duotone'" in row.reason
+    for ours, theirs in zip(step(model), step(plain), strict=True):
+        assert not torch.equal(ours, theirs)
+        assert (ours - theirs).norm() < 0.15 * theirs.norm()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_rules_reach_attention_by_its_name_and_revert_takes_it_away() -> None:
+    rules = (duotone.recipes.Rule(module="model.layers.1.*", module_type="dpa", format="mxfp8_e4m3"),)
+    model = duotone.convert(llama("duotone"), duotone.recipes.RuleRecipe(rules=rules))
+    rows = [duotone.plan(model).filter(f"model.layers.{i}.self_attn.duotone_attention") for i in range(2)]
+    assert [row[0].a for row in rows] == ["identity", "mxfp8_e4m3"]
+    duotone.revert(model)
+    assert not any(isinstance(module, DotProductAttention) for module in model.modules())
+
+
+def test_padding_and_generation_run_through_the_cores() -> None:
+    model = duotone.convert(llama("duotone"), FP8).eval()
+    tokens = torch.arange(2 * 9).view(2, 9) + 3
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        padded = model(input_ids=tokens, attention_mask=mask).logits[0, 4:]
+        alone = model(input_ids=tokens[:1, 4:], position_ids=torch.arange(5)[None]).logits[0]
+        moved = model(input_ids=tokens[:1, 4:], position_ids=torch.arange(4, 9)[None]).logits[0]
+    assert (padded - alone).norm() < 0.2 * alone.norm() and (moved - alone).norm() < 0.2 * alone.norm()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(tokens, attention_mask=mask, **options)
+    plain = duotone.convert(llama("duotone"), HIGH).eval().generate(tokens, attention_mask=mask, **options)
+    assert generated.shape == plain.shape == (2, 14)
+
+
+def test_scores_that_a_model_changes_are_refused_in_one_line() -> None:
+    model = duotone.convert(llama("duotone"), FP8)
+    attention = model.model.layers[0].self_attn
+    heads = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16), torch.randn(1, 2, 6, 16)
+    with pytest.raises(UserError, match="attention of Duotone has no softcap"):
+        transformers_attention.attend(attention, *heads, None, softcap=30.0)
+    with pytest.raises(UserError, match=r"a mask of transformers is bool, .* got float32"):
+        transformers_attention.attend(attention, *heads, torch.zeros(1, 1, 6, 6))
