@@ -16,7 +16,7 @@ from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
-from duotone.pipeline.op import KEEPS, TensorInfo
+from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.planned import delayed_states
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.weight_options import WeightOptions
@@ -188,8 +188,12 @@ class Planner:
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
-        is_cast = self.module.weights[0].dtype is not dtype
-        return key.weight_is_cast == is_cast and key.weight_held == self._held(self.module.weight_held)
+        weight = self.module.weights[0]
+        if is_distributed(weight):  # of another block, which FSDP2 has not gathered
+            return False
+        return key.weight_is_cast == (weight.dtype is not dtype) and key.weight_held == self._held(
+            self.module.weight_held
+        )
 
     def _held(self, held: Quantizer | None) -> str:
         """The formats of a quantized weight. A quantizer of a user's class has no equals."""
