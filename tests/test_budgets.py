@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33826
+LIBRARY_LINES = 33830
 TOOL_LINES = 6515
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (249, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2624, 55, 4),
+    "planned": (2628, 55, 4),
     "recipes": (2006, 27, 0),
     "report": (1486, 0, 0),
     "serving": (1233, 2, 0),
