@@ -1,5 +1,6 @@
 """Shared test data and switches."""
 
+import gc
 import os
 import signal
 import sys
@@ -15,6 +16,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+gc.disable()  # until all tests are collected: what imports and collection make stays
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave out what stays, and look for cycles less often: it took a sixth of all time."""
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    gc.enable()
 
 
 SMALL_TENSORS = {"conversion", "formats", "old_files", "optim", "tensor"}
