@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 33830
-TOOL_LINES = 6515
+TOOL_LINES = 6682
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1473, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3804, 0, 0),
-    "lab": (3256, 11, 1),
+    "lab": (3260, 11, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
     "observe": (2126, 12, 0),
@@ -40,7 +40,7 @@ BUDGETS = {
     "pipeline": (1447, 64, 1),
     "planned": (2628, 55, 4),
     "recipes": (2006, 27, 0),
-    "report": (1486, 0, 0),
+    "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (1976, 18, 0),
     "tensor": (2324, 16, 0),

@@ -160,3 +160,36 @@ def unstarted() -> Run:
     lists = ("train_loss", "heldout_loss", "plan", "statistics")
     blank: Run = dict.fromkeys(run_of("nvfp4", 1, 1)) | {name: [] for name in lists}
     return blank | {"name": "late", "recipe": {}, "is_reference": False, "is_noise": False}
+
+
+def observe_run(run: Run, modules: list[str]) -> None:
+    """What the journal of a run tells: step 20 clips, and channel 7 of the last module stands out."""
+    sides = [(role, plane) for role in ROLES for plane in ("rowwise", "columnwise")]
+    run["spreads"] = [
+        {"role": role, "plane": plane, "lowest": -9, "counts": [0, 100, 300, 600], "scales": [0, 0, 50, 950]}
+        for role, plane in sides
+    ]
+    run["drift"] = [
+        {"step": step, "role": role, "plane": plane, "snr_db": 20.0, "amax": 8.0, "limit": limit, "clipped": clipped}
+        for step, limit, clipped in ((20, 4.0, 0.02), (40, 16.0, 0.0))
+        for role, plane in sides
+    ]
+    channels = {"channels": 64, "largest_channel": 7}
+    run["operands"] = [
+        {
+            **channels,
+            "module": module,
+            "role": role,
+            "disagreement": 0.05 * (at + 1) / len(modules),
+            "outliers": 3 * (module == modules[-1] and role == "input"),
+            "over_median": 40.0 if module == modules[-1] else 2.0,
+        }
+        for at, module in enumerate(modules)
+        for role in ("input", "weight", "grad_output")
+    ]
+
+
+@pytest.fixture
+def observe() -> Callable[[Run, list[str]], None]:
+    """`observe(run, modules)` gives a run what its journal tells."""
+    return observe_run

@@ -92,6 +92,37 @@ def test_the_charts_are_there_with_real_points(
     page.close()
 
 
+SMALLEST = """() => {
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), sizes = [];
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, svg = element.closest('svg');
+    if (!texts.currentNode.textContent.trim() || !element.getClientRects().length || element.closest('title')) continue;
+    const scale = svg ? svg.getBoundingClientRect().width / svg.viewBox.baseVal.width : 1;
+    sizes.push(scale * parseFloat(getComputedStyle(element).fontSize));
+  }
+  return Math.min(...sizes);
+}"""
+"""The smallest text that is seen, in pixels of the screen."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read_on_a_phone(
+    browser: Any, result: dict[str, Any], observe: Any, tmp_path: Path, scheme: str
+) -> None:
+    for run in result["runs"][2:]:
+        observe(run, ["layers.0.up", "layers.1.up"])
+    path = tmp_path / "report.html"
+    write_report(result, path)
+    visit = Visit(browser, path, 390, scheme)
+    visit.page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert visit.page.evaluate(SMALLEST) >= 11.5
+    assert visit.overflow() <= 0 and visit.said == []
+    card = visit.page.locator("figure.card").first
+    assert card.locator("svg").count() == 3
+    assert all(box["width"] > 250 for box in (card.locator("svg").nth(at).bounding_box() for at in range(3)))
+    visit.page.close()
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_a_broken_result_is_a_whole_page(
     browser: Any, result: dict[str, Any], unstarted: dict[str, Any], tmp_path: Path, width: int

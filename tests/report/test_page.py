@@ -21,7 +21,7 @@ ODD = (None, math.nan, math.inf, -math.inf, 0.0, 3e38)
 BESIDE = ("result.json", "planes.csv")
 """Files that a click opens; the page loads neither."""
 
-VOID = {"meta", "link", "br", "col", "input"}
+VOID = {"meta", "link", "br", "wbr", "col", "input"}
 
 
 class Page(HTMLParser):
@@ -101,14 +101,9 @@ def test_the_verdict_ranks_the_recipes_and_names_the_noise_and_the_emulation(res
 def test_each_chart_is_an_image_with_a_name(result: Result) -> None:
     page = Page(render(result))
     assert all(attributes.get("role") == "img" for tag, attributes in page.elements if tag == "svg")
-    for start in (
-        "Loss over steps",
-        "Gap to bf16",
-        "Colour scale of the signal",
-        "Gap and speed",
-        "Gap and peak memory",
-    ):
-        assert sum(label.startswith(start) for label in page.charts()) == 1, start
+    charts = {"Loss over steps": 2, "Gap to bf16": 2, "Gap and speed": 2, "Gap and peak memory": 2}  # wide and narrow
+    for start, count in {**charts, "Colour scale of the signal": 1}.items():
+        assert sum(label.startswith(start) for label in page.charts()) == count, start
     tables = [attributes.get("aria-label") or "" for _, attributes in page.elements]
     assert sum(label.startswith("Planes of ") for label in tables) == 4
     assert "bf16: all planes are exact" in page.text.replace(" :", ":")
@@ -223,7 +218,9 @@ def test_the_page_loads_nothing_and_runs_nothing(result: Result) -> None:
             assert (attributes.get(name) or "#").startswith(("#", "data:,")) or attributes[name] in BESIDE, (tag, name)
     text = render(result)
     assert "@import" not in text
-    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {"#loss-frame", "#gap-frame"}
+    assert set(re.findall(r"url\(([^)]*)\)", text)) <= {
+        f"#{chart}{width}-frame" for chart in ("loss", "gap") for width in ("", "-slim")
+    }
 
 
 def test_a_partial_report_says_so_and_tells_what_did_not_end(result: Result, unstarted: Result) -> None:
@@ -254,7 +251,7 @@ def test_a_diverged_run_is_named_and_marked(result: Result) -> None:
     page = Page(text)
     assert "nvfp4 diverged: its loss is not a finite number from step 64" in page.text
     assert page.row("nvfp4")[1:4] == ["NaN", "∞", "NaN"]
-    assert text.count("<title>nvfp4: not a finite number from step 64</title>") == 2
+    assert text.count("<title>nvfp4: not a finite number from step 64</title>") == 4  # in two charts of two widths
     assert any("nvfp4 diverged" in label for label in page.charts())
 
 

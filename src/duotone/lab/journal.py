@@ -73,8 +73,10 @@ class Journal(Tap):
         super().record(role, direction, x, plane, slot)
         sums = self._entries[key].sums - before
         self._broken.append((self.step, role.name, side, sums[-2:]))
-        limits, clipped = _limits(x, plane)
-        extremes = torch.stack([_largest(x), _largest(limits)])
+        coded = plane.format.rotate(x).float().abs()
+        limits = plane.format.ceiling(plane.parts)[:, : coded.shape[1]]
+        clipped = (torch.isfinite(coded) & (coded > CLIPPED * limits)).sum(dtype=torch.float64).reshape(1)
+        extremes = torch.stack([_largest(coded), _largest(limits)])
         _add(self._steps, (self.step, side), torch.cat([sums, clipped]))
         earlier = self._extremes.get((self.step, side), extremes)
         self._extremes[self.step, side] = torch.maximum(earlier, extremes)
@@ -141,17 +143,10 @@ def _add(table: dict[T, Tensor], key: T, values: Tensor) -> None:
     table[key] = table[key] + values if key in table else values
 
 
-def _limits(x: Tensor, plane: Plane) -> tuple[Tensor, Tensor]:
-    """fp32 (M, K): the largest magnitude that each element can hold. float64 (1,): how many elements are far above."""
-    coded = plane.format.rotate(x).float().abs()
-    limits = plane.format.ceiling(plane.parts)[:, : coded.shape[1]]
-    return limits, (torch.isfinite(coded) & (coded > CLIPPED * limits)).sum(dtype=torch.float64).reshape(1)
-
-
-def _largest(x: Tensor) -> Tensor:
-    """float64: the largest finite magnitude, 0 without one."""
-    usable = torch.nan_to_num(x.detach().float().abs(), 0.0, 0.0, 0.0)
-    return usable.max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
+def _largest(magnitudes: Tensor) -> Tensor:
+    """float64: the largest that is finite, 0 without one."""
+    usable = torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0)
+    return usable.max().double() if usable.numel() else usable.new_zeros((), dtype=torch.float64)
 
 
 def _part(x: Tensor, side: Side) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import duotone
 from duotone import observe
@@ -205,14 +205,18 @@ def _ledger(trainer: Trainer) -> list[ModuleEntry]:
         with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.done - 1))):
             return trainer.model(tokens.to(trainer.device), targets.to(trainer.device))
 
+    names = dict(trainer.model.named_modules())
     try:
         rows = observe.ledger(trainer.model, step).rows()
     except UserError:
         return []
-    return [
-        {"module": row["module"], "weights": row["weights"], "caches": row["caches"], "saved": row["saved"]}
-        for row in rows
-    ]
+    entries: list[ModuleEntry] = []
+    for row in rows:
+        entries.append({name: row[name] for name in ("module", "weights", "caches", "saved")})  # type: ignore[misc]
+        part = trainer.model.get_submodule(row["module"]) if row["module"] in names else None
+        if isinstance(part, nn.Linear):
+            entries[-1]["linear"] = [part.in_features, part.out_features]
+    return entries
 
 
 def _first_step(run: Run) -> str:

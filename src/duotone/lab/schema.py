@@ -47,7 +47,8 @@ class PlaneEntry(TypedDict):
 class DriftEntry(TypedDict):
     """All modules together in one sampled step; the largest magnitude, and the largest that any scale could hold.
 
-    `clipped` is the share of elements far above what their scale can hold. Exact planes have no limit.
+    Magnitudes are those of the values that codes stand for, after any rotation. `clipped` is the share of elements far
+    above what their scale can hold. Exact planes have no limit.
     """
 
     step: int
@@ -98,12 +99,16 @@ class ProductEntry(TypedDict):
 
 
 class ModuleEntry(TypedDict):
-    """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them."""
+    """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them.
+
+    `linear`: features in and out, if it is a linear.
+    """
 
     module: str
     weights: int
     caches: int
     saved: int
+    linear: NotRequired[Sequence[int]]
 
 
 class RepeatEntry(TypedDict):

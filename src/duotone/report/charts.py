@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.report.axis import round_out
 from duotone.report.choice import Hardware
-from duotone.report.line_chart import Curve, LineChart
+from duotone.report.line_chart import Curve, Event, LineChart
 from duotone.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
 from duotone.report.palette import Style
 from duotone.report.scatter import Dot, Scatter
@@ -69,7 +69,19 @@ def drift_chart(runs: Sequence[RunEntry], styles: Sequence[Style], hover: bool) 
         if points:
             curves.append(Curve(run["name"], style, [points], points, f"{number(points[-1][1], 1)} dB"))
     values = _values(curves)
-    return LineChart(curves, round_out(min(values), max(values)), hover, height=300) if curves else None
+    if not curves:
+        return None
+    return LineChart(curves, round_out(min(values), max(values)), hover, height=300, events=events(runs, styles))
+
+
+def events(runs: Sequence[RunEntry], styles: Sequence[Style]) -> list[Event]:
+    """What happened to all runs, in the order of steps."""
+    every = [
+        Event(event["step"], f"{run['name']}: {event['text']}", style)
+        for run, style in zip(runs, styles, strict=True)
+        for event in run.get("events", ())
+    ]
+    return sorted(every, key=lambda event: event.step)
 
 
 def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list[Scatter]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from duotone.lab.schema import Document, RunEntry
 from duotone.observe import speeds
 from duotone.observe.speeds import UNKNOWN, Speed
+from duotone.report.module_names import pattern
 from duotone.report.numbers import finite, listing, number, percent
 from duotone.report.verdict import compared, gap_text, is_within, reference_of
 
@@ -50,6 +51,22 @@ def hardware(result: Document) -> Hardware:
     what = f"a linear of {inputs} x {outputs} with {rows} tokens"
     note = "the linears of this model are outside of the measured shapes"
     return Hardware(table.device, what, f"{record}; {note}", known)
+
+
+def module_speeds(result: Document) -> dict[str, list[str]]:
+    """For each kind of linear its speed over bf16 under each run, where the measured table knows it; "" elsewhere."""
+    table, tokens, runs = speeds.measured(), result["settings"].get("tokens_per_step") or 0, result["runs"]
+    shapes: dict[str, tuple[int, int]] = {}
+    for entry in (entry for run in runs for entry in run.get("modules", ())):
+        if (linear := entry.get("linear")) is not None:
+            shapes[pattern(entry["module"])] = linear[0], linear[1]
+    return {
+        kind: [_short(table.speed(run["name"], (tokens, *shape))) for run in runs] for kind, shape in shapes.items()
+    }
+
+
+def _short(speed: Speed) -> str:
+    return "" if speed.ratio is None else f"{'≈ ' * (speed.basis != 'measured')}{number(speed.ratio, 2)} times"
 
 
 def answer(result: Document) -> str:

@@ -1,7 +1,7 @@
 """The line chart: one curve per run, markers for held-out values, a label at the end of each curve."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from duotone.report.axis import Axis, spread
@@ -10,6 +10,7 @@ from duotone.report.palette import Style
 from duotone.report.series import Points, thin
 
 LEFT, TOP, BOTTOM = 54, 12, 46
+NARROW = 340
 CHARACTER = 7.8
 HOVER_POINTS = 30
 
@@ -31,6 +32,15 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Event:
+    """What happened to a run at a step, in words."""
+
+    step: int
+    text: str
+    style: Style
+
+
+@dataclass(frozen=True)
 class Label:
     """A curve in the legend: the pixel of its end, that of its label, and whether it reaches the last step."""
 
@@ -42,7 +52,10 @@ class Label:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Curves in a frame: the positions that the template draws. `band` shades values from minus to plus itself."""
+    """Curves in a frame: the positions that the template draws. `band` shades values from minus to plus itself.
+
+    The legend of a narrow chart stands below it.
+    """
 
     curves: Sequence[Curve]
     y_limits: tuple[float, float]
@@ -51,12 +64,22 @@ class LineChart:
     width: int = 580
     height: int = 390
     longest_name: int = 16
+    events: Sequence[Event] = ()
+    is_narrow: bool = False
+
+    @property
+    def narrow(self) -> "LineChart":
+        """The chart for a window of a phone."""
+        return replace(self, width=NARROW, height=min(self.height, 300), hover=False, is_narrow=True)
 
     @cached_property
     def x(self) -> Axis:
         """Steps, up to where the longest label still fits."""
         steps = [step for curve in self.curves for step, _ in [*curve.points, *curve.marks]]
+        steps += [event.step for event in self.events]
         limits = min(steps), max(steps)
+        if self.is_narrow:
+            return Axis.over(*limits, (LEFT, self.width - 14), ticks=4, whole=True)
         longest = max(len(shorten(curve.name, self.longest_name)) + 1 + len(curve.end) for curve in self.curves)
         return Axis.over(*limits, (LEFT, self.width - 38 - CHARACTER * longest), ticks=6, whole=True)
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
-from duotone.report import charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
+from duotone.report import cards, charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
 from duotone.report.metrics import COLOURS, METRICS
 from duotone.report.palette import styles
 
@@ -101,12 +101,14 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
         "where": where,
         "scatters": charts.scatters(result, looks, where),
         "drift_chart": charts.drift_chart(runs, looks, detail.hover),
+        "events": charts.events(runs, looks),
         "histograms": spread.histograms(runs),
         "metrics": METRICS,
         "colours": COLOURS,
         "limits": limits,
         "columns": columns,
         "memory": module_names.memory(runs),
+        "module_speeds": choice.module_speeds(result),
         "rows": rows,
     }
 
@@ -129,6 +131,7 @@ def _row(run: RunEntry, detail: Detail, limits: tuple[float, float]) -> dict[str
         "plan": groups[: detail.plan_groups],
         "plan_left_out": sum(group.count for group in groups[detail.plan_groups :]),
         "exact": planes.is_exact(run),
+        "cards": cards.cards(run),
         "planes": planes.rows(run["statistics"], limits, members=detail.members, hover=detail.hover),
         "columns": planes.columns(run["statistics"]),
         "formats": planes.formats(run["statistics"]),

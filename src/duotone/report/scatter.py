@@ -1,10 +1,11 @@
 """The trade-off chart: the gap of each recipe with its interval, against what the recipe gains."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from duotone.report.axis import Axis, round_out, spread
+from duotone.report.line_chart import NARROW
 from duotone.report.palette import Style
 
 LEFT, TOP, BOTTOM = 60, 14, 46
@@ -34,6 +35,11 @@ class Scatter:
     dots: Sequence[Dot]
     width: int = 580
     height: int = 330
+
+    @property
+    def narrow(self) -> "Scatter":
+        """The chart for a window of a phone."""
+        return replace(self, width=NARROW)
 
     @property
     def has_unknown(self) -> bool:

@@ -31,12 +31,16 @@ class Reach:
 
 @dataclass(frozen=True)
 class Histogram:
-    """The spread of one tensor over all modules: the share of its nonzero elements in each power of two."""
+    """The spread of one tensor over all modules: the share of its nonzero elements in each power of two.
+
+    `what` are the values that are spread: magnitudes, or scales.
+    """
 
     role: str
     lowest: int
     shares: Sequence[float]
-    reaches: Sequence[Reach]
+    reaches: Sequence[Reach] = ()
+    what: str = "Magnitudes"
 
     @property
     def x(self) -> Axis:
@@ -56,16 +60,23 @@ def histograms(runs: Sequence[RunEntry]) -> list[Histogram]:
     spreads = next((spreads for run in runs if (spreads := run.get("spreads"))), ())
     result = []
     for entry in spreads:
-        least = RARE * sum(entry["counts"])
-        used = [index for index, count in enumerate(entry["counts"]) if count > least]
-        if entry["plane"] != "rowwise" or not used:
-            continue
-        counts = entry["counts"][used[0] : used[-1] + 1]
-        top = entry["lowest"] + used[-1]
-        names = {plane["format"] for run in runs for plane in run["statistics"] if plane["role"] == entry["role"]}
-        shares = [count / sum(counts) for count in counts]
-        result.append(Histogram(entry["role"], entry["lowest"] + used[0], shares, _reaches(names, top)))
+        if entry["plane"] == "rowwise":
+            names = {plane["format"] for run in runs for plane in run["statistics"] if plane["role"] == entry["role"]}
+            result += histogram(entry["role"], entry["lowest"], entry["counts"], names)
     return result
+
+
+def histogram(
+    role: str, lowest: int, counts: Sequence[int], names: set[str], what: str = "Magnitudes"
+) -> list[Histogram]:
+    """The histogram of counts by power of two from `lowest` on, with what formats hold; none if all counts are 0."""
+    least = RARE * sum(counts)
+    used = [index for index, count in enumerate(counts) if count > least]
+    if not used:
+        return []
+    counts = counts[used[0] : used[-1] + 1]
+    shares, top = [count / sum(counts) for count in counts], lowest + used[-1]
+    return [Histogram(role, lowest + used[0], shares, _reaches(names, top), what)]
 
 
 def _reaches(names: set[str], top: int) -> list[Reach]:
