@@ -272,6 +272,76 @@ def test_optimizers_have_the_defaults_there(te) -> None:
     assert isinstance(te.optimizers.FusedSGD([ours], lr=0.1, momentum=0.9), torch.optim.SGD)
 
 
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_moments_of_short_parameters_are_fp32_and_survive_a_checkpoint(te, master_weights: bool) -> None:
+    """Without masters each step is torch's in fp32 on the rounded parameter, with gradients from `decoupled_grad`."""
+    ours = nn.Parameter(torch.randn(64).bfloat16())
+    theirs = nn.Parameter(ours.detach().float())
+    options = {"lr": 0.01, "master_weights": master_weights, "use_decoupled_grad": True}
+    mine, reference = te.optimizers.FusedAdam([ours], **options), torch.optim.AdamW([theirs], lr=0.01, weight_decay=0)
+    for step in range(4):
+        ours.decoupled_grad = theirs.grad = torch.randn(64, generator=torch.Generator().manual_seed(step))
+        if step == 2:
+            state, mine = mine.state_dict(), te.optimizers.FusedAdam([ours], **options)
+            mine.load_state_dict(state)
+        mine.step()
+        reference.step()
+        assert torch.allclose(mine.state[ours]["exp_avg_sq"], reference.state[theirs]["exp_avg_sq"], rtol=1e-6)
+        assert torch.equal(ours, theirs.bfloat16()) and ours.grad is None
+        if not master_weights:
+            theirs.data.copy_(ours)
+
+
+def test_a_layer_of_quantized_weights_trains_with_main_grads(te) -> None:
+    """All six calls of a script that keeps FP8 weights alone: each linear accumulates, also those of the MLP."""
+    with te.quantized_model_init(enabled=True, recipe=te.recipe.Float8CurrentScaling()):
+        options = {"fuse_wgrad_accumulation": True, "fuse_qkv_params": True, "params_dtype": torch.bfloat16}
+        layer = te.TransformerLayer(32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, **options)
+    quantized = [p for p in layer.parameters() if isinstance(p, te.quantized_tensor.QuantizedTensor)]
+    assert len(quantized) == 4
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=1e-2, master_weights=True, use_decoupled_grad=True)
+    x, target = torch.randn(8, 2, 32).bfloat16(), torch.randn(8, 2, 32).bfloat16()
+    losses = []
+    for _ in range(5):
+        with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+            loss = nn.functional.mse_loss(layer(x).float(), target.float())
+        loss.backward()
+        assert all(parameter.main_grad.any() for parameter in quantized)
+        for parameter in layer.parameters():
+            if parameter.grad is not None:
+                parameter.main_grad.copy_(parameter.grad)
+            parameter.grad, parameter.decoupled_grad = None, parameter.main_grad
+        optimizer.step()
+        for parameter in layer.parameters():
+            parameter.main_grad.zero_()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True) and losses[-1] < 0.98 * losses[0]
+    assert all(optimizer.state[parameter]["exp_avg"].dtype == torch.float32 for parameter in layer.parameters())
+
+
+def test_state_dicts_have_the_names_there_and_their_entries_are_the_parameters(te) -> None:
+    """A script fills a layer entry by entry, as one that loads a checkpoint of another library does."""
+    options = {"bias": False, "normalization": "RMSNorm", "activation": "swiglu", "num_gqa_groups": 2}
+    layer = te.TransformerLayer(32, 64, 4, fuse_qkv_params=False, **options)
+    state = nn.ModuleList([layer]).state_dict()
+    at = "0.self_attention.layernorm_qkv."
+    assert set(state) == {
+        *(f"{at}{name}" for name in ("layer_norm_weight", "query_weight", "key_weight", "value_weight")),
+        *(f"0.layernorm_mlp.{name}" for name in ("layer_norm_weight", "fc1_weight", "fc2_weight")),
+        "0.self_attention.proj.weight",
+    }
+    state["0.layernorm_mlp.fc1_weight"].data[64:] = 3.0
+    assert (layer.layernorm_mlp.fc1.weight[64:] == 3).all() and (layer.layernorm_mlp.fc1_weight[:64] != 3).all()
+    other = te.TransformerLayer(32, 64, 4, fuse_qkv_params=False, **options)
+    other.load_state_dict(layer.state_dict())
+    native = duotone.TransformerLayer(32, 64, 4, **options)
+    native.load_state_dict(layer.state_dict())
+    x = torch.randn(4, 2, 32)
+    assert torch.equal(other.eval()(x), layer.eval()(x)) and torch.equal(native.eval()(x), layer(x))
+
+
 def test_models_are_pickled_without_install() -> None:
     """A class is named as Duotone's, so that the file loads where nothing is installed."""
     code = """

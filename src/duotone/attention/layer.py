@@ -74,14 +74,14 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         self._check()
         norm = {"params_dtype": params_dtype, "device": device, "zero_centered_gamma": zero_centered_gamma}
         shared: dict[str, Any] = {**norm, "normalization": normalization, "bias": bias, "recipe": recipe}
-        shared |= {"set_parallel_mode": set_parallel_mode, "tp_group": tp_group, "tp_size": tp_size}
+        shared |= {"tp_group": tp_group, "tp_size": tp_size, "sequence_parallel": sequence_parallel}
+        shared["set_parallel_mode"] = set_parallel_mode
         shared |= {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
-        shared["sequence_parallel"] = sequence_parallel
+        shared["fuse_wgrad_accumulation"] = attention.pop("fuse_wgrad_accumulation", False)
         shared["return_layernorm_output"] = apply_residual_connection_post_layernorm
         heads = {**shared, "layernorm_epsilon": layernorm_epsilon, "qkv_format": attn_input_format}
-        heads["return_bias"] = False
         block: dict[str, Any] = {"attn_mask_type": self_attn_mask_type, "window_size": window_size}
-        block |= {"input_layernorm": not output_layernorm, "name": below(name, "self_attention")}
+        block |= {"input_layernorm": not output_layernorm, "name": below(name, "self_attention"), "return_bias": False}
         self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, **block, **heads, **attention)
         self.inter_attention = None
         if layer_type == "decoder":

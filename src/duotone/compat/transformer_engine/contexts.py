@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from duotone.compat.transformer_engine import recipe as their
 from duotone.dispatch.target import Version, target
@@ -39,7 +39,6 @@ def autocast(
     calibrating: bool = False,
     recipe: Recipe | None = None,
     amax_reduction_group: object = None,
-    **_graph: bool,
 ) -> duotone_autocast:
     """Amaxes of delayed scaling are reduced over all ranks if no group is given."""
     group = amax_reduction_group
@@ -54,7 +53,6 @@ def fp8_autocast(
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
     fp8_group: object = None,
-    **_graph: bool,
 ) -> duotone_autocast:
     return autocast(enabled, calibrating, fp8_recipe, fp8_group)
 
@@ -187,18 +185,21 @@ class _Offload:
         self.open.pop().__exit__(*exception)
 
 
-def get_cpu_offload_context(
+def get_cpu_offload_context(  # noqa: PLR0913 (Transformer Engine's vocabulary)
     enabled: bool = False,
     num_layers: int = 1,
     model_layers: int = 1,
     offload_activations: bool = True,
     offload_weights: bool = False,
     double_buffering: bool = False,
-    **_how: object,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: object = None,
 ) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
     """A context for each layer, and a function for its output, which changes nothing here."""
-    if enabled and offload_weights:
-        raise UserError("get_cpu_offload_context(offload_weights=True) has no counterpart in Duotone; use FSDP2's")
+    for name, value in (("offload_weights", offload_weights), ("manual_synchronization", manual_synchronization)):
+        if enabled and value:
+            raise UserError(f"get_cpu_offload_context({name}=True) has no counterpart in Duotone; leave it out")
     offloads = enabled and offload_activations
     return _Offload(num_layers, max(model_layers, num_layers)) if offloads else contextlib.nullcontext(), lambda x: x
 
@@ -271,3 +272,7 @@ def _set_state(state: Tensor) -> None:
 
 def mark_not_offload(*_: Tensor) -> None:
     """Tensors are not offloaded one by one here."""
+
+
+def prepare_te_modules_for_fsdp(_: nn.Module) -> None:
+    """What backward needs is not sharded here. That costs memory and changes no result."""

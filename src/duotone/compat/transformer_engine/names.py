@@ -43,7 +43,8 @@ PYTORCH = {
         "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
         "check_mxfp8_support checkpoint fp8_autocast get_cpu_offload_context get_default_recipe "
         "get_device_compute_capability is_bf16_available is_fp8_available is_fp8_block_scaling_available "
-        "is_mxfp8_available is_nvfp4_available make_graphed_callables quantized_model_init",
+        "is_mxfp8_available is_nvfp4_available make_graphed_callables mark_not_offload prepare_te_modules_for_fsdp "
+        "quantized_model_init",
     ),
     **_all(
         "duotone",
@@ -54,13 +55,13 @@ PYTORCH = {
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
     "fp8_model_init": f"{HERE}.contexts:quantized_model_init",
-    "mark_not_offload": f"{HERE}.contexts:mark_not_offload",
+    "TransformerEngineBaseModule": f"{HERE}.pytorch:TakesTheirArguments",
     "get_default_fp8_recipe": f"{HERE}.contexts:get_default_recipe",
 }
 PARTS = (
     "attention attention.rope cpu_offload cross_entropy distributed export float8_tensor fp8 graph module module.base "
-    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization rope router "
-    "tensor tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
+    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization "
+    "quantized_tensor rope router tensor tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
 )
 MODULES: dict[str, Mapping[str, str]] = {
     "transformer_engine": {},
@@ -143,7 +144,9 @@ NATIVE = {
     "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu",
     "get_default_recipe": "the recipe by its name",
     "make_graphed_callables": "torch.cuda.make_graphed_callables, with autocast in the forward",
+    "TransformerEngineBaseModule": "duotone.planned.planned.Planned",
     "mark_not_offload": "nothing",
+    "prepare_te_modules_for_fsdp": "nothing",
     "quantized_model_init": "duotone.quantized_model_init, with recipe=",
 }
 """What a script writes that imports Duotone itself, where it is not the name under which `MODULES` has it."""

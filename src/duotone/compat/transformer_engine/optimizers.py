@@ -1,12 +1,16 @@
 """Optimizers under the names of Transformer Engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
+from duotone.optim.adamw import MOMENTS
+from duotone.optim.update import Group
 
 ADAM: dict[str, Rule] = {
     "bias_correction": (lambda value: value is True, "write the update yourself"),
@@ -17,7 +21,6 @@ ADAM: dict[str, Rule] = {
     "master_weight_dtype": (lambda value: value is torch.float32, "masters are fp32: leave it out"),
     "exp_avg_dtype": (lambda value: value is torch.float32, "moments are fp32: leave it out"),
     "exp_avg_sq_dtype": (lambda value: value is torch.float32, "moments are fp32: leave it out"),
-    "use_decoupled_grad": (is_off, "put gradients into .grad"),
     "store_param_remainders": (is_off, "masters are whole: leave it out"),
 }
 SGD: dict[str, Rule] = {
@@ -31,7 +34,10 @@ SGD: dict[str, Rule] = {
 
 
 class FusedAdam(optim.AdamW):
-    """`duotone.optim.AdamW` with the defaults there: no weight decay."""
+    """`duotone.optim.AdamW` with the defaults there: no weight decay, and moments in fp32 for every parameter.
+
+    `use_decoupled_grad` takes gradients, of any dtype, from `parameter.decoupled_grad`.
+    """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
@@ -45,11 +51,38 @@ class FusedAdam(optim.AdamW):
         amsgrad: bool = False,
         *,
         master_weights: bool = False,
+        use_decoupled_grad: bool = False,
         **options: Any,
     ) -> None:
         options |= {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode, "amsgrad": amsgrad}
         _refuse("FusedAdam", options, ADAM)
+        self.use_decoupled_grad = use_decoupled_grad
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=master_weights)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]] if self.use_decoupled_grad else []
+        before = [(p, p.grad, p.grad_dtype) for p in parameters]
+        for p in parameters:
+            p.grad_dtype, p.grad = None, getattr(p, "decoupled_grad", None)
+        try:
+            return super().step(closure)
+        finally:
+            for p, grad, dtype in before:
+                p.grad, p.grad_dtype = grad, dtype
+
+    def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
+        """The update of a 16-bit parameter without a master is one in fp32, rounded."""
+        short = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
+        super()._update_plain(group, [p for p in parameters if p.dtype not in (torch.bfloat16, torch.float16)])
+        for parameter in short:
+            self._update_mastered(group, parameter)
+            del self.state[parameter]["master"], self._marks[parameter]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for _, parameter, saved in self._saved(state_dict):
+            moments = {name: saved[name].to(parameter.device, torch.float32, copy=True) for name in MOMENTS}
+            self.state[parameter].update(moments)
 
 
 class FusedSGD(torch.optim.SGD):

@@ -116,7 +116,15 @@ ALIASES = {f"{part}_{kind}": (part, kind) for part in ("fc1", "fc2") for kind in
 
 
 class LayerNormMLP(TakesTheirArguments, modules.LayerNormMLP):
-    """Its parameters can be read and replaced as `fc1_weight` and so on, too."""
+    """Its parameters can be read and replaced as `fc1_weight` and so on, and a `state_dict` names them so."""
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Their names for the parameters; those of Duotone load too."""
+        state, prefix = super().state_dict(*args, **options), options.get("prefix", "")
+        for name, (part, kind) in ALIASES.items():
+            if f"{prefix}{part}.{kind}" in state:
+                state[prefix + name] = state.pop(f"{prefix}{part}.{kind}")
+        return state
 
     def __getattr__(self, name: str) -> Any:
         if name in ALIASES:
