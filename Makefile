@@ -29,7 +29,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/pyright -p pyrightconfig.strict.json
 
 wheel: $(VENV)/.installed-dev
+	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
+	$(BIN)/python tests/check_wheel.py dist/duotone-*.whl
 
 # Links that lead nowhere fail.
 site: $(VENV)/.installed-dev

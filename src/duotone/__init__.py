@@ -39,7 +39,7 @@ from duotone.serving import export, load
 from duotone.state import autocast, load_rng_state, quantized_model_init, rng_state
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
