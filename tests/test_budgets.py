@@ -14,18 +14,18 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33879
+LIBRARY_LINES = 33909
 TOOL_LINES = 6682
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2025, 20, 0),
+    "attention": (2030, 20, 0),
     "cli": (1384, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2266, 66, 0),
     "conversion": (2687, 32, 0),
-    "dispatch": (2609, 1, 0),
+    "dispatch": (2634, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (389, 19, 0),

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 import duotone
 from duotone.attention import DotProductAttention
+from duotone.dispatch import attention
+from duotone.dispatch.attention import CUDNN_TOKENS
 from duotone.dispatch.target import Target
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
@@ -35,9 +38,9 @@ def kernel(monkeypatch) -> list[str]:
         calls.append("attend")
         return decoded_attention(*arguments)
 
-    from duotone.kernels import attention
+    from duotone.kernels import attention as kernels
 
-    monkeypatch.setattr(attention, "attend", attend)
+    monkeypatch.setattr(kernels, "attend", attend)
     monkeypatch.setattr(Target, "runs_kernels", property(lambda self: True))
     return calls
 
@@ -82,8 +85,8 @@ def test_the_plan_of_an_absent_gpu_names_its_kernels() -> None:
     assert rows["QK^T"] == rows["PV"] == ("FP8 attention", "native")
     assert rows["P^T dO"] == ("blocks of keys", "emulated")
     rows = {row.gemm: (row.kernel, row.runs) for row in duotone.plan(core, FORWARD_ALONE, device="sm90")}
-    assert rows["PV"] == ("FP8 attention", "native") and rows["QK^T again"] == ("flash attention of torch", "emulated")
-    assert rows["dS K"] == ("flash attention of torch", "high precision")
+    assert rows["PV"] == ("FP8 attention", "native") and rows["QK^T again"] == ("cuDNN", "emulated")
+    assert rows["dS K"] == ("cuDNN", "high precision")
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,20 @@ def test_what_the_kernel_does_not_take_is_emulated_with_the_reason(width, recipe
     core = DotProductAttention(4, width, name="a", recipe=recipe)
     row = duotone.plan(core, device=device)[0]
     assert row.kernel == "blocks of keys" and reason in row.reason
+
+
+@pytest.mark.parametrize("tokens", [CUDNN_TOKENS - 1, CUDNN_TOKENS])
+def test_on_hopper_long_attention_in_high_precision_asks_for_cudnn_first(monkeypatch, tokens) -> None:
+    """A tensor on meta that counts as one on a Hopper GPU; the order that was set before comes back."""
+    monkeypatch.setattr(attention, "cuda_target", lambda index: Target("cuda", (9, 0)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    heads = torch.empty(1, 4, tokens, 64, dtype=torch.bfloat16, device="meta")
+    before = torch._C._get_sdp_priority_order()
+    for masked in (False, True):
+        with attention.favourite(heads, heads, masked):
+            now = torch._C._get_sdp_priority_order()
+        is_asked = tokens == CUDNN_TOKENS and not masked
+        assert now[0] == (int(SDPBackend.CUDNN_ATTENTION) if is_asked else before[0])
+    assert torch._C._get_sdp_priority_order() == before
+    row = duotone.plan(DotProductAttention(4, 64), device="sm90")[0]
+    assert row.reason == "attention runs in high precision, from 2048 queries on without a mask by cuDNN"

@@ -11,7 +11,8 @@ from duotone.attention.low_precision import LowPrecision
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
-from duotone.dispatch.attention import AttentionProblem
+from duotone.dispatch.attention import CUDNN_TOKENS, CUDNN_WIDTH, FORWARD, AttentionProblem, favourite
+from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
@@ -141,9 +142,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
         grouped = self.num_gqa_groups != self.num_attention_heads
-        return F.scaled_dot_product_attention(
-            *heads, dropout_p=self.dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
-        )
+        with favourite(heads[0], heads[2], "attn_mask" in masking):
+            return F.scaled_dot_product_attention(
+                *heads, dropout_p=self.dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
+            )
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         inputs, axes = (query, key, value), len(layout)
@@ -231,10 +233,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
         `device` may be an architecture, as "sm90"; None is CUDA if it is here, else the CPU.
         """
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.requested(recipe):
-            return product_rows(self._problem(recipe, device or ("cuda" if torch.cuda.is_available() else "cpu")))
+            return product_rows(self._problem(recipe, device))
         reason = "attention runs in high precision"
-        return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in ("QK^T", "PV")]
+        if target(device).arch == HOPPER and max(self.channels) <= CUDNN_WIDTH:
+            reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"
+        return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in FORWARD]
 
     def meet(self, recipe: Recipe) -> None:
         if recipe.key != self._met:

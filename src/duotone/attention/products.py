@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
-from duotone.dispatch.attention import BACKWARD_KERNEL, FORWARD, FORWARD_KERNEL, AttentionProblem
+from duotone.dispatch.attention import FORWARD, FORWARD_KERNEL, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -163,7 +163,7 @@ def product_rows(problem: AttentionProblem) -> list[ProductPlan]:
             reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
         else:
-            kernel = FORWARD_KERNEL if gemm in FORWARD else BACKWARD_KERNEL
+            kernel = FORWARD_KERNEL if gemm in FORWARD else problem.backward_kernel
             reason = "calls with a mask run by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, gemm in FORWARD))
     return rows

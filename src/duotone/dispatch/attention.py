@@ -1,20 +1,25 @@
 """Which kernels run attention in low precision: forward over FP8 codes, and a backward in high precision by torch."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from duotone.dispatch.rule import Operand
-from duotone.dispatch.target import Target
+from duotone.dispatch.target import HOPPER, Target, cuda_target
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDTHS = (64, 128)
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
-FORWARD_KERNEL, BACKWARD_KERNEL = "FP8 attention", "flash attention of torch"
+FORWARD_KERNEL = "FP8 attention"
+HALF = (torch.bfloat16, torch.float16)
+CUDNN_TOKENS, CUDNN_WIDTH = 2048, 128
+"""Queries from which cuDNN was measured to be faster than FlashAttention-2 on Hopper, and its widest heads."""
 
 
 class AttentionProblem(NamedTuple):
@@ -43,6 +48,11 @@ class AttentionProblem(NamedTuple):
         if self.dropout:
             return "the FP8 kernel has no dropout"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
+
+    @property
+    def backward_kernel(self) -> str:
+        """What runs the products of backward in high precision."""
+        return "cuDNN" if self.target.arch == HOPPER else "FlashAttention-2"
 
     def backward_refusal(self) -> str:
         """Why torch's kernel does not run the products of backward, or ""."""
@@ -90,15 +100,30 @@ def backward(
     `gradient` is that of `out`, in one dtype with all heads; `lse` is fp32 (batch, heads, queries).
     """
     query, key, value = heads
-    call = gradient, query, key, value, out, lse
     if query.is_cpu:
         repeats = query.shape[1] // key.shape[1]
         wide = (x.repeat_interleave(repeats, 1) for x in (key, value))
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = kernel(gradient, query, *wide, out, lse, 0.0, causal, scale=scale)
         return dq, dk.unflatten(1, (-1, repeats)).sum(2), dv.unflatten(1, (-1, repeats)).sum(2)
-    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
-    lengths = None, None, query.shape[2], key.shape[2]
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *call, *lengths, 0.0, causal, random, random, scale=scale
-    )
+    call, lengths = (gradient, query, key, value, out), (None, None, query.shape[2], key.shape[2], 0.0, causal)
+    if cuda_target(query.get_device()).arch == HOPPER:
+        random = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is off
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+        return cudnn(*call, lse.unsqueeze(-1), random, random, None, *lengths, scale=scale)
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    return flash(*call, lse, *lengths, random, random, scale=scale)
+
+
+def favourite(query: Tensor, value: Tensor, is_masked: bool) -> AbstractContextManager[object]:
+    """A context in which torch's attention takes the fastest kernel that is enabled; heads are (..., tokens, width)."""
+    wide = max(query.shape[-1], value.shape[-1]) > CUDNN_WIDTH or query.shape[-2] < CUDNN_TOKENS
+    if is_masked or wide or query.dtype not in HALF or not query.is_cuda:
+        return NOTHING
+    if cuda_target(query.get_device()).arch != HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
+        return NOTHING
+    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *_cur_sdpa_kernel_backends()], set_priority=True)
+
+
+NOTHING = nullcontext()
