@@ -90,6 +90,11 @@ def test_the_page_has_the_numbers_of_the_record():
     for name, (predicted, measured) in rows.items():
         gap = f"{measured['gap_percent']:+.3f} ± {measured['gap_margin']:.3f} %"
         assert f"| {name} | {predicted['gap_percent']:+.3f} % | {gap} | {predicted['speed']:.2f} |" in page
+    seeds = (root / "bench/results/2026-11-22-cpu-search-seeds.jsonl").read_text().splitlines()
+    for row in [row for row in map(json.loads, seeds) if row["name"] != "bf16"]:
+        name = row["name"] if row["name"] == "searched" else f"`{row['name']}`"
+        gap = f"{row['gap_percent']:+.3f} ± {row['gap_margin']:.3f} %"
+        assert f"| {name} | {row['predicted_gap_percent']:+.3f} % | {gap} | {row['rank']} |" in page
     assert not any(row["searched_is_worse"] for row in uniform) and search["seconds"] < 600
     assert {row["uniform"] for row in uniform} == {
         name for name, told in search["uniform"].items() if told["speed"] >= search["predicted"]["speed"]
