@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from duotone import attention, modules, ops
 from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
+from duotone.errors import UserError
+from duotone.linear.layout import parallel_layout
 
 STD = 0.023
 """Weights are normal with this deviation where no `init_method` comes, and biases are zero."""
@@ -54,7 +56,7 @@ class TakesTheirArguments:
     def __init_subclass__(cls, further: tuple[type, ...] = (), **options: Any) -> None:
         super().__init_subclass__(**options)
         if TakesTheirArguments in cls.__bases__:
-            base = cls.__bases__[1]
+            base = cls.__bases__[-1]
             cls.title = cls.__name__
             cls.constructor = constructor_arguments(base, *further)
             cls.call = frozenset(arguments(base.forward))  # type: ignore[attr-defined]
@@ -92,12 +94,45 @@ class TakesTheirArguments:
         """Change arguments of a forward that mean something else here."""
 
 
-class Linear(TakesTheirArguments, modules.Linear):
+class TakesGroupLater:
+    """A linear whose `tp_size` comes without a group is cut at once, and gets its group before its first forward."""
+
+    late: tuple[str, bool] | None = None
+    """Its `parallel_mode`, and whether activations outside are shards of their rows."""
+
     use_bias = property(lambda self: self.bias is not None)
 
+    def prepare(self, named: Options) -> None:
+        mode, size = named.get("parallel_mode"), named.get("tp_size", 1)
+        if mode in CUT and size > 1 and named.get("tp_group") is None:
+            features, remainder = divmod(named[CUT[mode]], size)
+            if remainder:
+                raise UserError(f"parallel_mode {mode!r} cannot split {named[CUT[mode]]} features over {size} ranks")
+            named[CUT[mode]] = features
+            self.__dict__["late"] = mode, bool(named.get("sequence_parallel"))
+            named["tp_size"] = 1
+        super().prepare(named)  # type: ignore[misc]
 
-class LayerNormLinear(TakesTheirArguments, modules.LayerNormLinear):
-    use_bias = property(lambda self: self.bias is not None)
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Communicate in this group from the next forward on."""
+        if self.late is not None:
+            self.layout, self.late = parallel_layout(self.late[0], tp_group, self.late[1]), None
+        super().set_tensor_parallel_group(tp_group)  # type: ignore[misc]
+
+    def prepare_call(self, named: Options) -> None:
+        if self.late is not None:
+            raise UserError(f"{self.module_name} has no tensor-parallel group; call set_tensor_parallel_group first")  # type: ignore[attr-defined]
+
+
+CUT = {"column": "out_features", "row": "in_features"}
+
+
+class Linear(TakesGroupLater, TakesTheirArguments, modules.Linear):
+    pass
+
+
+class LayerNormLinear(TakesGroupLater, TakesTheirArguments, modules.LayerNormLinear):
+    pass
 
 
 class GroupedLinear(TakesTheirArguments, modules.GroupedLinear):

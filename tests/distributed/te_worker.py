@@ -1,0 +1,98 @@
+"""te.Linear over two ranks, as scripts for Transformer Engine build it, against the whole layers on one."""
+
+import sys
+from pathlib import Path
+
+import checks
+import torch
+import torch.distributed as dist
+from checks import check
+from torch import Tensor, nn
+
+import duotone
+from duotone.compat import te as compat
+from duotone.errors import UserError
+
+compat.install()
+
+import transformer_engine.pytorch as te  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling  # noqa: E402
+
+TOKENS, WIDTH, WIDE = 16, 32, 64
+
+
+def piece(t: Tensor, dim: int = 0) -> Tensor:
+    return t.chunk(2, dim)[dist.get_rank()].contiguous()
+
+
+def whole() -> tuple[nn.Linear, nn.Linear, Tensor]:
+    torch.manual_seed(3)
+    return nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH), torch.randn(TOKENS, WIDTH)
+
+
+def cut(up: nn.Linear, down: nn.Linear, late: bool, sequence: bool) -> tuple[nn.Module, nn.Module]:
+    """The two linears over the ranks, whose group comes with them or after them."""
+    group = {} if late else {"tp_group": dist.group.WORLD}
+    options = {"tp_size": 2, "sequence_parallel": sequence, **group}
+    column = te.Linear(WIDTH, WIDE, parallel_mode="column", **options)
+    row = te.Linear(WIDE, WIDTH, parallel_mode="row", **options)
+    if late:
+        try:
+            column(torch.ones(TOKENS, WIDTH))
+        except UserError as error:
+            assert "set_tensor_parallel_group first" in str(error)
+        else:
+            raise AssertionError("a forward without a group ran")
+        for linear in (column, row):
+            linear.set_tensor_parallel_group(dist.group.WORLD)
+    with torch.no_grad():
+        column.weight.copy_(piece(up.weight)), column.bias.copy_(piece(up.bias))
+        row.weight.copy_(piece(down.weight, 1)), row.bias.copy_(down.bias)
+    return column, row
+
+
+@check
+def a_column_and_a_row_of_ranks_compute_the_whole(folder: Path) -> None:
+    for late in (False, True):
+        for sequence in (False, True):
+            up, down, x = whole()
+            column, row = cut(up, down, late, sequence)
+            assert column.weight.shape == (WIDE // 2, WIDTH) and row.tp_size == 2
+            y = row(torch.relu(column(piece(x) if sequence else x)))
+            want = down(torch.relu(up(x)))
+            want.square().sum().backward()
+            y.square().sum().backward()
+            assert torch.allclose(y, piece(want) if sequence else want, atol=1e-5)
+            assert torch.allclose(column.weight.grad, piece(up.weight.grad), atol=1e-3)
+
+
+@check
+def amaxes_are_reduced_over_all_ranks_without_a_group(folder: Path) -> None:
+    """As there; Duotone's own autocast reduces nothing unless told."""
+    linear = te.Linear(WIDTH, WIDE)
+    for value in (1.0, 3.0):
+        with te.fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=2)):
+            linear(torch.full((4, WIDTH), value * (1 + dist.get_rank()))).sum().backward()
+    assert duotone.recipe_state(linear)["duotone_forward.scale"][0] == 448 / 6
+
+
+@check
+def heads_of_attention_are_those_of_all_ranks(folder: Path) -> None:
+    attention = te.DotProductAttention(4, 8, num_gqa_groups=2, tp_size=2, tp_group=dist.group.WORLD)
+    assert attention(torch.ones(4, 1, 2, 8), *[torch.ones(4, 1, 1, 8)] * 2).shape == (4, 1, 16)
+
+
+@check
+def shards_are_filled_with_numbers_of_their_rank(folder: Path) -> None:
+    tracker = te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 7 + dist.get_rank())
+    options = {"tp_group": dist.group.WORLD, "get_rng_state_tracker": lambda: tracker}
+    linear = te.Linear(WIDTH, WIDE, parallel_mode="column", **options)
+    shards = [torch.empty_like(linear.weight) for _ in range(2)]
+    dist.all_gather(shards, linear.weight.detach())
+    assert not torch.equal(*shards) and abs(linear.weight.std() / 0.023 - 1) < 0.2
+
+
+if __name__ == "__main__":
+    assert "transformer_engine" in sys.modules
+    checks.main()
