@@ -134,7 +134,9 @@ def test_recipes_take_their_options_and_tell_their_kind(te) -> None:
 REFUSED = {
     "ub_overlap_ag": lambda te: te.Linear(32, 16, ub_overlap_ag=True),
     "no argument typo": lambda te: te.Linear(32, 16, typo=1),
-    "tp_group": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=2),
+    "set_tensor_parallel_group": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=2)(torch.ones(8, 32)),
+    "over 3 ranks": lambda te: te.Linear(32, 16, parallel_mode="column", tp_size=3),
+    "needs a tp_group": lambda te: te.LayerNormMLP(32, 64, set_parallel_mode=True, tp_size=2),
     "core_attention_bias": lambda te: te.DotProductAttention(2, 8)(
         *[torch.ones(4, 1, 2, 8)] * 3, core_attention_bias=1
     ),
