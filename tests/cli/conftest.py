@@ -11,12 +11,22 @@ PROGRESS = re.compile(r" \(\d+:\d\d\)$", re.M)
 """How a line of progress ends; a busy machine shows some."""
 
 
-@pytest.fixture
-def text_file(tmp_path):
+def write_words(folder):
     draw = random.Random(0)
-    path = tmp_path / "words.txt"
+    path = folder / "words.txt"
     path.write_text(" ".join(draw.choice(["plane", "format", "scale", "block"]) for _ in range(2000)))
     return path
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    return write_words(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def shared_text_file(tmp_path_factory):
+    """For runs that several tests look at; a test that changes the text writes it back."""
+    return write_words(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

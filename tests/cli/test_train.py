@@ -7,14 +7,15 @@ import sys
 
 import pytest
 
+from duotone.cli import main
 from duotone.lab import checkpoint, files, presets
 from duotone.lab.optimizer import MasterAdamW
 from duotone.lab.trainer import TrainConfig, Trainer
 
 
-@pytest.fixture
-def arguments(text_file):
-    return ["train", "--preset", "tiny", "--steps", "6", "--seed", "2", "--recipe", "nvfp4", "--data", text_file]
+@pytest.fixture(scope="module")
+def arguments(shared_text_file):
+    return ["train", "--preset", "tiny", "--steps", "6", "--seed", "2", "--recipe", "nvfp4", "--data", shared_text_file]
 
 
 def newest(folder):
@@ -125,13 +126,19 @@ def test_a_schedule_of_two_phases_needs_two_steps(refused, text_file, tmp_path):
     assert "schedule half over 1 steps: two phases start at step 0; train more steps" in message
 
 
-@pytest.fixture
-def stopped(duotone, arguments, tmp_path, monkeypatch):
-    """The folder of a run that was stopped after two steps of six, which were saved one by one."""
-    with monkeypatch.context() as patched:
+@pytest.fixture(scope="module")
+def stopped_once(arguments, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, 2)
-        duotone(*arguments, "--save-every", "1", "--out", tmp_path / "run")
-    return tmp_path / "run"
+        main.run([str(argument) for argument in (*arguments, "--save-every", "1", "--out", folder)])
+    return folder
+
+
+@pytest.fixture
+def stopped(stopped_once, tmp_path):
+    """A copy of the folder of a run that was stopped after two steps of six, which were saved one by one."""
+    return shutil.copytree(stopped_once, tmp_path / "run")
 
 
 def contents(folder):
@@ -154,9 +161,13 @@ def test_resume_with_other_settings_is_refused_and_changes_nothing(refused, stop
     assert contents(stopped) == before
 
 
-def test_resume_after_the_data_changed_is_refused(refused, stopped, text_file):
-    text_file.write_text("changed " * 2000)
-    assert "the data has changed" in refused("train", "--resume", "--out", stopped)
+def test_resume_after_the_data_changed_is_refused(refused, stopped, shared_text_file):
+    before = shared_text_file.read_text()
+    try:
+        shared_text_file.write_text("changed " * 2000)
+        assert "the data has changed" in refused("train", "--resume", "--out", stopped)
+    finally:
+        shared_text_file.write_text(before)
 
 
 def test_a_truncated_checkpoint_is_refused_and_the_one_before_it_works(duotone, refused, stopped):

@@ -1,5 +1,6 @@
 """Sentence embeddings of a pretrained encoder, all-MiniLM-L6-v2, under recipes; docs/embeddings.md has all of them."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -28,6 +29,7 @@ def reference(encoder: Encoder) -> torch.Tensor:
     return encoder(QUERIES + SENTENCES)
 
 
+@functools.cache
 def under(encoder: Encoder, name: str) -> torch.Tensor:
     try:
         return embeddings.embed(encoder, recipes.load(name))
