@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33944
+LIBRARY_LINES = 33952
 TOOL_LINES = 6682
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (389, 19, 0),
-    "kernels": (3804, 0, 0),
+    "kernels": (3812, 0, 0),
     "lab": (3260, 11, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),

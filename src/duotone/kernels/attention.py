@@ -90,8 +90,16 @@ def attend_kernel(
 
 @functools.cache
 def _launch(
-    heads: int, groups: int, width: int, causal: bool, fast: bool, dtype: torch.dtype, tiles: tuple[int, int, int]
+    heads: int,
+    groups: int,
+    width: int,
+    causal: bool,
+    fast: bool,
+    dtype: torch.dtype,
+    tiles: tuple[int, int, int],
+    is_delayed: bool,
 ) -> Launch:
+    """`is_delayed`: whether calls have a `p_scale`. A launch takes a tensor in all of its calls or in none."""
     queries, keys, warps = tiles
     constants = {
         "H": heads, "G": groups, "D": width, "BM": queries, "BN": keys, "CAUSAL": causal,
@@ -121,7 +129,7 @@ def attend(
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    launch = _launch(heads, groups, width, causal, fast, dtype, tiles)
+    launch = _launch(heads, groups, width, causal, fast, dtype, tiles, p_scale is not None)
     programs = -(-queries // tiles[0]) * batch * heads
     launch(programs, (q, k, v, *scales, p_scale, out, lse), (queries, keys, batch * keys), (scale,))
     return out, lse
