@@ -74,6 +74,8 @@ ALLOWED = {
     "state.rolling.THREADS": WAITING,
     "state.traced_stages.PLANS": GRAPHS,
     "state.traced_stages._ALIKE": GRAPHS,
+    "state.traced_stages._ANSWERS": GRAPHS,
+    "state.traced_stages._ANSWER_NUMBERS": GRAPHS,
     "state.traced_stages._CONTENTS": GRAPHS,
     "state.traced_stages._PLANNERS": GRAPHS,
     "state.traced_stages._NAMES": GRAPHS,

@@ -23,7 +23,7 @@ def trace(m: duotone.Linear, recipe: recipes.Recipe) -> None:
     """What a trace of a call does outside of itself."""
     traced.ask(m.plans.config, recipe.key)
     where = ("cpu", "torch.float32", "", False, "")
-    traced.plan_name((m.plans.config, getattr(m.plans.answered, recipe.key), recipe.key, True, True, True, *where))
+    traced.plan_name((m.plans.config, getattr(m.plans.answered, recipe.key), recipe.key, True, True, "record", *where))
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of processes of other tests, which end as this one collects
@@ -39,14 +39,17 @@ def test_a_new_recipe_for_each_step_leaves_no_plans_behind() -> None:
 
 def test_a_new_recipe_for_each_trace_leaves_no_plans_behind() -> None:
     m = linear(recipes.load("bf16"))
-    before = len(traced._CONTENTS)
+    before = len(traced._ANSWERS)
     for step in range(13):
         if step == 12:
             gc.collect()
-        recipe = CustomRecipe(qfactory=lambda role: IdentityQuantizer())
+        delayed = recipes.DelayedScaling(amax_compute_algo=lambda history: history.amax(0))  # equal to no other one
+        recipe = CustomRecipe(qfactory=lambda role, formats=delayed: formats(role))
         trace(m, recipe)
-        del recipe
-    assert len(names_of(m.plans.config)) <= 2 and len(traced._CONTENTS) <= before + 1
+        del recipe, delayed
+    assert len(names_of(m.plans.config)) <= 2 and len(m.plans.answers) <= 2
+    gc.collect()
+    assert len(traced._ANSWERS) <= before + 2
 
 
 def test_the_plans_of_a_dropped_compiled_model_go_with_it() -> None:

@@ -24,7 +24,7 @@ from duotone.planned.weights import demand, follow
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
 from duotone.state.autocast_context import active_region
-from duotone.state.region import AmaxMode, CallRegion, in_backward, mode_now
+from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
 from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
@@ -113,9 +113,12 @@ class Planner:
             is_traced=call.is_traced,
         )
 
-    def plan(self, recipe: Recipe, call: Call | None = None) -> LinearPlan:
+    def plan(self, recipe: Recipe, call: Call | None = None, mode: AmaxMode = AmaxMode.USE) -> LinearPlan:
         """The plan under a recipe. A recipe that is a function is asked once per slot and never again."""
-        return build_plan(self.request(recipe, call), self.answer(recipe))
+        plan = build_plan(self.request(recipe, call), self.answer(recipe))
+        if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
+            plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
+        return plan
 
     def stage(
         self, info: TensorInfo, weight_grad: bool, weight_held: Quantizer | None, layout: Layout | None = None
@@ -137,7 +140,8 @@ class Planner:
             recipe = recipe.evaluation
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
-            return self._traced(module, recipe, info, grads, tracked, group, weight_held)
+            mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
+            return self._traced(module, recipe, info, grads, mode, group, weight_held)
         if self.tapped is not None:
             recipe = self.tapped(recipe)
         recorded = None
@@ -172,7 +176,7 @@ class Planner:
         recipe: Recipe,
         info: TensorInfo,
         grads: tuple[bool, bool],
-        tracked: bool,
+        mode: AmaxMode,
         group: str,
         held: Quantizer | None,
     ) -> PlannedStage:
@@ -182,7 +186,7 @@ class Planner:
         is_cast = module.weights[0].dtype is not info.dtype
         where = (info.place, str(info.dtype), group, is_cast, self._held(held))
         name = traced_stages.plan_name(
-            (config, getattr(self.answered, recipe.key), recipe.key, *grads, tracked, *where)
+            (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
         stage: PlannedStage = getattr(traced_stages.PLANS, name).stage
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
@@ -207,14 +211,19 @@ class Planner:
         """What a recipe gives each slot. A recipe that is a function is asked once per slot and never again."""
         key = recipe.key
         if key not in self.answers:
+            drop_dead(self.answers)
+            drop_dead(vars(self.answered))
             self.answers[key] = ask_recipe(self.request(recipe))
         if not hasattr(self.answered, key):
-            setattr(self.answered, key, _name_of(self.answers[key]) or f"{self.number}_{key}")
+            self.answers[key] = answers = traced_stages.shared(self.answers[key], f"{self.number}_{key}")
+            setattr(self.answered, key, answers.name)
         return self.answers[key]
 
-    def template(self, name: str, recipe: Recipe, call: Call, alike: Iterable[traced_stages.Planner]) -> PlannedStage:
+    def template(
+        self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: Iterable[traced_stages.Planner]
+    ) -> PlannedStage:
         """The stage for every module like this one, under its name in graphs."""
-        module, plan = self.module, self.plan(recipe, call)
+        module, plan = self.module, self.plan(recipe, call, mode)
         module.require_whole(module.weights)
         for planner in alike:
             assert isinstance(planner, Planner)
@@ -233,7 +242,7 @@ class Planner:
     def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
         """What an op of a graph runs for this module. `plan` is the name of its template, `first` as for `variant`."""
         mode, stage = self._bound(plan)
-        return self._variant(stage, first, overwrites=first is True and mode is AmaxMode.RECORD and not in_backward())
+        return self._variant(stage, first, overwrites=first is True and mode is not AmaxMode.USE and not in_backward())
 
     def _bound(self, name: str) -> tuple[AmaxMode, PlannedStage]:
         """The mode and the eager stage of this module where a graph has the template of that name."""
@@ -259,8 +268,6 @@ class Planner:
     def _drop_dead_plans(self) -> None:
         """Forget the plans of recipes that no call can name any more: a program may make a recipe for each step."""
         drop_dead(self.stages)
-        drop_dead(self.answers)
-        drop_dead(vars(self.answered))
         live = {id(stage) for stage in (*self.stages.values(), *(stage for _, stage in self.bound.values()))}
         self.variants = {key: stage for key, stage in self.variants.items() if id(key[0]) in live}
 
@@ -306,9 +313,7 @@ class Planner:
 
     def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
         """The plan of each linear of the module, with its places in the delayed states."""
-        module, plan = self.module, self.plan(recipe, call)
-        if mode is AmaxMode.DEFER:  # its recompute takes the seeds of a forward with gradients
-            plan = replace(plan, seeds=sum(operand.stream is not None for operand in plan.operands.values()))
+        module, plan = self.module, self.plan(recipe, call, mode)
         if not plan.is_delayed:
             return [plan] * len(module.weights)
         return self._with_states(plan, group, mode)
@@ -352,10 +357,3 @@ class Planner:
         if variant is None:
             variant = self.variants[key] = module.make_variant(*key)
         return variant
-
-
-def _name_of(answers: dict[str, Quantizer]) -> str:
-    """A name that equal answers share; "" where equality may say too little, for a class of the user."""
-    if any(type(quantizer) is not Quantizer for quantizer in answers.values()):
-        return ""
-    return traced_stages.content(tuple(answers.items()))

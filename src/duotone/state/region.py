@@ -120,6 +120,11 @@ class Stack(types.ModuleType, Generic[R]):
     def regions(self, regions: tuple[R, ...]) -> None:
         self.variable.set(regions)
 
+    @property
+    def defers(self) -> bool:
+        """Whether a call without gradients runs in the forward of an autograd.Function. Guards ask at every call."""
+        return not is_forward_grad_enabled() and not torch.is_inference_mode_enabled()
+
     def current(self) -> tuple[R, ...]:
         """`regions`, without the warning for a thread that has none."""
         regions = self.variable.get(None)

@@ -5,8 +5,9 @@ decides the plan, and nothing that only one module has. What belongs to one modu
 its parameters, its seed, and the `handle` that delayed scaling finds its states by.
 """
 
+import itertools
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
-from duotone.state.region import AmaxMode
+from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
 
@@ -44,7 +45,8 @@ class Key(NamedTuple):
     recipe: str
     input_grad: bool
     weight_grad: bool
-    tracked: bool
+    mode: str
+    """The value of an `AmaxMode`."""
     device: str
     dtype: str
     group: str
@@ -70,12 +72,19 @@ class Planner(Protocol):
     def answer(self, recipe: Recipe) -> object:
         """Ask a recipe, once. Fills `answered`."""
 
-    def template(self, name: str, recipe: Recipe, call: Call, alike: "Iterable[Planner]") -> object:
+    def template(self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: "Iterable[Planner]") -> object:
         """The stage for every module like this one; `alike` are the planners of those."""
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
         """The delayed slot of this module that stands where a template names one."""
         ...
+
+
+class Answers(dict[str, Quantizer]):
+    """What a recipe gave each slot of a module. Equal answers are one object, as long as a module has them."""
+
+    name: str
+    """A name that equal answers share."""
 
 
 class Answered:
@@ -98,7 +107,10 @@ _ALIKE: dict[str, weakref.WeakSet[Planner]] = {}
 """Planners by the content of their modules."""
 
 _CONTENTS: dict[Hashable, str] = {}
-"""Names of contents."""
+"""Names of contents. They stay, so that a later model of the same kind finds the graphs of an earlier one."""
+
+_ANSWERS: "weakref.WeakValueDictionary[Hashable, Answers]" = weakref.WeakValueDictionary()
+_ANSWER_NUMBERS = itertools.count(1)
 
 
 class TracedPlans:
@@ -115,6 +127,20 @@ def content(value: Hashable) -> str:
     return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
 
 
+def shared(answers: Mapping[str, Quantizer], own: str) -> Answers:
+    """The answers, as one object with all that are equal.
+
+    Quantizers of a class of the user have no equals, since equality may say too little; those have the name `own`.
+    """
+    simple = all(type(quantizer) is Quantizer for quantizer in answers.values())
+    key = tuple(answers.items()) if simple else own
+    result = _ANSWERS.get(key)
+    if result is None:
+        result = _ANSWERS[key] = Answers(answers)
+        result.name = str(next(_ANSWER_NUMBERS)) if simple else own
+    return result
+
+
 def number(planner: Planner) -> str:
     """A number for a planner, by which ops of a graph find it as long as its module lives."""
     return _PLANNERS.add(planner)
@@ -124,7 +150,9 @@ def planner_of(handle: torch.Tensor) -> Planner:
     """The planner whose number an int64 (1,) on the CPU holds. UserError if its module is gone."""
     planner = _PLANNERS.get(str(handle.item()))
     if planner is None:
-        raise UserError("compiled code of a module ran after the module was gone; keep the module")
+        raise UserError(
+            "compiled code of a module ran after the module was gone or reverted; keep it until backward ends"
+        )
     return planner
 
 
@@ -178,11 +206,12 @@ def plan_name(fields: tuple[Any, ...]) -> str:
         alike = [planner for planner in same if vars(planner.answered).get(key.recipe) == key.answers]
         # A trace may replace parameters (torch.func.functional_call), so that no module has such a weight.
         planner = next((each for each in alike if each.has_weight(key, call.dtype)), alike[0])
-        stage = planner.template(name, recipe_of(key.recipe), call, alike)
+        mode = AMAX_MODES[key.mode]
+        stage = planner.template(name, recipe_of(key.recipe), call, mode, alike)
         _forget_gone()
         _drop_dead(_NAMES.setdefault(key.config, {}))
         _NAMES[key.config][key.recipe, name] = name
-        setattr(PLANS, name, Template(stage, key.group, AmaxMode.RECORD if key.tracked else AmaxMode.USE))
+        setattr(PLANS, name, Template(stage, key.group, mode))
     return name
 
 
