@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33952
+LIBRARY_LINES = 33995
 TOOL_LINES = 6682
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1384, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2301, 67, 0),
-    "conversion": (2687, 32, 0),
+    "conversion": (2686, 32, 0),
     "dispatch": (2634, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
@@ -38,11 +38,11 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (249, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2628, 55, 4),
-    "recipes": (2006, 27, 0),
+    "planned": (2634, 55, 4),
+    "recipes": (2010, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (1976, 18, 0),
+    "state": (2010, 18, 1),
     "tensor": (2324, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

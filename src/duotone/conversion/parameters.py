@@ -150,11 +150,10 @@ def _publish(conversions: list[Conversion]) -> None:
             if conversion.new is not conversion.old:
                 replace(conversion.old, conversion.new)
                 done.append(conversion)
-    except RuntimeError as error:
+    except UserError:
         for conversion in reversed(done):
             torch.utils.swap_tensors(conversion.old, conversion.new)
-        text = " ".join(str(error).split())
-        raise UserError(f"a weight cannot be converted while something holds it: {text}; release it first") from error
+        raise
 
 
 def _is_plain(quantizer: Quantizer) -> bool:

@@ -175,14 +175,14 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds stay or start anew."""
         seed = self._buffers.get(seeds.BUFFER)
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
+        for parameter in quantized.values():
+            moved(parameter, fn)
         for name in quantized:
             self._parameters[name] = None
         try:
             super()._apply(fn, recurse)
         finally:
             self._parameters.update(quantized)  # type: ignore[arg-type]
-        for parameter in quantized.values():
-            moved(parameter, fn)
         fresh = self._buffers.get(seeds.BUFFER)
         if seed is not None and seed.is_meta and fresh is not None and not fresh.is_meta:
             fresh.copy_(seeds.initial_seed(self.module_name))

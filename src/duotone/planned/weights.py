@@ -108,7 +108,8 @@ def quantize_weights(module: "Planned") -> None:
 def replace(old: Tensor, new: nn.Parameter) -> None:
     """Make the parameter object `old` be `new`, so that optimizers and ties keep it; its gradient and marks stay.
 
-    An initial value stays as long as nothing was written, because `new` starts with no writes.
+    An initial value stays as long as nothing was written, because `new` starts with no writes. UserError if something
+    holds a weak reference to `old`.
     """
     new.requires_grad_(old.requires_grad)
     initial = isinstance(new, QuantizedTensor) and old._version == 0
@@ -117,7 +118,14 @@ def replace(old: Tensor, new: nn.Parameter) -> None:
             vars(new).setdefault(name, value)
     if old.grad is not None and new.grad is None:
         new.grad = old.grad.to(device=new.device, dtype=new.dtype)
-    torch.utils.swap_tensors(old, new)
+    try:
+        torch.utils.swap_tensors(old, new)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise UserError(
+            "a weight cannot be converted, cast or moved while something holds it, as compiled code does: "
+            f"{text}; do so before the model is compiled"
+        ) from error
 
 
 def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:

@@ -6,6 +6,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union
 
+import torch
+
 from duotone.errors import RecipeError, qualified_name, shown_fields
 from duotone.formats import IDENTITY
 from duotone.numbered import Numbered
@@ -234,6 +236,8 @@ def _intern(recipe: Recipe) -> None:
 
     Every recipe keeps the first of its equals alive, so that the key finds one as long as any of them lives.
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise RecipeError(f"{type(recipe).__name__} is built in compiled code; build it outside, or give a name")
     try:
         reference = _FIRST.get(recipe)
     except TypeError as error:

@@ -1,0 +1,153 @@
+"""What changes a model after it was compiled: eager's bits in a new graph, or one line that says what to do."""
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import duotone
+from duotone import CustomRecipe, Quantizer, QuantizerRole, recipes
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(Block()).bfloat16()
+
+
+def step(m: nn.Module) -> list[Tensor]:
+    torch.manual_seed(5)
+    x = torch.randn(16, WIDTH).to(next(m.parameters()).dtype).requires_grad_()
+    m.zero_grad()
+    y = m(x)
+    y.backward(torch.randn_like(y))
+    return [y.detach(), x.grad, *[p.grad.clone() for p in m.parameters()]]
+
+
+def to_another_recipe(m: nn.Module) -> None:
+    duotone.convert(m, recipes.load("fp8-current"))
+
+
+def away_and_back(m: nn.Module) -> None:
+    values = m.state_dict()
+    m.to("meta")
+    m.to_empty(device="cpu")
+    m.load_state_dict(values)
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Module], object], int]] = {
+    "converted to another recipe": (to_another_recipe, 2),
+    "reverted": (duotone.revert, 2),
+    "cast": (lambda m: m.float(), 2),
+    "moved": (away_and_back, 1),
+}
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("change", ["reverted", "cast", slow("converted to another recipe"), slow("moved")])
+def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change: str) -> None:
+    compiled = duotone.convert(model(), recipes.load("mxfp8"))
+    eager = copy.deepcopy(compiled)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in compiled:
+        block.compile(backend=counter, fullgraph=True)
+    step(compiled), step(eager)
+    function, graphs = CHANGES[change]
+    function(compiled), function(eager)
+    assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
+    assert counter.frame_count == graphs
+
+
+@pytest.mark.parametrize("how", ["blocks", slow("whole"), slow("wrapped")])
+def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
+    m = model()
+    eager = duotone.convert(copy.deepcopy(m), recipes.load("mxfp8"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(m, backend=counter, fullgraph=True) if how == "wrapped" else m
+    for part in {"blocks": list(m), "whole": [m], "wrapped": []}[how]:
+        part.compile(backend=counter, fullgraph=True)
+    step(compiled)
+    assert duotone.convert(compiled, recipes.load("mxfp8")) is compiled
+    assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
+    assert counter.frame_count == 2
+
+
+def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_graph() -> None:
+    asked: list[object] = []
+
+    def factory(role: QuantizerRole | None) -> Quantizer:
+        asked.append(role)
+        return recipes.load("mxfp8")(role)
+
+    m = duotone.convert(model(), recipes.load("bf16"))
+    eager = copy.deepcopy(m)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in m:
+        block.compile(backend=counter, fullgraph=True)
+    recipe = CustomRecipe(qfactory=factory)
+    with duotone.autocast(recipe=recipe):
+        first, count = step(m), len(asked)
+        assert torch.equal(step(m)[0], first[0]) and len(asked) == count > 0
+        assert all(torch.equal(*both) for both in zip(first, step(eager), strict=True))
+    assert counter.frame_count == 1
+
+
+class BuildsItsRecipe(nn.Module):
+    def __init__(self, build: Callable[[], recipes.Recipe]) -> None:
+        super().__init__()
+        self.linear, self.build = duotone.Linear(WIDTH, WIDTH), build
+
+    def forward(self, x: Tensor) -> Tensor:
+        with duotone.autocast(recipe=self.build()):
+            return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: CustomRecipe(qfactory=lambda role: Quantizer()), lambda: recipes.MXFP8BlockScaling()],
+    ids=["lambda", "class"],
+)
+def test_a_recipe_that_is_built_in_a_graph_is_one_line(build: Callable[[], recipes.Recipe]) -> None:
+    m = BuildsItsRecipe(build)
+    m.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="is built in compiled code; build it outside, or give a name"):
+        m(torch.randn(4, WIDTH))
+
+
+def test_a_quantized_weight_is_cast_unless_something_holds_it() -> None:
+    recipe = recipes.load("mxfp8")
+    m = duotone.convert_parameters(duotone.convert(model(), recipe), recipe)
+    eager = copy.deepcopy(m)
+    m[0].compile(backend="aot_eager", fullgraph=True)
+    before = step(m)
+    held = weakref.ref(m[0].up.weight)  # as parts of compilers keep one
+    with pytest.raises(duotone.UserError, match="cast or moved while something holds it, as compiled code does"):
+        m.float()
+    assert held() is not None and all(torch.equal(*both) for both in zip(before, step(m), strict=True))
+    del held
+    m.float(), eager.float()
+    assert all(torch.equal(*both) for both in zip(step(m), step(eager), strict=True))
