@@ -1,0 +1,66 @@
+"""Transformer Engine's own examples run unmodified, from a copy outside of this repository.
+
+    TRANSFORMER_ENGINE=path/to/TransformerEngine pytest tests/integrations/test_te_examples.py
+
+Pictures are synthetic. Examples that ask for a GPU run where one is.
+"""
+
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+GIVEN = os.environ.get("TRANSFORMER_ENGINE")
+EXAMPLES = Path(GIVEN or ".") / "examples" / "pytorch"
+pytestmark = pytest.mark.skipif(
+    GIVEN is None, reason="TRANSFORMER_ENGINE=path pytest tests/integrations/test_te_examples.py, with a clone of it"
+)
+MNIST = ["mnist/main.py", "--epochs=1", "--batch-size=16", "--test-batch-size=32", "--log-interval=1", "--dry-run"]
+RUNS = {
+    "mnist": [*MNIST, "--use-te"],
+    "mnist in fp8": [*MNIST, "--use-fp8"],
+    "mnist, inference in fp8": [*MNIST, "--use-fp8-infer"],
+    "quantized weights": ["quantized_model_init/main.py"],
+}
+ON_CPU = {"mnist"}
+
+
+class Pictures(torch.utils.data.Dataset):
+    """Noise in the shapes of MNIST."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        if i >= len(self):
+            raise IndexError
+        return torch.randn(1, 28, 28, generator=torch.Generator().manual_seed(i)), i % 10
+
+
+@pytest.fixture
+def pictures(monkeypatch) -> None:
+    """In the place of torchvision, which would download them."""
+    module = ModuleType("torchvision")
+    module.datasets = SimpleNamespace(MNIST=Pictures)
+    module.transforms = SimpleNamespace(Compose=lambda steps: steps, ToTensor=lambda: None, Normalize=lambda *_: None)
+    monkeypatch.setitem(sys.modules, "torchvision", module)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_runs_unmodified(te, pictures, name: str, tmp_path, monkeypatch, capsys) -> None:
+    if name not in ON_CPU and not torch.cuda.is_available():
+        pytest.skip("this example asks for a GPU")
+    script, *arguments = RUNS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert "loss" in capsys.readouterr().out.lower()
