@@ -14,18 +14,18 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 33995
+LIBRARY_LINES = 34135
 TOOL_LINES = 6682
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2030, 20, 0),
+    "attention": (2150, 20, 0),
     "cli": (1384, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2301, 67, 0),
     "conversion": (2686, 32, 0),
-    "dispatch": (2634, 1, 0),
+    "dispatch": (2643, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1473, 0, 0),
     "integrations": (389, 19, 0),
@@ -36,10 +36,10 @@ BUDGETS = {
     "observe": (2126, 12, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
-    "package": (249, 1, 0),
+    "package": (256, 1, 0),
     "pipeline": (1447, 64, 1),
     "planned": (2634, 55, 4),
-    "recipes": (2010, 27, 0),
+    "recipes": (2014, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2010, 18, 1),

@@ -62,7 +62,7 @@ PREAMBLES = {
 }
 
 NEEDS = {
-    ("docs/attention.md", 1): "transformers",
+    ("docs/attention.md", 2): "transformers",
     ("docs/hugging-face.md", 0): "transformers",
     ("docs/hugging-face.md", 1): "accelerate",
     ("docs/serving.md", 2): "transformers",

@@ -1,7 +1,13 @@
 """Duotone: low-precision training for PyTorch in which each direction of each tensor has a format of its own."""
 
 from duotone import formats, observe, ops, optim, recipes
-from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from duotone.attention import (
+    DotProductAttention,
+    KVCache,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+)
 from duotone.compat import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -55,6 +61,7 @@ __all__ = [
     "HighPrecision",
     "HybridQuantizer",
     "IdentityQuantizer",
+    "KVCache",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",

@@ -11,6 +11,7 @@ from duotone.attention import DotProductAttention
 from duotone.dispatch import attention
 from duotone.dispatch.attention import CUDNN_TOKENS
 from duotone.dispatch.target import Target
+from duotone.errors import RecipeError
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 
@@ -119,3 +120,19 @@ def test_on_hopper_long_attention_in_high_precision_asks_for_cudnn_first(monkeyp
     assert torch._C._get_sdp_priority_order() == before
     row = duotone.plan(DotProductAttention(4, 64), device="sm90")[0]
     assert row.reason == "attention runs in high precision, from 2048 queries on without a mask by cuDNN"
+
+
+def test_short_attention_stays_in_high_precision_where_the_recipe_says_so(kernel) -> None:
+    """Only where the kernel would run: emulation is no matter of speed."""
+    recipe = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=40)
+    core, plain = (DotProductAttention(4, 64, qkv_format="bshd", name="a", recipe=r) for r in (recipe, "bf16"))
+    for tokens in (39, 40):
+        x = [torch.randn(1, tokens, 4, 64) for _ in range(3)]
+        assert torch.equal(core(*x), plain(*x)) == (tokens < 40)
+    assert kernel == ["attend"]
+    assert "fewer than 40 queries in high precision" in core.plan_rows(recipe, "sm90")[0].reason
+    assert "queries" not in core.plan_rows(recipe, "sm90")[3].reason
+    measured = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens="measured")
+    assert "fewer than 16384 queries" in core.plan_rows(measured, "sm90")[1].reason
+    with pytest.raises(RecipeError, match="dpa_min_tokens is -1; give a number of tokens from 0 on"):
+        duotone.Float8CurrentScaling(dpa_min_tokens=-1)

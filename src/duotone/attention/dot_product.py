@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
+from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import LowPrecision
 from duotone.attention.masks import Masking, Window, mask_type, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
@@ -85,17 +86,23 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         cu_seqlens_kv: Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
+        kv_cache: KVCache | None = None,
     ) -> Tensor:
         """Heads (s, b, h, d), (b, s, h, d) or packed (t, h, d), as `qkv_format` -> (s, b, h*d), (b, s, h*d), (t, h*d).
 
         `attention_mask` is bool, True for what is not seen: for "padding" types tokens (b, s) or (b, 1, 1, s), one mask
         or (of queries, of keys); for "arbitrary" what broadcasts to (b, h, queries, keys). `cu_seqlens`, integers
         (sequences + 1,), delimit packed sequences, or give the lengths of padded ones; a mask of (t, t) comes of the
-        former. Queries that see no key give zeros. UserError where shapes, dtypes or masks do not fit.
+        former. Queries that see no key give zeros. A `kv_cache` takes the new keys and values, and queries see all that
+        it holds, up to their own. UserError where shapes, dtypes or masks do not fit.
         """
         layout = check_layout(qkv_format or self.qkv_format)
         self._check(layout, query_layer, key_layer, value_layer)
+        if kv_cache is not None:
+            attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask is None and cu_seqlens_q is None)
         recipe, group = self.meet_recipe_of_call(self.recipe)
+        if kv_cache is not None:
+            key_layer, value_layer = kv_cache.append(key_layer, value_layer, layout)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         query, key, value = (to_heads(x, layout) for x in (query_layer, key_layer, value_layer))
         seen = self.visible(
@@ -108,12 +115,21 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
         )
-        if self.requested(recipe):
+        if self.requested(recipe) and query.shape[2] >= self._least_tokens(recipe, query):
             return from_heads(self._low_precision.run((query, key, value), seen, kind.causal, recipe, group), layout)
         if seen is None:
             return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)
         return from_heads(self._attend(query, key, value, attn_mask=seen | nothing).masked_fill(nothing, 0), layout)
+
+    def _kind_with_cache(self, name: str | None, is_plain: bool) -> str:
+        name = name or self.attn_mask_type
+        kind = mask_type(name)
+        if kind.padding or kind.arbitrary or not is_plain:
+            raise UserError(
+                f"a kv_cache goes with attn_mask_type 'causal' or 'no_mask' and no masks of the call; got {name!r}"
+            )
+        return "causal_bottom_right" if kind.causal else name
 
     def visible(
         self,
@@ -228,6 +244,11 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def _problem(self, recipe: Recipe, device: str) -> AttentionProblem:
         return self.formats(recipe).problem(self.channels, self.dropout, device)
 
+    def _least_tokens(self, recipe: Recipe, query: Tensor) -> int:
+        if not recipe.dpa_min_tokens:
+            return 0
+        return self._problem(recipe, str(query.device)).least_tokens(recipe.dpa_min_tokens)
+
     def plan_rows(self, recipe: Recipe, device: str | None = None) -> list[ProductPlan]:
         """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats.
 
@@ -235,7 +256,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.requested(recipe):
-            return product_rows(self._problem(recipe, device))
+            return product_rows(self._problem(recipe, device), recipe.dpa_min_tokens)
         reason = "attention runs in high precision"
         if target(device).arch == HOPPER and max(self.channels) <= CUDNN_WIDTH:
             reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"

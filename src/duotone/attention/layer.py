@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.attention.heads import NORMS, check_layout, token_axis
+from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Window
 from duotone.attention.multihead import Init, MultiheadAttention, Rotary, below
 from duotone.errors import UserError
@@ -124,17 +125,20 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         rotary_pos_emb: Rotary | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        kv_cache: KVCache | None = None,
     ) -> Tensor:
         """(s, b, hidden), (b, s, hidden) or packed (t, hidden), as `attn_input_format` -> the same.
 
-        Masks, angles and `cu_seqlens` are those of `MultiheadAttention`; `cu_seqlens_kv` are of the encoder's output.
+        Masks, angles and `cu_seqlens` are those of `MultiheadAttention`; `cu_seqlens_kv` are of the encoder's output. A
+        `kv_cache` is for self attention.
         UserError where they, shapes or dtypes do not fit, and for an encoder's output without a decoder.
         """
         if (encoder_output is None) != (self.inter_attention is None):
             raise UserError("encoder_output is for layer_type 'decoder', which needs it; 'encoder' takes none")
         first = {"is_first_microbatch": is_first_microbatch}
         masking = {"attn_mask_type": self_attn_mask_type, "window_size": window_size, "cu_seqlens_q": cu_seqlens_q}
-        mixed = self.self_attention(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **masking, **first)
+        of_self = {"rotary_pos_emb": rotary_pos_emb, "kv_cache": kv_cache}
+        mixed = self.self_attention(hidden_states, attention_mask, **of_self, **masking, **first)
         out = self._add(mixed, hidden_states)
         if self.inter_attention is not None:
             masking = {"attn_mask_type": enc_dec_attn_mask_type, "window_size": enc_dec_window_size}

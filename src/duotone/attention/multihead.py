@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from duotone.attention.dot_product import DotProductAttention
 from duotone.attention.heads import KINDS, Heads, head_norm, head_width
+from duotone.attention.kv_cache import KVCache
 from duotone.attention.masks import Masks, Window
 from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
@@ -150,12 +151,14 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         rotary_pos_emb: Rotary | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
+        kv_cache: KVCache | None = None,
     ) -> Any:
         """(s, b, hidden), (b, s, hidden) or packed (t, hidden), as `qkv_format` -> the same, in the parameters' dtype.
 
         A tuple with the bias of `proj` where `return_bias` is set, then the output of the norm where that is returned.
         `encoder_output` is for cross attention, in the same layout. `rotary_pos_emb` are angles (positions, width) or
-        their `Rotation`, or a pair for queries and keys. Masks and `cu_seqlens` are those of `DotProductAttention`.
+        their `Rotation`, or a pair for queries and keys; behind a `kv_cache` they are those of the new tokens. Masks,
+        `cu_seqlens` and `kv_cache` are those of `DotProductAttention`.
         UserError where they, shapes or dtypes do not fit.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
@@ -171,7 +174,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             angles = (angles, angles)
         query = self._place(query, self.q_norm, angles[0], cu_seqlens_q)
         key = self._place(key, self.k_norm, angles[1], cu_seqlens_q if encoder_output is None else cu_seqlens_kv)
-        mixed = self.core_attention(query, key, value, attention_mask, **masking)
+        mixed = self.core_attention(query, key, value, attention_mask, kv_cache=kv_cache, **masking)
         out = self.proj(mixed, is_first_microbatch=is_first_microbatch)
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out

@@ -153,8 +153,9 @@ class AttentionFormats:
         )
 
 
-def product_rows(problem: AttentionProblem) -> list[ProductPlan]:
+def product_rows(problem: AttentionProblem, min_tokens: int | str) -> list[ProductPlan]:
     """What runs for each product."""
+    least = problem.least_tokens(min_tokens)
     forward, backward = problem.forward_refusal(), problem.backward_refusal()
     rows = []
     for gemm, (a, b) in problem.products.items():
@@ -165,5 +166,6 @@ def product_rows(problem: AttentionProblem) -> list[ProductPlan]:
         else:
             kernel = FORWARD_KERNEL if gemm in FORWARD else problem.backward_kernel
             reason = "calls with a mask run by blocks of keys"
+            reason += f", those of fewer than {least} queries in high precision (dpa_min_tokens)" if least else ""
             rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, gemm in FORWARD))
     return rows

@@ -17,6 +17,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDTHS = (64, 128)
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 FORWARD_KERNEL = "FP8 attention"
+LEAST_TOKENS: dict[tuple[int, int], int] = {HOPPER: 16384}
+"""Queries of heads of width 128 from which the FP8 kernel pays for its casts, by compute capability."""
+
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TOKENS, CUDNN_WIDTH = 2048, 128
 """Queries from which cuDNN was measured to be faster than FlashAttention-2 on Hopper, and its widest heads."""
@@ -48,6 +51,12 @@ class AttentionProblem(NamedTuple):
         if self.dropout:
             return "the FP8 kernel has no dropout"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
+
+    def least_tokens(self, wanted: int | str) -> int:
+        """Queries below which a native product stays in high precision, as `dpa_min_tokens` of a recipe wants it."""
+        if not wanted or self.forward_refusal():
+            return 0
+        return LEAST_TOKENS.get(self.target.arch, 0) if isinstance(wanted, str) else wanted
 
     @property
     def backward_kernel(self) -> str:

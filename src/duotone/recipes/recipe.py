@@ -64,6 +64,8 @@ class Recipe(metaclass=RecipeClass):
       bits.
     - `min_weight_elements`: linears with a smaller weight (K x N elements) stay in high precision where their products
       would run natively. "measured" takes what was measured on such a device; 0 is off.
+    - `dpa_min_tokens`: attention of fewer queries stays in high precision where it would run natively. "measured" takes
+      what was measured on such a device; 0 is off.
     - `recompute_columnwise`: backward encodes columnwise planes again, from tensors that are in memory anyway. This
       concerns weights and the outputs of norms and activations. Less memory, the same bits, one more cast for each.
     - `propagate_nonfinite`: a result is non-finite where it would be in high precision because of a NaN or an infinity
@@ -82,6 +84,7 @@ class Recipe(metaclass=RecipeClass):
     dgrad_fast_accum: bool = False
     wgrad_fast_accum: bool = False
     min_weight_elements: int | str = 0
+    dpa_min_tokens: int | str = 0
     recompute_columnwise: bool = False
     propagate_nonfinite: bool = True
 
@@ -112,12 +115,13 @@ class Recipe(metaclass=RecipeClass):
         _intern(self)
 
     def _check_sizes(self) -> None:
-        least = self.min_weight_elements
-        number = isinstance(least, int) and not isinstance(least, bool) and least >= 0
-        if not number and least != MEASURED:
-            raise RecipeError(
-                f"min_weight_elements is {least!r}; give a number of elements from 0 on (0 is off), or {MEASURED!r}"
-            )
+        for field, unit in (("min_weight_elements", "elements"), ("dpa_min_tokens", "tokens")):
+            least = getattr(self, field)
+            number = isinstance(least, int) and not isinstance(least, bool) and least >= 0
+            if not number and least != MEASURED:
+                raise RecipeError(
+                    f"{field} is {least!r}; give a number of {unit} from 0 on (0 is off), or {MEASURED!r}"
+                )
 
     def _check_evaluation(self) -> None:
         if self.evaluation is None:
