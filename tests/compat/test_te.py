@@ -254,6 +254,25 @@ def test_the_state_manager_tells_the_enclosing_region(te) -> None:
     assert isinstance(linear.weight, te.QuantizedTensor)
 
 
+KINDS = {
+    "Float8CurrentScaling": "Float8Tensor",
+    "DelayedScaling": "Float8Tensor",
+    "Float8BlockScaling": "Float8BlockwiseQTensor",
+    "MXFP8BlockScaling": "MXFP8Tensor",
+    "NVFP4BlockScaling": "NVFP4Tensor",
+}
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_quantized_weights_are_of_the_class_of_their_format(te, recipe: str) -> None:
+    with te.fp8_model_init(recipe=getattr(te.recipe, recipe)()):
+        weight = te.Linear(128, 128).weight
+    names = {name for name in KINDS.values() if isinstance(weight, getattr(te.tensor.float8_tensor, name))}
+    assert names == {KINDS[recipe]} and not isinstance(torch.ones(2), te.Float8Tensor)
+    with pytest.raises(UserError, match="call a quantizer"):
+        te.Float8Tensor(torch.ones(2))
+
+
 def test_graphed_modules_run_under_their_recipe(te) -> None:
     linear, x = te.Linear(32, 32), torch.randn(8, 32)
     recipe = te.recipe.Float8CurrentScaling()

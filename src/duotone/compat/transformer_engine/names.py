@@ -51,6 +51,7 @@ PYTORCH = {
         "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer HybridQuantizer IdentityQuantizer "
         "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer RotaryPositionEmbedding",
     ),
+    **_all(f"{HERE}.tensors", "Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor"),
     **_all("duotone.attention.rotary", "apply_rotary_pos_emb"),
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
@@ -61,7 +62,8 @@ PYTORCH = {
 PARTS = (
     "attention attention.rope cpu_offload cross_entropy distributed export float8_tensor fp8 graph module module.base "
     "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization "
-    "quantized_tensor rope router tensor tensor.float8_tensor tensor.mxfp8_tensor tensor.nvfp4_tensor transformer utils"
+    "quantized_tensor rope router tensor tensor.float8_blockwise_tensor tensor.float8_tensor tensor.mxfp8_tensor "
+    "tensor.nvfp4_tensor transformer utils"
 )
 MODULES: dict[str, Mapping[str, str]] = {
     "transformer_engine": {},
@@ -78,11 +80,10 @@ MODULES: dict[str, Mapping[str, str]] = {
 OVERLAP = "collectives do not overlap through user buffers: leave it out"
 PADDING = "GroupedLinear takes row counts of any size: leave it out"
 ROUTING = "use duotone.MoE, or index tokens with torch"
-TENSOR = "use duotone.QuantizedTensor, and tell formats by .quantizer"
+QUANTIZED = "duotone.QuantizedTensor, whose .quantizer tells formats"
+TENSOR = f"use {QUANTIZED}"
 INSTEAD = {
     "CusolverMpCtx": "write the iteration with torch",
-    "Float8BlockwiseQTensor": TENSOR,
-    "Float8Tensor": TENSOR,
     "Fp8Padding": PADDING,
     "Fp8Unpadding": PADDING,
     "FusedMLAQUpProjFunction": "use LayerNormLinear and RotaryPositionEmbedding",
@@ -92,9 +93,7 @@ INSTEAD = {
     "HybridQuantizedTensor": TENSOR,
     "IdentityTensor": TENSOR,
     "InferenceParams": "keep keys and values yourself, and call DotProductAttention",
-    "MXFP8Tensor": TENSOR,
     "ManualOffloadSynchronizer": "use get_cpu_offload_context, or torch.autograd.graph.save_on_cpu",
-    "NVFP4Tensor": TENSOR,
     "UserBufferQuantizationMode": OVERLAP,
     "apply_recipe": "use duotone.convert_parameters",
     "cast_master_weights_to_fp8": "use duotone.optim.AdamW, whose step writes quantized weights",
@@ -131,6 +130,7 @@ NATIVE = {
     **{name: f"duotone.{name}, with {NUMERICS}" for name in "Float8BlockScaling Float8CurrentScaling".split()},
     **{name: f"duotone.{name}, with {NUMERICS}" for name in "CustomRecipe MXFP8BlockScaling NVFP4BlockScaling".split()},
     **{f"is_{kind}_available": ANYWHERE for kind in "bf16 fp8 fp8_block_scaling mxfp8 nvfp4".split()},
+    **dict.fromkeys("Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor".split(), QUANTIZED),
     **{f"check_{kind}_support": ANYWHERE for kind in "fp8 mxfp8".split()},
     "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
     "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
