@@ -187,6 +187,7 @@ def a_checkpoint_numbers_experts_over_all_ranks(folder: Path) -> None:
         same(wholes[name].detach(), p.detach(), name)
         same(loaded.state[wholes[name]]["exp_avg"], optimizer.state[p]["exp_avg"], f"moment of {name}")
     save(folder / "step-2" / str(dist.get_rank()), whole, loaded, group=alone)
+    dist.barrier()  # what rank 0 saved is loaded next
     with torch.no_grad():
         for p in part.parameters():
             p.zero_()
