@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34179
-TOOL_LINES = 6682
+LIBRARY_LINES = 34223
+TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2150, 20, 0),
-    "cli": (1384, 3, 0),
+    "cli": (1472, 3, 0),
     "comm": (150, 1, 0),
     "compat": (2345, 69, 0),
     "conversion": (2686, 32, 0),
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1473, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3812, 0, 0),
-    "lab": (3260, 11, 1),
+    "lab": (3577, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2126, 12, 0),
+    "observe": (2170, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),

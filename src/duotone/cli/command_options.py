@@ -77,6 +77,9 @@ size = click.option(
     callback=lambda _, option, text: None if text is None else _size(option, text),
     help="Speeds and bytes as if the model were so wide and had so many tokens, such as 4096x8192.",
 )
+parallel = click.option(
+    "--parallel", metavar="fsdp=N,tp=M,ep=K", help="Ranks along each axis, under torchrun with so many processes."
+)
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),
     click.option("--out", metavar="DIR", help="Folder for the results."),

@@ -14,6 +14,7 @@ from duotone.errors import UserError
 @click.option("--recipe", metavar="NAME|FILE", help="Recipe, schedule, or file of one; mxfp8 unless given.")
 @click.option("--save-every", type=click.IntRange(min=1), default=50, help="Steps between checkpoints; 50.")
 @click.option("--resume", is_flag=True, help="Continue the run in --out from its newest checkpoint.")
+@options.parallel
 @options.training
 @click.pass_context
 def train(
@@ -24,6 +25,7 @@ def train(
     recipe: str | None,
     strict: bool,
     force: bool,
+    parallel: str | None,
     **typed: options.Typed,
 ) -> None:
     """Train a small language model under one recipe, or a schedule of them, with checkpoints.
@@ -32,11 +34,20 @@ def train(
     deterministic); with --steps the run ends at another step. Ctrl-C, SIGTERM and SIGHUP save a checkpoint and write a
     partial report. The exit code is 1 where the run failed, 2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and
     129 after SIGHUP.
+
+    With --parallel, run it under torchrun. A restart by torchrun resumes by itself.
     """
     from duotone.cli import run_display, summary, training_run
     from duotone.lab import document, loop
 
     folder = Path(out or "runs/train")
+    if parallel is not None:
+        from duotone import recipes
+        from duotone.cli import inputs, parallel_run
+
+        chosen = inputs.make_strict(recipes.load_any(recipe or "mxfp8"), strict)
+        parallel_run.train(context, parallel, folder, chosen, typed, force=force, resume=resume, every=save_every)
+        return
     with training_run.opened(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
         if trainer.done == trainer.config.steps:
             click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")

@@ -14,7 +14,6 @@ import duotone
 from duotone import observe
 from duotone.dispatch import compiled_casts
 from duotone.errors import UserError
-from duotone.lab import checkpoint
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.progress import Progress
@@ -118,7 +117,7 @@ def train(
     A checkpoint that cannot be written is a note, except the last one: a UserError.
     """
     progress = progress or Progress()
-    run.plan = [cast(GemmEntry, row.to_dict()) for row in duotone.plan(trainer.model, trainer.recipe)]
+    run.plan = [cast(GemmEntry, row.to_dict()) for row in trainer.plan()]
     progress.begin(
         run.label or run.name,
         steps=trainer.config.steps,
@@ -132,6 +131,7 @@ def train(
         progress.end()
     if run.stopped and not run.abandoned:
         _heldout(trainer, run)
+    run.events += [{"step": trainer.done, "text": line} for line in ([] if run.abandoned else trainer.ranks())]
 
 
 def _steps(
@@ -250,7 +250,7 @@ def _save(trainer: Trainer, run: Run, saving: Saving | None, progress: Progress)
     if saving is None or not (last or trainer.done % saving.every == 0):
         return
     try:
-        checkpoint.save(saving.folder, trainer.checkpoint(run.history))
+        trainer.save(saving.folder, run.history)
     except UserError as error:
         if last:
             raise

@@ -1,5 +1,8 @@
 """AdamW on fp32 masters, as the laboratory uses it: clipped gradients, decay of matrices, state by name."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +15,16 @@ STATE = {"masters": "master", "step": "step", "exp_avg": "exp_avg", "exp_avg_sq"
 """The names in a checkpoint, and those in the state of the optimizer."""
 
 
+def decaying(parameters: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Groups of an optimizer: matrices decay, vectors do not."""
+    named = list(parameters.items())
+    groups = [
+        {"params": [pair for pair in named if pair[1].dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [pair for pair in named if pair[1].dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 class MasterAdamW:
     """`duotone.optim.AdamW` for the parameters of a model. Matrices decay, vectors do not.
 
@@ -21,13 +34,8 @@ class MasterAdamW:
 
     def __init__(self, model: nn.Module, masters: dict[str, Tensor]) -> None:
         self.parameters = dict(model.named_parameters())
-        named = list(self.parameters.items())
-        groups = [
-            {"params": [pair for pair in named if pair[1].dim() >= 2], "weight_decay": WEIGHT_DECAY},
-            {"params": [pair for pair in named if pair[1].dim() < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = AdamW([group for group in groups if group["params"]], betas=BETAS, master_weights=True)
-        for name, parameter in named:
+        self.adamw = AdamW(decaying(self.parameters), betas=BETAS, master_weights=True)
+        for name, parameter in self.parameters.items():
             parameter.grad_dtype = None  # so that a bf16 parameter can have an fp32 gradient
             self.adamw.state[parameter]["master"] = masters[name].detach().clone()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import duotone
 from duotone.errors import UserError
@@ -77,6 +77,9 @@ class Trainer:
     `perturbation` is relative noise on the initial weights. `done` counts the steps taken.
     """
 
+    group: object = None
+    """The process group that delayed scaling reduces its amaxes over, if any."""
+
     def __init__(
         self, config: TrainConfig, chosen: Recipe | Schedule, corpus: Corpus, *, perturbation: float = 0.0
     ) -> None:
@@ -88,12 +91,16 @@ class Trainer:
         self.corpus = corpus
         self.device = torch.device(config.device)
         built = models.build(config.model, config.preset, config.seed, perturbation=perturbation).to(self.device)
+        self.set_up(built)
+        self.done = 0
+
+    def set_up(self, built: nn.Module) -> None:
+        """The model and its optimizer, from an fp32 model on the device."""
         masters = {name: parameter.detach().clone() for name, parameter in built.named_parameters()}
         self.model = duotone.convert(model.to_dtype(built, torch.bfloat16), self.schedule.at(0))
         for phase in reversed(self.schedule.phases):
             self._prepare(phase.recipe)
         self.optimizer = MasterAdamW(self.model, masters)
-        self.done = 0
 
     def _schedule_over(self, steps: int) -> Schedule:
         """The phases of a run of that many steps."""
@@ -116,9 +123,9 @@ class Trainer:
 
         A loss that is not finite leaves the weights as they are.
         """
-        with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe):
+        with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe, amax_reduction_group=self.group):
             loss = self._loss(self.done)
-        value = loss.item()
+        value = self.mean(loss)
         if math.isfinite(value):
             loss.backward()
             self.optimizer.step(self.config.learning_rate(self.done))
@@ -131,10 +138,30 @@ class Trainer:
         with duotone.autocast(recipe=recipe):
             self._loss(self.done - 1)
 
-    def _loss(self, done: int) -> Tensor:
+    def batch(self, done: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the step after `done` others."""
         preset = self.config.preset
-        tokens, targets = self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
+        return self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
+
+    def _loss(self, done: int) -> Tensor:
+        tokens, targets = self.batch(done)
         return self.model(tokens.to(self.device), targets.to(self.device))
+
+    def mean(self, loss: Tensor) -> float:
+        """The loss as a number, for which the host waits."""
+        return loss.item()
+
+    def plan(self) -> duotone.Plan:
+        """What runs in the next step."""
+        return duotone.plan(self.model, self.recipe)
+
+    def ranks(self) -> list[str]:
+        """Memory and bytes on the wire of each rank, in words, if there are several."""
+        return []
+
+    def save(self, folder: Path, history: Mapping[str, object]) -> None:
+        """Publish a checkpoint below `folder`; UserError where the disk refuses it."""
+        checkpoint.save(folder, self.checkpoint(history))
 
     @torch.no_grad()
     def heldout_loss(self) -> float:
@@ -154,14 +181,16 @@ class Trainer:
         """All that the next step depends on, and the `history` of the run so far (JSON-ready)."""
         tensors, aliases = checkpoint.unique_state(self.model)
         training = {**self.optimizer.state(), **self._random_state()}
-        meta = {
+        return Checkpoint(self.done, tensors, aliases, training, {**self.meta(), "history": history})
+
+    def meta(self) -> dict[str, object]:
+        """What a checkpoint says of its run, JSON-ready."""
+        return {
             "config": self.config.to_dict(),
             "recipe": self.chosen.to_dict(),
             "data_digest": self.corpus.digest,
             "model_digest": self._model_digest,
-            "history": history,
         }
-        return Checkpoint(self.done, tensors, aliases, training, meta)
 
     def restore(self, saved: Checkpoint, path: Path) -> None:
         """Take over the state of `saved`, which was read from `path`.

@@ -1,0 +1,74 @@
+"""`duotone train --parallel`: the same run over the processes that torchrun started; the first one reports."""
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from duotone import distributed
+from duotone.cli import run_display, summary
+from duotone.cli.command_options import Typed
+from duotone.cli.inputs import config_from
+from duotone.cli.interrupt import Interrupt
+from duotone.cli.training_run import CHECKPOINTS
+from duotone.errors import UserError
+from duotone.lab import data, document, files, loop
+from duotone.lab.parallel import Parallel, ParallelTrainer, agreed, restarts, started
+from duotone.lab.progress import Progress
+from duotone.recipes import Recipe, Schedule
+
+
+@contextlib.contextmanager
+def ranks(layout: Parallel, device: str) -> Iterator[tuple[bool, Interrupt]]:
+    """Whether this process is the first rank, which alone prints, and what stops all of them after one step."""
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(started(layout, device)) == 0
+        if not first:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        try:
+            yield first, stack.enter_context(Interrupt())
+        except ConnectionError as error:
+            raise UserError(str(error)) from None
+
+
+def train(
+    context: click.Context,
+    parallel: str,
+    folder: Path,
+    chosen: Recipe | Schedule,
+    typed: Mapping[str, Typed],
+    *,
+    force: bool,
+    resume: bool,
+    every: int,
+) -> None:
+    """Train on every rank. A restart by torchrun goes on from the newest checkpoint, if there is one."""
+    layout, config = Parallel.parse(parallel), config_from(typed)
+    with ranks(layout, config.device) as (first, interrupt):
+        newest = distributed.latest(folder / CHECKPOINTS)
+        resume = resume or (newest is not None and restarts() > 0)
+        if resume and newest is None:
+            raise UserError(f"no checkpoint to resume from in {folder / CHECKPOINTS}: train without --resume")
+        if not resume:
+            if newest is not None:
+                raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
+            summary.require_none(folder, force)
+        corpus = data.load(config.data, context=config.preset.model.context)
+        trainer = ParallelTrainer(layout, config, chosen, corpus)
+        history = trainer.resume(newest) if newest is not None else {}
+        run = loop.Run(chosen.name, chosen, config.seed, is_observed=False, **history)
+        if resume:
+            click.echo(f"resumed from step {trainer.done} on {layout.ranks} ranks")
+        saving = loop.Saving(folder / CHECKPOINTS, every)
+        with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
+            with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
+                loop.train(trainer, run, saving=saving, progress=display, should_stop=lambda: agreed(interrupt()))
+            if first:
+                click.echo("\n".join(event["text"] for event in run.events if event["text"].startswith("rank ")))
+                written = document.document(config, corpus, [run], command=context.obj, partial=run.stopped)
+                summary.print_summary(written)
+                summary.write_result(written, folder)
+    if run.stopped or run.error:
+        context.exit(interrupt.exit_code if run.stopped else 1)

@@ -1,0 +1,280 @@
+"""Training over many ranks: `--parallel fsdp=N,tp=M,ep=K` under torchrun."""
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import duotone
+from duotone import distributed
+from duotone.distributed.entries import local
+from duotone.errors import UserError
+from duotone.lab import checkpoint, models
+from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
+from duotone.lab.trainer import Trainer
+from duotone.modules import MoE
+from duotone.observe.storages import total_bytes
+from duotone.observe.wire import Wire
+
+AXES = ("fsdp", "tp", "ep")
+TIMEOUT = timedelta(minutes=5)
+COLUMNS, ROWS = ("qkv", "gate_up"), ("proj", "down")
+"""The linears of a block that are cut by outputs, and by inputs."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Ranks along each axis. Ranks of `fsdp` and `ep` have tokens of their own, those of `tp` share them."""
+
+    fsdp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @staticmethod
+    def parse(text: str) -> "Parallel":
+        """From "fsdp=2,tp=2"; UserError where it is something else."""
+        parts = [re.fullmatch(r"(fsdp|tp|ep)=([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
+        names = [part[1] for part in parts if part is not None]
+        if len(names) != len(parts) or len(set(names)) != len(names):
+            raise UserError(f"--parallel {text!r} is not such as fsdp=4,tp=2,ep=1: name each axis once, with its ranks")
+        parallel = Parallel(**{part[1]: int(part[2]) for part in parts if part is not None})
+        if parallel.tp > 1 and parallel.ep > 1:
+            raise UserError("--parallel takes tp or ep beside fsdp, not both: leave one out")
+        return parallel
+
+    @property
+    def ranks(self) -> int:
+        return self.fsdp * self.tp * self.ep
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "fsdp=1"
+
+
+@contextmanager
+def started(parallel: Parallel, device: str) -> Iterator[int]:
+    """The rank of this process among those that torchrun started, with a process group until the end.
+
+    UserError unless they are as many as `parallel` asks for.
+    """
+    world = int(os.environ.get("WORLD_SIZE", 0))
+    if world != parallel.ranks:
+        started_by = f"torchrun started {world}" if world else "this process was not started by torchrun"
+        raise UserError(
+            f"--parallel {parallel} is for {parallel.ranks} processes, and {started_by}: use "
+            f"torchrun --standalone --nproc-per-node {parallel.ranks} -m duotone ..."
+        )
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
+    store = dist.PrefixStore(f"start-{restarts()}", store)  # it outlives a start
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+    try:
+        yield rank
+    finally:
+        dist.destroy_process_group()
+
+
+def restarts() -> int:
+    """How often torchrun has started this run again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def agreed(flag: bool) -> bool:
+    """Whether any rank says so: all stop after the same step. A rank that handles an error asks nobody."""
+    if sys.exc_info()[0] is not None:
+        return flag
+    answer = torch.tensor([int(flag)])
+    dist.all_reduce(answer, dist.ReduceOp.MAX)
+    return bool(answer.item())
+
+
+class ShardedAdamW:
+    """torch's AdamW on fp32 shards, which FSDP2 gathers in bf16. Gradients are clipped to a total norm of one."""
+
+    def __init__(self, model: nn.Module, ep: DeviceMesh) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.ep = ep
+        spread = mixtures(model) if ep.size() > 1 else []
+        self.mixtures = {id(p): "router" in name for m in spread for name, p in m.named_parameters()}
+        self.adamw = torch.optim.AdamW(decaying(self.parameters), betas=BETAS)
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One update. Gradients of experts hold the tokens of all ranks already; those of their router are added up."""
+        gradients = {p: local(p.grad) for p in self.parameters.values() if p.grad is not None}
+        total = torch.zeros((), dtype=torch.float64)
+        for parameter, shard in gradients.items():
+            is_router = self.mixtures.get(id(parameter))
+            if is_router is not None:
+                shard.div_(self.ep.size())
+            if is_router:
+                dist.all_reduce(shard, group=self.ep.get_group())
+            shards = _shards(parameter) * (self.ep.size() if is_router is False else 1)
+            total += shard.double().square().sum().cpu() * shards / dist.get_world_size()
+        dist.all_reduce(total)
+        for shard in gradients.values():
+            shard.mul_(min(1.0, GRADIENT_NORM / (total.sqrt().item() + 1e-6)))
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.adamw.zero_grad()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a rank holds, by parameter and name."""
+        return {
+            f"{key}/{name}": local(value)
+            for name, parameter in self.parameters.items()
+            for key, value in self.adamw.state.get(parameter, {}).items()
+        }
+
+
+def mixtures(model: nn.Module) -> list[MoE]:
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+class ParallelTrainer(Trainer):
+    """A trainer whose batch, parameters and optimizer lie over the ranks of a process group.
+
+    Losses are means over all ranks. They agree with those of one process up to the order of sums.
+    """
+
+    def __init__(self, parallel: Parallel, *arguments: Any, **options: Any) -> None:
+        self.parallel = parallel
+        self.wire: Wire | None = None
+        super().__init__(*arguments, **options)
+
+    def set_up(self, built: nn.Module) -> None:
+        data = self.parallel.fsdp * self.parallel.ep
+        if self.config.preset.batch % data:
+            raise UserError(f"a batch of {self.config.preset.batch} does not divide over {data} ranks: give --batch")
+        sizes = [self.parallel.fsdp, self.parallel.ep, self.parallel.tp]
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("fsdp", "ep", "tp"))
+        self.group = dist.group.WORLD
+        if self.parallel.ep > 1:
+            self._spread_experts(built, mesh["ep"])
+        self.model = duotone.convert(built, self.schedule.at(0))
+        for phase in reversed(self.schedule.phases):
+            self._prepare(phase.recipe)
+        blocks = [block for block in self.model.modules() if isinstance(block, nn.ModuleList)]
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        shard = partial(fully_shard, mp_policy=policy)
+        for block in (block for each in blocks for block in each):
+            if self.parallel.tp > 1:
+                parallelize_module(block, mesh["tp"], _styles(block))
+            for mixture in mixtures(block) if self.parallel.ep > 1 else ():
+                shard(mixture, mesh=mesh["fsdp"])
+            shard(block, mesh=mesh["fsdp", "ep"]._flatten("data") if self.parallel.ep > 1 else mesh["fsdp"])
+        shard(self.model, mesh=mesh["data"] if self.parallel.ep > 1 else mesh["fsdp"])
+        self.optimizer = ShardedAdamW(self.model, mesh["ep"])  # type: ignore[assignment]
+        self.first = 0
+        self.part, self.parts = dist.get_rank() // self.parallel.tp, data
+
+    def _spread_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Keep this rank's experts of each mixture."""
+        experts = [(name, module) for name, module in model.named_modules() if isinstance(module, MoE)]
+        if not experts:
+            raise UserError(
+                f"--parallel ep={self.parallel.ep} needs experts, which {self.config.model} lacks: --model moe"
+            )
+        for name, whole in experts:
+            hidden, width = whole.router.weight.shape[1], whole.fc2.in_features
+            options = {"top_k": whole.router.top_k, "ep_group": mesh.get_group(), "device": self.device}
+            part = MoE(hidden, width, whole.num_experts, **options)
+            part.load_state_dict(whole.state_dict())
+            model.set_submodule(name, part)
+
+    def _loss(self, done: int) -> Tensor:
+        tokens, targets = (each.chunk(self.parts)[self.part].to(self.device) for each in self.batch(done))
+        return self.model(tokens, targets)
+
+    def mean(self, loss: Tensor) -> float:
+        """Over all ranks, in fp32 and their order."""
+        everywhere = loss.detach().float().clone()
+        dist.all_reduce(everywhere)
+        return everywhere.item() / dist.get_world_size()
+
+    def step(self, *arguments: Any, **options: Any) -> float:
+        try:
+            if self.wire is not None or self.done == self.first:
+                return super().step(*arguments, **options)
+            with Wire() as self.wire:
+                return super().step(*arguments, **options)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+                raise ConnectionError(
+                    f"a rank was lost in step {self.done + 1} ({' '.join(str(error).split())[:120]}); start all again: "
+                    "they go on from the newest checkpoint"
+                ) from None
+            raise
+
+    def plan(self) -> Any:
+        outline = models.outline(self.config.model, self.config.preset).to(torch.bfloat16)
+        return duotone.plan(duotone.convert(outline, self.recipe), self.recipe, device=self.config.device)
+
+    def save(self, folder: Path, history: Mapping[str, object]) -> None:
+        """A checkpoint of all ranks. The newest three stay."""
+        meta = torch.frombuffer(bytearray(json.dumps({**self.meta(), "history": history}).encode()), dtype=torch.uint8)
+        extra = {"step": torch.tensor(self.done), "meta": meta}
+        distributed.save(folder / f"step-{self.done:08d}", self.model, self.optimizer.adamw, extra)
+        if dist.get_rank() == 0:
+            for old in checkpoint.steps(folder)[: -checkpoint.MOST]:
+                shutil.rmtree(old)
+
+    def resume(self, path: Path) -> dict[str, Any]:
+        """Load a checkpoint; gives the history of its run. UserError where it is of another run."""
+        extra = distributed.load(path, self.model, self.optimizer.adamw)
+        meta = json.loads(bytes(extra["meta"].tolist()))
+        wanted = json.loads(json.dumps(self.meta()))
+        if key := next((key for key in wanted if meta.get(key) != wanted[key]), ""):
+            raise UserError(f"the checkpoint {path} has another {key}: resume with the options that it was made with")
+        self.done = self.first = int(extra["step"])
+        return meta["history"]
+
+    def ranks(self) -> list[str]:
+        """Memory and bytes on the wire of each rank, in words."""
+        if self.device.type == "cuda":
+            size, kind = torch.cuda.max_memory_allocated(), "peak memory"
+        else:
+            shards = [*map(local, self.model.parameters()), *self.optimizer.state().values()]
+            size, kind = total_bytes(shards), "parameters and optimizer"
+        wire = self.wire or Wire()
+        text = f"{size / 2**20:.1f} MiB of {kind}" + "".join(
+            f", {getattr(wire, what) / 2**20:.2f} MiB {what}" for what in ("gathered", "exchanged", "reduced")
+        )
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        return [f"rank {rank}: {each} a step" for rank, each in enumerate(texts)]
+
+
+def _shards(parameter: Tensor) -> int:
+    """Ranks that hold different parts of a parameter, as its DTensor says."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
+
+
+def _styles(block: nn.Module) -> dict[str, ColwiseParallel | RowwiseParallel]:
+    """Shards of weights; activations stay whole between linears, because q, k, v and gate, up lie side by side."""
+    names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    columns = {name: ColwiseParallel(output_layouts=Replicate()) for name in names if name.endswith(COLUMNS)}
+    rows = {name: RowwiseParallel(input_layouts=Replicate()) for name in names if name.endswith(ROWS)}
+    return {**columns, **rows}

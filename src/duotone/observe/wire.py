@@ -1,0 +1,44 @@
+"""What ranks send to each other, counted as torch dispatches its collectives."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COLLECTIVES = ("c10d", "_c10d_functional")
+
+
+class Wire(TorchDispatchMode):
+    """Counts bytes of this rank's collectives while it is open, forward and backward.
+
+    `gathered` is what all-gathers bring from other ranks, `exchanged` what all-to-alls take. `reduced` is the size of
+    what is summed or compared over ranks: outputs and gradients, which stay in high precision, and amaxes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = self.exchanged = self.reduced = 0
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in COLLECTIVES:
+            self._count(func._schema.name.split("::")[1].replace("_", ""), args, result)
+        return result
+
+    def _count(self, name: str, args: tuple[Any, ...], result: object) -> None:
+        sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
+        if name.startswith("allgather"):
+            self.gathered += max(sizes) - min(sizes)
+        elif name.startswith("alltoall"):
+            self.exchanged += sizes[len([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]) - 1]
+        elif "reduce" in name:
+            self.reduced += max(sizes)

@@ -1,0 +1,50 @@
+"""`--parallel`: what it takes, and a run under torchrun that loses a rank."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from duotone.errors import UserError
+from duotone.lab.parallel import Parallel
+
+LOSES_A_RANK = Path(__file__).with_name("losing_a_rank.py")
+
+
+def test_axes_are_read_and_printed() -> None:
+    assert Parallel.parse("fsdp=4, tp=2") == Parallel(fsdp=4, tp=2) and Parallel.parse("ep=8").ranks == 8
+    assert str(Parallel(fsdp=4, tp=2)) == "fsdp=4,tp=2"
+
+
+@pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=2,fsdp=2", "dp=2", "tp=2,ep=2", "fsdp=-1"])
+def test_other_axes_are_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="--parallel") as error:
+        Parallel.parse(text)
+    assert "\n" not in str(error.value)
+
+
+def test_a_process_that_torchrun_did_not_start_says_how_to_start_it() -> None:
+    from duotone.cli.main import run
+
+    assert run(["train", "--parallel", "fsdp=2", "--preset", "tiny"]) == 2
+
+
+def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    """torchrun starts all ranks again; the report is of the whole run, and tells memory and bytes of each rank."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    options = "train --parallel fsdp=2 --preset tiny --recipe fp8-current --steps 6 --save-every 2 --out".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [*torchrun, str(LOSES_A_RANK), *options, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed from step 2 on 2 ranks" in done.stdout and "a rank was lost in step 4" in done.stderr
+    assert "rank 0: " in done.stdout and "MiB gathered" in done.stdout and done.stdout.count("Report: ") == 1
+    run = json.loads((tmp_path / "result.json").read_text())["runs"][0]
+    assert [step for step, _ in run["train_loss"]] == [1, 2, 3, 4, 5, 6]
+    assert [event["text"].split(":")[0] for event in run["events"]] == ["rank 0", "rank 1"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (2, 4, 6)
+    ]

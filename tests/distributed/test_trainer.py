@@ -1,0 +1,9 @@
+"""The trainer of `duotone train --parallel` on two gloo processes; trainer_worker.py holds the checks."""
+
+from launching import names
+
+WORKER = "trainer_worker.py"
+
+
+def test_trainer(failures) -> None:
+    assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]
