@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34223
+LIBRARY_LINES = 34230
 TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2150, 20, 0),
     "cli": (1472, 3, 0),
     "comm": (150, 1, 0),
-    "compat": (2345, 69, 0),
+    "compat": (2352, 69, 0),
     "conversion": (2686, 32, 0),
     "dispatch": (2643, 1, 0),
     "distributed": (430, 3, 1),

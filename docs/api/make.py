@@ -15,6 +15,8 @@ MODULES = {
     "duotone.observe": "What quantization loses, and what memory it holds.",
     "duotone.ops": "Operations that run as one pipeline in `ops.Sequential`.",
     "duotone.optim": "The optimizer of quantized parameters.",
+    "duotone.compat.te": "Scripts for [Transformer Engine](../from-te.md).",
+    "duotone.compat.torchao": "Scripts for [torchao](../from-torchao.md).",
     "duotone.integrations.transformers": "What surrounds models of transformers, which has to be installed.",
 }
 

@@ -16,6 +16,8 @@ from types import ModuleType
 from duotone.compat.transformer_engine.names import INSTEAD, MODULES, VERSION
 from duotone.errors import UserError
 
+__all__ = ["install"]
+
 ROOT = "transformer_engine"
 
 

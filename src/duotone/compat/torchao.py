@@ -16,6 +16,11 @@ from duotone.conversion.targets import targets
 from duotone.errors import UserError
 from duotone.recipes import Rule, RuleRecipe
 
+__all__ = [
+    "CastConfig", "Float8GemmConfig", "Float8LinearConfig", "Float8LinearRecipeName", "ScalingGranularity",
+    "ScalingType", "convert_to_float8_training", "recipe_from",
+]  # fmt: skip
+
 FLOOR = 1e-12
 """A smaller amax counts as this there."""
 
