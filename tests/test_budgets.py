@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34230
+LIBRARY_LINES = 34250
 TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,13 +27,13 @@ BUDGETS = {
     "conversion": (2686, 32, 0),
     "dispatch": (2643, 1, 0),
     "distributed": (430, 3, 1),
-    "formats": (1473, 0, 0),
+    "formats": (1477, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3812, 0, 0),
     "lab": (3577, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2170, 15, 0),
+    "observe": (2186, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),

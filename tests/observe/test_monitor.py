@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import duotone
-from duotone import observe, recipes
+from duotone import formats, observe, recipes
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import SAMPLE, StepStatistics
+from duotone.tensor import Plane
+from duotone.tensor.plane import Planes
 
 BF16 = torch.bfloat16
 
@@ -298,3 +300,20 @@ def test_a_tracker_that_is_absent_or_not_open_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(__name__="wandb", run=None))
     with pytest.raises(duotone.UserError, match=r"call wandb.init\(\)"):
         observe.Monitor(mlp(), tmp_path / "m.jsonl", to="wandb")
+
+
+@pytest.mark.parametrize("width", [8, 40])
+def test_a_transform_is_measured_in_whole_groups(width: int) -> None:
+    """Of 40 columns the first 32 are; of 8 there is no whole group, and counts remain."""
+    statistics, x = StepStatistics(), torch.randn(16, width, generator=torch.Generator().manual_seed(0))
+    fmt = formats.get("nvfp4_rht")
+    plane = Plane(fmt, fmt.encode(x), (16, width))
+    statistics.take(duotone.QuantizerRole("linear", "input", "a"), x, Planes(plane, None), (None, None))
+    (row,), _ = statistics.send([]).read()
+    assert row["amax"] == pytest.approx(x.abs().max().item(), rel=1e-4)
+    if width == 40:
+        error = plane.dequantize(torch.float32)[:, :32] - x[:, :32]
+        expected = 20 * math.log10(x[:, :32].norm().item() / error.norm().item())
+        assert row["snr_db"] == pytest.approx(expected, abs=1e-3)
+    else:
+        assert "snr_db" not in row

@@ -42,6 +42,8 @@ class Element:
     """1/max rounded to fp32."""
     sign_code: int = field(init=False, repr=False, compare=False)
     """The sign bit. A field, not a property: compiled code may treat the widths as symbols and not shift by them."""
+    largest_code: int = field(init=False, repr=False, compare=False)
+    """The code of `max`."""
     bits: int = field(init=False, repr=False, compare=False)
     codes_per_byte: int = field(init=False, repr=False, compare=False)
     is_float: bool = field(init=False, repr=False, compare=False)
@@ -54,8 +56,11 @@ class Element:
     def __post_init__(self) -> None:
         bits = 1 + self.exponent_bits + self.mantissa_bits
         is_float = self.dtype is None or self.dtype.is_floating_point
+        bands = self._bands()
+        lower, step, code = bands[-1]
         derived = {
-            "bands": self._bands(),
+            "bands": bands,
+            "largest_code": code + round((self.max - lower.real) / step.real) if is_float else int(self.max),
             "exact_max": complex(self.max),
             "reciprocal": complex(struct.unpack("f", struct.pack("f", 1.0 / self.max))[0]),
             "sign_code": 1 << (bits - 1),

@@ -131,9 +131,8 @@ class ScaledFormat(Format):
         return super().unrotate(hadamard.unrotate(values).to(values.dtype) if self.hadamard else values, cols)
 
     def ceiling(self, parts: Parts) -> Tensor:
-        codes = self._unpacked(parts["codes"])
-        largest = self.element.encode(torch.full((1,), self.element.max, device=codes.device)).expand_as(codes)
-        return self.decode({**parts, "codes": self._packed(largest)}, torch.float32)
+        byte = self.element.largest_code * (17 if self.element.codes_per_byte == 2 else 1)
+        return self.decode({**parts, "codes": torch.full_like(parts["codes"], byte)}, torch.float32)
 
     def factors(self, parts: Parts, stages: Stages = PLAIN, values: Tensor | None = None) -> Factors:
         if values is None:

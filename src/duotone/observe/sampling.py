@@ -27,15 +27,15 @@ class Sampler:
 
 
 class Pieces(NamedTuple):
-    """Pieces of `size` at each multiple of `stride` in the first `extent` of a dimension."""
+    """`count` pieces of `size` at the first multiples of `stride` of a dimension."""
 
+    count: int
     size: int
     stride: int
-    extent: int
 
-    def of(self, x: Tensor, dim: int, covered: int) -> Tensor:
-        """The pieces as a view with one more dimension, the last; an entry of `x` covers so many of the dimension."""
-        return x.narrow(dim, 0, self.extent // covered).unfold(dim, self.size // covered, self.stride // covered)
+    def layout(self, covered: int, step: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Sizes and strides of the pieces in a buffer whose entries, `step` apart, cover so many of the dimension."""
+        return (self.count, self.size // covered), (self.stride // covered * step, step)
 
 
 def spread(x: Tensor, plane: Plane, most: int) -> tuple[Tensor, Plane]:
@@ -50,14 +50,14 @@ def spread(x: Tensor, plane: Plane, most: int) -> tuple[Tensor, Plane]:
     if rows * cols <= most or not down or not across:
         return x, plane
     units = max(1, most // (high * wide))
-    taken_across = max(1, min(across, round(math.sqrt(units))))
+    taken_across = min(across, 1 << units.bit_length() // 2)
     taken_down = max(1, min(down, units // taken_across))
     taken_across = max(1, min(across, units // taken_down))
     pieces = (
-        Pieces(high, down // taken_down * high, down * high),
-        Pieces(wide, across // taken_across * wide, across * wide),
+        Pieces(taken_down, high, down // taken_down * high),
+        Pieces(taken_across, wide, across // taken_across * wide),
     )
-    shape = (len(range(0, down, down // taken_down)) * high, len(range(0, across, across // taken_across)) * wide)
+    shape = taken_down * high, taken_across * wide
     parts = {
         name: _cut(plane.parts[name], pieces, spec.entries) for name, spec in plane.format.parts(*plane.shape).items()
     }
@@ -66,9 +66,17 @@ def spread(x: Tensor, plane: Plane, most: int) -> tuple[Tensor, Plane]:
 
 def _cut(x: Tensor, pieces: tuple[Pieces, Pieces], covered: tuple[int | None, int | None]) -> Tensor:
     """The pieces of a buffer whose entries cover so many rows and columns; None covers the whole extent."""
-    by_row, by_column = covered
-    if by_row is not None:
-        x = pieces[0].of(x, 0, by_row).movedim(-1, 1).flatten(0, 1)
-    if by_column is not None:
-        x = pieces[1].of(x, 1, by_column).flatten(1, 2)
-    return x.contiguous()
+    sizes: list[int] = []
+    strides: list[int] = []
+    shape: list[int] = []
+    for dim, (pieces_along, each) in enumerate(zip(pieces, covered, strict=True)):
+        if each is not None:
+            size, stride = pieces_along.layout(each, x.stride(dim))
+            sizes += size
+            strides += stride
+            shape.append(size[0] * size[1])
+        elif dim < x.dim():
+            sizes.append(x.shape[dim])
+            strides.append(x.stride(dim))
+            shape.append(x.shape[dim])
+    return x.as_strided(sizes, strides, x.storage_offset()).reshape(shape).contiguous()

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.formats import Format
+from duotone.formats.hadamard import SIZE as GROUP
 from duotone.observe.sampling import Sampler, Slots, spread
 from duotone.observe.statistics import FIELDS, Key, summary, tally
 from duotone.recipes.roles import QuantizerRole
@@ -19,18 +21,17 @@ SAMPLE = 1 << 16
 """Elements of an operand whose errors are measured."""
 
 WAITING = 64
-"""Samples that wait to be measured together: few launches, in 42 MB."""
+"""Samples that wait to be measured together: few launches, in 50 MB."""
 
 NAMES = {"duotone_forward": ("input", "weight"), "duotone_backward": ("grad_output",)}
 """The tensors whose slots a delayed state has, two each."""
 
 
 class Sample(NamedTuple):
-    """fp32: elements of an operand, what they decode to, what their codes stand for, and the most that codes hold."""
+    """fp32 (n,): elements of an operand, the values of their codes with any transform, and the most that codes hold."""
 
     x: Tensor
-    decoded: Tensor
-    rotated: Tensor
+    values: Tensor
     ceiling: Tensor
 
 
@@ -41,7 +42,7 @@ class StepStatistics(Sampler):
         self.keys: list[tuple[Key, float]] = []
         """Of each plane, with the largest element of its format."""
         self._whole: list[Tensor] = []
-        self._waiting: dict[torch.Size, list[tuple[int, Sample]]] = {}
+        self._waiting: dict[tuple[int, Format | None], list[tuple[int, Sample]]] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
@@ -53,7 +54,7 @@ class StepStatistics(Sampler):
                 self.keys.append((key, plane.format.largest))
                 self._whole.append(whole)
                 if math.isfinite(plane.format.largest) and matrix.numel():
-                    self._wait(len(self.keys) - 1, sample(matrix, plane))
+                    self._wait(plane.format, sample(matrix, plane))
 
     def send(self, states: Sequence[DelayedState]) -> "Sent":
         """Start the copy of all numbers to the host, and of which delayed slots have met no amax."""
@@ -66,22 +67,29 @@ class StepStatistics(Sampler):
         numbers = torch.cat([t.to(device, non_blocking=True) for t in tensors]) if tensors else torch.empty(0)
         return Sent(self.keys, places, slots, numbers)
 
-    def _wait(self, place: int, taken: Sample) -> None:
-        self._waiting.setdefault(taken.x.shape, []).append((place, taken))
+    def _wait(self, fmt: Format, taken: Sample) -> None:
+        """Keep a sample of the newest plane. Those of one size are measured together, whatever their formats."""
+        if not taken.x.numel():
+            return
+        key = taken.x.numel(), fmt if fmt.transform else None
+        self._waiting.setdefault(key, []).append((len(self.keys) - 1, taken))
         if sum(map(len, self._waiting.values())) == WAITING:
             self._measure()
 
     def _measure(self) -> None:
-        """Measure what waits, the samples of one shape together, and let it go."""
-        for waiting in self._waiting.values():
-            x, decoded, rotated, ceiling = (
+        """Measure what waits and let it go."""
+        for (_, transformed), waiting in self._waiting.items():
+            x, values, ceiling = (
                 torch.stack(list(parts)) for parts in zip(*(taken for _, taken in waiting), strict=True)
             )
-            coded = rotated.abs()
+            coded, decoded = x, values
+            if transformed is not None:  # the groups of its transform lie one after the other
+                coded, decoded = transformed.rotate(x).float(), transformed.unrotate(values, values.shape[1])
+            coded = coded.abs()
             saturated = (coded > ceiling) & torch.isfinite(coded)
-            clipped = (coded > CLIPPED * ceiling).sum((1, 2), dtype=torch.float64)
+            clipped = (coded > CLIPPED * ceiling).sum(1, dtype=torch.float64)
             sums, extremes = tally(x, decoded, saturated, torch.float32)
-            limits = torch.stack([clipped, ceiling.amax((1, 2)), -ceiling.amin((1, 2))], 1)
+            limits = torch.stack([clipped, ceiling.amax(1), -ceiling.amin(1)], 1)
             self._measured.append(([place for place, _ in waiting], torch.cat([sums, extremes, limits], 1)))
         self._waiting.clear()
 
@@ -103,13 +111,13 @@ def count(x: Tensor) -> Tensor:
 
 
 def sample(x: Tensor, plane: Plane) -> Sample:
-    """About `SAMPLE` elements of an operand that lies as the plane does."""
-    values, part = spread(x.detach(), plane, SAMPLE)
-    values = values.to(torch.float32, copy=True)  # the operand may be freed or overwritten before it is measured
-    rotated = part.format.rotate(values)
-    return Sample(
-        values, part.dequantize(torch.float32), rotated, part.format.ceiling(part.parts)[:, : rotated.shape[1]]
-    )
+    """About `SAMPLE` elements of an operand that lies as the plane does; of a transform whole groups alone."""
+    elements, part = spread(x.detach(), plane, SAMPLE)
+    cols = elements.shape[1] // GROUP * GROUP if part.format.transform else elements.shape[1]
+    # Copied, because the operand may be freed or overwritten before it is measured.
+    copied = elements[:, :cols].to(torch.float32, copy=True)
+    parts = copied, part.values(torch.float32)[:, :cols], part.format.ceiling(part.parts)[:, :cols]
+    return Sample(*(each.reshape(-1) for each in parts))
 
 
 class Sent:
