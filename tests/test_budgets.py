@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34250
+LIBRARY_LINES = 34249
 TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,9 +25,9 @@ BUDGETS = {
     "comm": (150, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2686, 32, 0),
-    "dispatch": (2643, 1, 0),
+    "dispatch": (2644, 1, 0),
     "distributed": (430, 3, 1),
-    "formats": (1477, 0, 0),
+    "formats": (1475, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3812, 0, 0),
     "lab": (3577, 18, 1),

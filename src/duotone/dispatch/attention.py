@@ -108,7 +108,8 @@ def backward(
 
     `gradient` is that of `out`, in one dtype with all heads; `lse` is fp32 (batch, heads, queries).
     """
-    query, key, value = heads
+    # Kernels want rows of heads; a plane of values lies the other way.
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
     if query.is_cpu:
         repeats = query.shape[1] // key.shape[1]
         wide = (x.repeat_interleave(repeats, 1) for x in (key, value))

@@ -12,16 +12,14 @@ SIZE = 16
 SIGN_MASK = 0xD7E8
 NAME = f"hadamard{SIZE}:{SIGN_MASK:04x}"
 
-ROWS = tuple(
-    tuple((-0.25 if (SIGN_MASK >> i) & 1 else 0.25) * (-1) ** (i & j).bit_count() for j in range(SIZE))
-    for i in range(SIZE)
-)
-"""R; every entry is +-0.25."""
-
 
 def rotation(device: torch.device | None = None) -> Tensor:
-    """R as fp32 (16, 16)."""
-    return torch.tensor(ROWS, dtype=torch.float32, device=device)
+    """R as fp32 (16, 16), every entry +-0.25. Computed there, because a copy from the host waits for the device."""
+    i = torch.arange(SIZE, device=device)
+    odd = i[:, None] & i
+    odd = odd ^ (odd >> 2)
+    minus = (odd ^ (odd >> 1) ^ (SIGN_MASK >> i)[:, None]) & 1
+    return minus.to(torch.float32) * -0.5 + 0.25
 
 
 def rotate(x: Tensor) -> Tensor:
