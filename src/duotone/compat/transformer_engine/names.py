@@ -92,7 +92,7 @@ INSTEAD = {
     "GatedDeltaNetAttention": "use a module of its own library",
     "HybridQuantizedTensor": TENSOR,
     "IdentityTensor": TENSOR,
-    "InferenceParams": "keep keys and values yourself, and call DotProductAttention",
+    "InferenceParams": "give a duotone.KVCache as kv_cache",
     "ManualOffloadSynchronizer": "use get_cpu_offload_context, or torch.autograd.graph.save_on_cpu",
     "UserBufferQuantizationMode": OVERLAP,
     "apply_recipe": "use duotone.convert_parameters",

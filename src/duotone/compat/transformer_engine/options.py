@@ -37,7 +37,7 @@ WITHOUT: dict[str, Rule] = {
     "cu_seqlens_kv_padded": (is_unset, "pack sequences without padding, and give cu_seqlens_kv"),
     "cu_seqlens_q_padded": (is_unset, "pack sequences without padding, and give cu_seqlens_q"),
     "fast_zero_fill": (is_ignored, ""),
-    "inference_params": (is_unset, "keep keys and values yourself, and call DotProductAttention"),
+    "inference_params": (is_unset, "give a duotone.KVCache as kv_cache"),
     "layer_number": (is_ignored, ""),
     "max_seqlen_kv": (is_ignored, ""),
     "max_seqlen_q": (is_ignored, ""),
