@@ -1,5 +1,6 @@
 """docs/observing.md: its examples run, and print what the page says."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,16 @@ from duotone import observe, recipes
 
 PAGE = (Path(__file__).parents[2] / "docs" / "observing.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-_, TAPS, LEDGER = (text for kind, text in BLOCKS if kind == "python")
+_, MONITOR, TAPS, LEDGER = (text for kind, text in BLOCKS if kind == "python")
+
+
+def test_the_monitor_of_the_page_writes_the_steps_that_it_says(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(MONITOR, {})
+    rows = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert list(dict.fromkeys(row["step"] for row in rows)) == [1, 50, 100]
+    named = {key for line in PAGE.splitlines() if line.startswith("| `") for key in re.findall(r"`(\w+)`", line)}
+    assert {key for row in rows for key in row} <= named
 
 
 def test_the_tap_of_the_page_prints_a_row_for_each_plane(capsys) -> None:
