@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34249
+LIBRARY_LINES = 34251
 TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (430, 3, 1),
     "formats": (1475, 0, 0),
     "integrations": (389, 19, 0),
-    "kernels": (3812, 0, 0),
+    "kernels": (3814, 0, 0),
     "lab": (3577, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),

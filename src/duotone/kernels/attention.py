@@ -16,8 +16,9 @@ WIDTHS = (64, 128)
 P_SCALE = 256.0
 """Of probabilities without a delayed scale: the largest power of two that cannot overflow E4M3."""
 
-TILES = (64, 128, 4)
-"""Queries and keys of a tile, and warps: the fastest of five on an H200 from 8192 tokens on."""
+TILES = {True: (64, 128, 4), False: (64, 64, 4)}
+"""Queries and keys of a tile, and warps, by whether sums are fast: the fastest of five on an H200 from 8192 tokens on.
+Sums of more bits take a second accumulator, for which larger tiles have no registers."""
 IMPRECISE = 32
 """Products that Hopper may add up with fewer bits where accumulation is not fast."""
 
@@ -117,7 +118,7 @@ def attend(
     causal: bool,
     fast: bool,
     dtype: torch.dtype,
-    tiles: tuple[int, int, int] = TILES,
+    tiles: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, queries, heads, width) in `dtype`, and fp32 log-sum-exp (batch, heads, queries).
 
@@ -126,6 +127,7 @@ def attend(
     are. `fast` allows sums of fewer bits.
     """
     q, k, v = codes
+    tiles = tiles or TILES[fast]
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
