@@ -19,7 +19,7 @@ from duotone.state.region import active_recipe
 from duotone.state.traced_stages import Call
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
-from duotone.tensor.plane import Planes, Usage
+from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor
 from duotone.tensor.shards import AnsweredShard, agree, ask, spans
 
@@ -92,6 +92,8 @@ class SentWeight:
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
+        self.row: Plane | None = None
+        """The rowwise plane since the last write, if every pass sends that plane."""
         self.amaxes: dict[Usage, Tensor] = {}
         """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
@@ -159,9 +161,10 @@ class SentWeight:
         def agreed(side: Usage) -> Planes:
             return self.plane(side, AnsweredShard(self.group, 0, [self.amaxes[side]] if side in self.amaxes else []))
 
+        if self.gathers.derives:
+            self.row = row = self.row or agreed(ROWWISE).rowwise
+            return Planes(row, row.transposed() if row is not None and usage.columnwise else None)
         row = agreed(ROWWISE).rowwise if usage.rowwise else None
-        if row is not None and self.gathers.derives:
-            return Planes(row, row.transposed())
         return Planes(row, agreed(COLUMNWISE).columnwise if usage.columnwise else None)
 
     @property
@@ -178,7 +181,7 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
     asked: list[tuple[SentWeight, Usage, Tensor]] = []
     for weight in weights:
-        weight.stamp = weight.writes
+        weight.stamp, weight.row = weight.writes, None
         for side in weight.sides:
             amax = ask(lambda shard, of=weight, side=side: of.plane(side, shard))
             assert amax is not None

@@ -7,6 +7,7 @@ gathered: all shards agree on them at each write. For this a shard knows its gro
 
 from collections.abc import Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,3 +92,7 @@ def _require_dtype(shard: PlaneTensor, dtype: torch.dtype) -> None:
         raise UserError(
             f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
         )
+
+
+for _hook in (ShardHooks.fsdp_pre_all_gather, ShardHooks.fsdp_post_all_gather):
+    vars(_hook)["__signature__"] = signature(_hook)  # FSDP2 asks for it at every gather

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats import Format
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, from_wire, gather, same_memory, sharded_parts, to_wire
+from duotone.tensor.plane import (
+    BOTH,
+    Plane,
+    Planes,
+    Usage,
+    from_wire,
+    gather,
+    require_whole_blocks,
+    same_memory,
+    sharded_parts,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -46,6 +56,8 @@ class Gathers:
         """Planes of this rank, alive until copies of the last gather are done, and those of all ranks."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
+        self.names: dict[int, list[str]] = {}
+        """The parts of each plane that travel."""
         self.derived: list[Tensor] = []
         """The buffers of a columnwise plane that is a transposed copy of the rowwise one."""
 
@@ -71,13 +83,20 @@ class Gathers:
         self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
         self.shard = row, col = encode(BOTH if is_first or count == 1 else self.sent)
         if count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
-            return (torch.empty(0, dtype=torch.uint8),)
+            return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
             of_row, of_col = self.wires
             self.param.all_gather_outputs = (of_row if rowwise else []) + (of_col if columnwise else [])
             self.param._unsharded_inner_tensors = self.derived if self.valid.columnwise else []
-        sent = to_wire(row, ROW_DIM) if row is not None and rowwise else []
-        return tuple(sent + (to_wire(col, COLUMN_DIM) if col is not None and columnwise else []))
+        sent = self._wire(row, ROW_DIM) if row is not None and rowwise else []
+        return tuple(sent + (self._wire(col, COLUMN_DIM) if col is not None and columnwise else []))
+
+    def _wire(self, plane: Plane, dim: int) -> list[Tensor]:
+        if dim not in self.names:
+            require_whole_blocks(plane, dim)
+            self.names[dim] = sharded_parts(plane, dim)
+        parts = [plane.parts[name] for name in self.names[dim]]
+        return [(part.t() if dim == COLUMN_DIM else part).contiguous() for part in parts]
 
     def _sent_now(self) -> Usage:
         row, col = self.formats
@@ -106,7 +125,7 @@ class Gathers:
             return tuple(self.derived)
         for whole, shard, dim in zip(self.whole, self.shard, (ROW_DIM, COLUMN_DIM), strict=True):
             if whole is not None and shard is not None and not (dim == COLUMN_DIM and self.derives):
-                _refresh(whole, shard, sharded_parts(shard, dim) if self.count > 1 else ())
+                _refresh(whole, shard, self.names.get(dim, ()) if self.count > 1 else ())
         row, col = self.whole
         if self.derived and row is not None and col is not None and self.valid.columnwise:
             _refresh(col, _derived(row), ())
@@ -129,7 +148,7 @@ class Gathers:
         if self.count == 1:
             return
         if row is not None:
-            sent = len(sharded_parts(row, ROW_DIM)) if self.sent.rowwise else 0
+            sent = len(self.names[ROW_DIM]) if self.sent.rowwise else 0
             row = self._arriving(row, ROW_DIM, outputs[:sent])
             outputs = outputs[sent:]
         if row is not None and self.derives:
@@ -181,6 +200,12 @@ def _owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, No
             if param._sharded_local_tensor is shard:
                 return param, group
     return None, None
+
+
+def _codes(planes: Planes) -> Tensor:
+    plane = planes.rowwise or planes.columnwise
+    assert plane is not None
+    return plane.parts["codes"]
 
 
 def _derived(row: Plane) -> Plane:

@@ -54,15 +54,21 @@ def ask(encode: Callable[[ShardContext], object]) -> Tensor | None:
     return None
 
 
+ALIGNED = 4
+"""Kernels want the address of an amax to be a multiple of this many fp32."""
+
+
 def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
-    """The maximum of each amax over the ranks of its group: one collective for each group."""
+    """The maximum of each fp32 amax over the ranks of its group: one collective for each group."""
     agreed: list[Tensor] = list(amaxes)
     for group in dict.fromkeys(groups):
         mine = [at for at, name in enumerate(groups) if name == group]
-        flat = ShardContext(group).max(torch.cat([amaxes[at].reshape(-1) for at in mine]))
-        pieces = flat.split([amaxes[at].numel() for at in mine])
-        for at, piece in zip(mine, pieces, strict=True):
-            agreed[at] = piece
+        sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in mine]
+        flat = amaxes[mine[0]].new_zeros(sum(sizes))
+        places = [place[: amaxes[at].numel()] for at, place in zip(mine, flat.split(sizes), strict=True)]
+        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])
+        for at, place in zip(mine, ShardContext(group).max(flat).split(sizes), strict=True):
+            agreed[at] = place[: amaxes[at].numel()]
     return agreed
 
 
