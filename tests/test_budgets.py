@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34251
+LIBRARY_LINES = 34312
 TOOL_LINES = 7087
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (2150, 20, 0),
     "cli": (1472, 3, 0),
-    "comm": (150, 1, 0),
+    "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2686, 32, 0),
     "dispatch": (2644, 1, 0),
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2634, 55, 4),
+    "planned": (2653, 56, 4),
     "recipes": (2014, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2010, 18, 1),
-    "tensor": (2324, 16, 0),
+    "tensor": (2360, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -1,6 +1,8 @@
 """fully_shard over linears whose weights are DTensors: FSDP2 and tensor parallelism on a 2 x 2 mesh."""
 
 import copy
+import itertools
+import warnings
 from pathlib import Path
 
 import checks
@@ -15,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import duotone
 from duotone import recipes
+from duotone.errors import UserError
 
 NAMES = ("fp8-current", "mxfp8", "fp8-delayed", "nvfp4")
 
@@ -48,10 +51,10 @@ def train(m: nn.Module) -> list[Tensor]:
         loss = ((m(x) - y).float() ** 2).mean()
         optimizer.zero_grad()
         loss.backward()
-        assert all(p.grad.placements == p.placements for p in m.parameters())
+        assert all(p.grad.placements == p.placements for p in m.parameters() if isinstance(p, DTensor))
         optimizer.step()
         losses.append(loss.detach())
-    return [*losses, *(p.detach().full_tensor() for p in m.parameters())]
+    return [*losses, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
 
 
 @check
@@ -75,6 +78,63 @@ def a_state_dict_of_the_whole_model_goes_in_and_out(folder: Path) -> None:
     set_model_state_dict(both, whole.state_dict(), options=options)
     for key, value in get_model_state_dict(both, options=options).items():
         same(value, whole.state_dict()[key], key)
+
+
+WAYS = {"quantized": duotone.convert_parameters, "gathered": lambda m, _: duotone.gather_quantized(m)}
+
+
+@check
+def replicated_shards_give_the_bits_of_one_process(folder: Path) -> None:
+    over = init_device_mesh(checks.DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, (way, prepare) in itertools.product(("fp8-current", "mxfp8", "nvfp4"), WAYS.items()):
+        recipe = recipes.load(name)
+        single, both = network(name), prepare(network(name), recipe)
+        if way == "quantized":
+            duotone.convert_parameters(single, recipe)
+        for layer in (both[0], both[2], both):
+            fully_shard(layer, mesh=over)
+        for got, want in zip(train(both), train(single), strict=True):
+            same(got, want, f"{name}, {way}")
+
+
+@check
+def shards_that_one_rank_holds_alone_are_whole(folder: Path) -> None:
+    over = init_device_mesh(checks.DEVICE, (4, 1), mesh_dim_names=("replicate", "shard"))
+    for name, prepare in itertools.product(("fp8-current", "mxfp8"), WAYS.values()):
+        single, both = network(name), prepare(network(name), recipes.load(name))
+        if prepare is WAYS["quantized"]:
+            duotone.convert_parameters(single, recipes.load(name))
+        for layer in (both[0], both[2], both):
+            fully_shard(layer, mesh=over)
+        for got, want in zip(train(both), train(single), strict=True):
+            same(got, want, name)
+
+
+@check
+def a_smaller_mesh_after_forward_is_refused_in_one_line(folder: Path) -> None:
+    for prepare in WAYS.values():
+        m = prepare(network("fp8-current"), recipes.load("fp8-current"))
+        over = init_device_mesh(checks.DEVICE, (4,))
+        for layer in (m[0], m[2]):
+            fully_shard(layer, mesh=over, reshard_after_forward=2)
+        fully_shard(m, mesh=over)
+        try:
+            train(m)
+        except UserError as error:
+            assert "reshard_after_forward=True or False" in str(error)
+        else:
+            raise AssertionError("torch keeps one buffer of a parameter after forward, and planes have two")
+
+
+@check
+def weights_that_tensor_parallelism_cuts_travel_as_they_are(folder: Path) -> None:
+    over = mesh()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        both = shard(cut(duotone.gather_quantized(network("mxfp8")), over), over)
+    assert any("0.weight travels in high precision: it lies as" in str(each.message) for each in caught), caught
+    for got, want in zip(train(both), train(cut(network("mxfp8"), over)), strict=True):
+        same(got, want)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -325,6 +326,35 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
     assert "its 96 rows over 2 ranks do not end on blocks of 32" in str(caught[-1].message), caught
     uneven(torch.randn(32, 64)).sum().backward()
     assert refusal(lambda: duotone.gather_quantized(shard_of("fp8-delayed"))).startswith("0: Quantizer(")
+
+
+@check
+def nan_on_one_rank_is_the_nan_of_one_process(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for (name, held), bad in itertools.product(
+        itertools.product((*STEPS_OF, "fp8-rowwise", "fp8-block"), (True, False)), (math.nan, math.inf)
+    ):
+        one = model(recipes.load(name), held=held)
+        m = model(recipes.load(name), held=held)
+        if not held:
+            duotone.gather_quantized(m)
+        split(m, mesh)
+        values = torch.randn(256, 128).bfloat16()
+        values[200, 7] = bad  # in the shard of the last rank
+        with torch.no_grad():
+            one[0].weight.copy_(values)
+            m[0].weight.copy_(distribute_tensor(values, mesh, m[0].weight.placements))
+        same(once(m), once(one), f"{name}, {held}, {bad}")
+        x = torch.randn(64, 128).bfloat16()
+        same(m(x), one(x), f"{name}, {held}, {bad}")
+
+
+@check
+def ranks_with_other_recipes_are_told_when_they_shard(folder: Path) -> None:
+    for held in (True, False):
+        m = model(recipes.load("mxfp8" if dist.get_rank() else "fp8-current"), held=held)
+        message = refusal(lambda m=m: fully_shard(m))
+        assert "rank 0 those of [0: fp8-current" in message and "rank 1 those of [0: mxfp8" in message, message
 
 
 def shard_of(name: str) -> nn.Module:

@@ -76,8 +76,13 @@ AGREED: set[tuple[str, int]] = set()
 """What the ranks of a group agreed on, as digests: a capture can compare nothing."""
 
 
-def require_same(names: Sequence[str], device: torch.device, group: str) -> None:
+AMAXES = "did not record the same amaxes", "run the same modules on all its ranks, or set reduce_amax to false"
+
+
+def require_same(names: Sequence[str], device: torch.device, group: str, problem: tuple[str, str] = AMAXES) -> None:
     """UserError on every rank of the group unless all ranks come with the same names, in the same order.
+
+    `problem` is what it says of the ranks if they do not, and what to do.
 
     A collective of two numbers on `device`, which the host waits for.
     """
@@ -100,9 +105,10 @@ def require_same(names: Sequence[str], device: torch.device, group: str) -> None
     mine = group_rank(group)
     other = next((rank for rank, row in enumerate(shown) if row != shown[mine]), mine)
     ran = [bytes(shown[rank]).decode(errors="replace").strip() for rank in (mine, other)]
+    differ, remedy = problem
     raise UserError(
-        f"the ranks of group {group!r} did not record the same amaxes: rank {mine} those of [{ran[0]}], rank {other} "
-        f"those of [{ran[1]}]; run the same modules on all its ranks, or set reduce_amax to false"
+        f"the ranks of group {group!r} {differ}: rank {mine} those of [{ran[0]}], rank {other} those of [{ran[1]}]; "
+        f"{remedy}"
     )
 
 

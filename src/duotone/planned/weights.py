@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from duotone.comm import require_same
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
@@ -173,6 +174,20 @@ def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
         parameter.quantizer = described
 
 
+RECIPES = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
+
+
+def _require_same_recipe(module: Any, parameters: Iterable[Tensor | None]) -> None:
+    """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
+    meshes = {holder.device_mesh for holder in parameters if is_distributed(holder)}
+    answers = module.plans.answer(module.recipe) if meshes else {}
+    formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
+    names = [f"{module.module_name}: {module.recipe.name}", *formats]
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            require_same(names, torch.device(mesh.device_type), group.group_name, RECIPES)
+
+
 class ShardedParameters:
     """Mixed in before an nn.Module."""
 
@@ -197,6 +212,7 @@ class ShardedParameters:
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
         """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
+        _require_same_recipe(self, self._parameters.values())
         tell_shards(self._parameters.values())
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
