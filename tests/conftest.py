@@ -38,6 +38,18 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+PLAIN_CASTS = {"linear", "recipes", "serving"}
+"""Folders whose casts are not compiled, however large: tests/dispatch compares their bits with those of plain ones."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _casts(request: pytest.FixtureRequest) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        if request.path.parent.name in PLAIN_CASTS:
+            patched.setattr("duotone.dispatch.stages.COMPILE_FROM", 1 << 30)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(1234)

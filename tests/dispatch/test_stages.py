@@ -43,13 +43,16 @@ def bits(t: Tensor) -> Tensor:
     return t.reshape(-1)
 
 
-def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages) -> None:
+DTYPES = torch.float32, torch.bfloat16
+
+
+def assert_same_bits(fmt: formats.Format, x: Tensor, backend: Stages, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     expected = fmt.encode(x, seed=77, stages=PLAIN)
     got = fmt.encode(x, seed=77, stages=backend)
     for name, part in expected.items():
         assert got[name].shape == part.shape
         assert torch.equal(bits(got[name]), bits(part)), f"{fmt.name} {name}"
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in dtypes:
         assert torch.equal(bits(fmt.decode(got, dtype, backend)), bits(fmt.decode(expected, dtype, PLAIN)))
     # Products take their order of summation from the strides, so these are part of "the same bits".
     for parts in (got, fmt.derive(got)):
@@ -73,9 +76,17 @@ def test_chunked_stages_have_the_bits_of_plain_torch(
 @needs_compiler
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_stages_have_the_bits_of_plain_torch(name: str, awkward: Tensor) -> None:
-    x = awkward.to(torch.bfloat16)
+    """Decoded to the dtypes in turn: each takes a kernel more, and a second to compile."""
+    x, turn = awkward.to(torch.bfloat16), formats.names().index(name) % 2
     for view in (x, x.t(), x[1:, :150]):
-        assert_same_bits(formats.get(name), view, COMPILED)
+        assert_same_bits(formats.get(name), view, COMPILED, DTYPES[turn : turn + 1])
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", formats.names())
+def test_compiled_stages_decode_to_each_dtype(name: str, awkward: Tensor) -> None:
+    assert_same_bits(formats.get(name), awkward.to(torch.bfloat16), COMPILED)
 
 
 @needs_compiler

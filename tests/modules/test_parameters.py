@@ -599,9 +599,9 @@ def test_changing_roles_for_ever_leaks_no_registration() -> None:
 def test_a_weight_in_rowwise_mxfp8_costs_at_most_1_04_bytes_per_element() -> None:
     """Issue 3, numbers."""
     with torch.no_grad(), duotone.quantized_model_init(recipe=MX):
-        m = duotone.Linear(512, 256, bias=False)
+        m = duotone.Linear(128, 64, bias=False)
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in bits_of(m.weight)}
-    assert sum(storages.values()) <= 1.04 * 512 * 256
+    assert sum(storages.values()) <= 1.04 * 128 * 64
 
 
 def bits_of(t: QuantizedTensor) -> list[Tensor]:
