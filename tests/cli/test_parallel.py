@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from duotone.errors import UserError
-from duotone.lab.parallel import Parallel
+from duotone.lab import presets
+from duotone.lab.axes import Parallel
+from duotone.lab.models import parameter_count
 
 LOSES_A_RANK = Path(__file__).with_name("losing_a_rank.py")
 
@@ -30,6 +32,17 @@ def test_a_process_that_torchrun_did_not_start_says_how_to_start_it() -> None:
     from duotone.cli.main import run
 
     assert run(["train", "--parallel", "fsdp=2", "--preset", "tiny"]) == 2
+
+
+def test_a_plan_predicts_what_each_rank_holds_and_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    """tests/distributed/trainer_worker.py compares predictions with counts. Here: FSDP2 alone in bf16, by hand."""
+    from duotone.cli.main import run
+
+    assert run(["plan", "--preset", "tiny", "--recipe", "bf16", "--parallel", "fsdp=4"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    count = parameter_count("gpt", presets.get("tiny"))
+    assert line.startswith(f"each of 4 ranks: {12 * count / 4 / 2**20:.1f} MiB of parameters and optimizer, ")
+    assert line.endswith(f"0.00 MiB exchanged, {4 * count / 2**20:.2f} MiB reduced a step")
 
 
 def test_a_run_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """The laboratory's trainer over two ranks against one process."""
 
+from functools import partial
 from pathlib import Path
 
 import checks
 from checks import check, same
 
 from duotone import recipes
-from duotone.lab import data, presets
-from duotone.lab.parallel import Parallel, ParallelTrainer
+from duotone.lab import comparison, data, presets
+from duotone.lab.axes import Parallel
+from duotone.lab.forecast import forecast
+from duotone.lab.parallel import ParallelTrainer
 from duotone.lab.trainer import TrainConfig, Trainer
 
 CASES = (
     (Parallel(fsdp=2), "gpt", "fp8-delayed"),
+    (Parallel(fsdp=2), "gpt", "mxfp8"),
     (Parallel(tp=2), "gpt", "mxfp8"),
     (Parallel(ep=2), "moe", "fp8-current"),
 )
@@ -29,6 +33,26 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
         assert len(trainer.ranks()) == 2
+        expected, wire = forecast(config, recipes.load(recipe), parallel), trainer.wire
+        assert wire is not None
+        for what in ("gathered", "exchanged", "reduced"):
+            got, want = getattr(wire, what), getattr(expected, what)
+            assert abs(got - want) <= 0.05 * want, f"{parallel}, {recipe}: {what} {got}, predicted {want}"
+
+
+@check
+def a_comparison_runs_each_recipe_over_all_ranks(folder: Path) -> None:
+    config = TrainConfig(presets.get("tiny"), steps=3)
+    corpus = data.load((), context=config.preset.model.context)
+    ends = []
+    for make in (partial(ParallelTrainer, Parallel(fsdp=2)), Trainer):
+        runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
+        for run in runs:
+            run.is_observed = False
+        entries = comparison.compare(config, runs, corpus, make=make)["runs"]
+        assert [entry["error"] for entry in entries] == [None, None]
+        ends.append([entry["final_heldout_loss"] for entry in entries])
+    assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
 
 
 @check
@@ -38,9 +62,9 @@ def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
         config = TrainConfig(presets.get("tiny"), steps=4, model=model)
         trainer, resumed = (ParallelTrainer(parallel, config, recipes.load(recipe), corpus) for _ in range(2))
         trainer.step(), trainer.step()
-        trainer.save(folder / str(parallel), {"train_loss": [[1, 0.5]]})
+        trainer.save(folder / f"{parallel}-{recipe}", {"train_loss": [[1, 0.5]]})
         losses = trainer.step(), trainer.step()
-        history = resumed.resume(folder / str(parallel) / "step-00000002")
+        history = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
         assert history == {"train_loss": [[1, 0.5]]} and resumed.done == 2
         assert (resumed.step(), resumed.step()) == losses, parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()

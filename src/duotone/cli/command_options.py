@@ -78,7 +78,7 @@ size = click.option(
     help="Speeds and bytes as if the model were so wide and had so many tokens, such as 4096x8192.",
 )
 parallel = click.option(
-    "--parallel", metavar="fsdp=N,tp=M,ep=K", help="Ranks along each axis, under torchrun with so many processes."
+    "--parallel", metavar="fsdp=N,tp=M,ep=K", help="Ranks along each axis; to train, torchrun starts as many processes."
 )
 TRAINING = (
     click.option("--force", is_flag=True, help="Replace a report that is in --out."),

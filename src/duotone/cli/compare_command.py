@@ -27,9 +27,10 @@ from duotone.lab.schema import Document
 )
 @click.option("--resume", is_flag=True, help="Continue the comparison in --out with its settings, or add seeds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead of the table.")
+@options.parallel
 @options.training
 @click.pass_context
-def compare(
+def compare(  # noqa: PLR0913 (one argument for each option)
     context: click.Context,
     recipes: tuple[str, ...],
     seeds: int,
@@ -38,6 +39,7 @@ def compare(
     out: str | None,
     strict: bool,
     force: bool,
+    parallel: str | None,
     **typed: options.Typed,
 ) -> None:
     """Train the same small language model under each recipe and report what happened.
@@ -48,15 +50,24 @@ def compare(
 
     Ctrl-C, SIGTERM and SIGHUP write a partial report, and --resume continues it. The exit code is 1 where a run failed,
     2 for bad input, 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
+
+    With --parallel, run it under torchrun: without statistics of planes, with memory and bytes of each rank.
     """
     from duotone.cli import comparison_run, run_display, summary
     from duotone.lab import comparison, files
 
     folder = Path(out or "runs/compare")
+    if parallel is not None and not resume and restarted(folder / summary.RESULT):
+        resume, typed, recipes, strict, force = True, {}, (), False, False  # torchrun types everything again
     if resume:
         chosen = comparison_run.continued(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
     else:
         chosen = comparison_run.fresh(folder, recipes, typed, seeds=seeds, strict=strict, force=force)
+    if parallel is not None:
+        from duotone.cli import parallel_run
+
+        parallel_run.compare(context, parallel, folder, chosen, as_json=as_json)
+        return
     files.make_folder(folder)
 
     def publish(partial: Document) -> None:
@@ -77,3 +88,10 @@ def compare(
         context.exit(interrupt.exit_code)
     if any(run["error"] for run in result["runs"]):
         context.exit(1)
+
+
+def restarted(result: Path) -> bool:
+    """Whether torchrun starts ranks again that left a result."""
+    from duotone.lab.parallel import restarts
+
+    return result.exists() and restarts() > 0

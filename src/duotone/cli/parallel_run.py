@@ -1,8 +1,9 @@
-"""`duotone train --parallel`: the same run over the processes that torchrun started; the first one reports."""
+"""`--parallel` of `train` and `compare`: one run over the processes that torchrun started; the first reports."""
 
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import click
@@ -10,12 +11,14 @@ import click
 from duotone import distributed
 from duotone.cli import run_display, summary
 from duotone.cli.command_options import Typed
+from duotone.cli.comparison_run import Runs
 from duotone.cli.inputs import config_from
 from duotone.cli.interrupt import Interrupt
 from duotone.cli.training_run import CHECKPOINTS
 from duotone.errors import UserError
-from duotone.lab import data, document, files, loop
-from duotone.lab.parallel import Parallel, ParallelTrainer, agreed, restarts, started
+from duotone.lab import comparison, data, document, files, loop
+from duotone.lab.axes import Parallel
+from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
 from duotone.lab.progress import Progress
 from duotone.recipes import Recipe, Schedule
 
@@ -72,3 +75,26 @@ def train(
                 summary.write_result(written, folder)
     if run.stopped or run.error:
         context.exit(interrupt.exit_code if run.stopped else 1)
+
+
+def compare(context: click.Context, parallel: str, folder: Path, chosen: Runs, *, as_json: bool) -> None:
+    """Train what is left of the runs, each over all ranks."""
+    layout = Parallel.parse(parallel)
+    for run in chosen.runs:
+        run.is_observed = False
+    with ranks(layout, chosen.config.device) as (first, interrupt):
+        with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
+            with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
+                result = comparison.compare(
+                    *chosen,
+                    command=context.obj,
+                    progress=display,
+                    should_stop=lambda: agreed(interrupt()),
+                    publish=partial(summary.write_numbers, folder=folder) if first else lambda _: None,
+                    make=partial(ParallelTrainer, layout),
+                )
+            if first:
+                summary.print_summary(result, as_json=as_json)
+                summary.write_result(result, folder, quiet=as_json)
+    if result["partial"] or any(run["error"] for run in result["runs"]):
+        context.exit(interrupt.exit_code if result["partial"] else 1)

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 @options.device
 @click.option("--arch", metavar="smNN", help="Plan for this GPU instead, which need not be here: sm90, sm100, ...")
 @options.strict
-def plan(recipe: str, strict: bool, arch: str | None, **typed: str | None) -> None:
+@options.parallel
+def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **typed: str | None) -> None:
     """Print one row per module and GEMM: the formats of both operands, the kernel, and why.
 
     `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. A line below
-    the table says where bf16 would be faster.
+    the table says where bf16 would be faster. With --parallel, a line predicts what each rank holds, and sends in a
+    step of training.
     """
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
@@ -40,6 +42,11 @@ def plan(recipe: str, strict: bool, arch: str | None, **typed: str | None) -> No
         [row.cells for row in rows],
         title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
+    if parallel is not None:
+        from duotone.lab.axes import Parallel
+        from duotone.lab.forecast import forecast
+
+        click.echo(str(forecast(config, chosen, Parallel.parse(parallel))))
     small = 0 if chosen.min_weight_elements else _small(config, chosen, device, rows)
     if small:
         click.echo(

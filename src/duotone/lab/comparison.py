@@ -39,11 +39,12 @@ def compare(
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     publish: Callable[[Document], None] = lambda _: None,
+    make: Callable[..., Trainer] = Trainer,
 ) -> Document:
     """Train what is left of `runs`, which `plan_runs` made; gives the document of all of them.
 
     `publish` gets the partial document after each run, so that a later one that breaks loses none before it. A recipe
-    that fails while it runs, or runs out of memory, has that as its error; the others go on.
+    that fails while it runs, or runs out of memory, has that as its error; the others go on. `make` is what trains.
     """
     progress = progress or Progress()
     left = [run for run in runs if not run.is_over(config.steps)]
@@ -54,7 +55,7 @@ def compare(
             break
         perturbation = PERTURBATION if run.is_noise else 0.0
         try:
-            trainer = Trainer(replace(config, seed=run.seed), run.recipe, corpus, perturbation=perturbation)
+            trainer = make(replace(config, seed=run.seed), run.recipe, corpus, perturbation=perturbation)
             train(trainer, run, progress=progress, should_stop=should_stop)
         except (UserError, torch.OutOfMemoryError) as error:
             run.error = str(error).splitlines()[0]

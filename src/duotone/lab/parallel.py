@@ -3,12 +3,10 @@
 import json
 import math
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,44 +25,16 @@ from duotone import distributed
 from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.lab import checkpoint, models
+from duotone.lab.axes import COLUMNS, ROWS, Parallel
+from duotone.lab.forecast import sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
 from duotone.lab.trainer import Trainer
 from duotone.modules import MoE
 from duotone.observe.storages import total_bytes
 from duotone.observe.wire import Wire
+from duotone.planned.planned import Planned
 
-AXES = ("fsdp", "tp", "ep")
 TIMEOUT = timedelta(minutes=5)
-COLUMNS, ROWS = ("qkv", "gate_up"), ("proj", "down")
-"""The linears of a block that are cut by outputs, and by inputs."""
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Ranks along each axis. Ranks of `fsdp` and `ep` have tokens of their own, those of `tp` share them."""
-
-    fsdp: int = 1
-    tp: int = 1
-    ep: int = 1
-
-    @staticmethod
-    def parse(text: str) -> "Parallel":
-        """From "fsdp=2,tp=2"; UserError where it is something else."""
-        parts = [re.fullmatch(r"(fsdp|tp|ep)=([1-9][0-9]{0,5})", part.strip()) for part in text.split(",")]
-        names = [part[1] for part in parts if part is not None]
-        if len(names) != len(parts) or len(set(names)) != len(names):
-            raise UserError(f"--parallel {text!r} is not such as fsdp=4,tp=2,ep=1: name each axis once, with its ranks")
-        parallel = Parallel(**{part[1]: int(part[2]) for part in parts if part is not None})
-        if parallel.tp > 1 and parallel.ep > 1:
-            raise UserError("--parallel takes tp or ep beside fsdp, not both: leave one out")
-        return parallel
-
-    @property
-    def ranks(self) -> int:
-        return self.fsdp * self.tp * self.ep
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "fsdp=1"
 
 
 @contextmanager
@@ -173,6 +143,8 @@ class ParallelTrainer(Trainer):
         self.model = duotone.convert(built, self.schedule.at(0))
         for phase in reversed(self.schedule.phases):
             self._prepare(phase.recipe)
+        if self._sends_planes():
+            duotone.gather_quantized(self.model)
         blocks = [block for block in self.model.modules() if isinstance(block, nn.ModuleList)]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard = partial(fully_shard, mp_policy=policy)
@@ -186,6 +158,15 @@ class ParallelTrainer(Trainer):
         self.optimizer = ShardedAdamW(self.model, mesh["ep"])  # type: ignore[assignment]
         self.first = 0
         self.part, self.parts = dist.get_rank() // self.parallel.tp, data
+
+    def _sends_planes(self) -> bool:
+        """Whether each weight has one plan, under which ranks can encode their shards before a gather."""
+        recipes = {phase.recipe.key: phase.recipe for phase in self.schedule.phases}.values()
+        linears = [module for module in self.model.modules() if isinstance(module, Planned)]
+        plans = [linear.plans.plan(recipe) for recipe in recipes for linear in linears]
+        return (
+            self.parallel.tp == 1 and len(recipes) == 1 and all(sends_planes(plan.weight.quantizer) for plan in plans)
+        )
 
     def _spread_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Keep this rank's experts of each mixture."""

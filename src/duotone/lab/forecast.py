@@ -1,0 +1,122 @@
+"""What each rank of `--parallel` would hold and send in a step of `duotone train`, from sizes alone."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import duotone
+from duotone.lab import models
+from duotone.lab.axes import COLUMNS, ROWS, Parallel
+from duotone.lab.trainer import TrainConfig
+from duotone.modules import MoE
+from duotone.planned.planned import Planned
+from duotone.recipes import Recipe
+from duotone.tensor import Plane, Quantizer
+from duotone.tensor.plane import sharded_parts
+
+STATE = 3
+"""fp32 tensors of each parameter: its value and two moments."""
+
+FP32, BF16 = 4, 2
+
+
+@dataclass
+class Forecast:
+    """Bytes of one rank: what it keeps between steps, and what `observe.wire.Wire` counts in a step."""
+
+    parallel: Parallel
+    state: float = 0.0
+    gathered: float = 0.0
+    exchanged: float = 0.0
+    reduced: float = 0.0
+    seen: set[int] = field(default_factory=set[int])
+
+    def __str__(self) -> str:
+        parts = {name: getattr(self, name) / 2**20 for name in ("state", "gathered", "exchanged", "reduced")}
+        return (
+            f"each of {self.parallel.ranks} ranks: {parts['state']:.1f} MiB of parameters and optimizer, "
+            f"{parts['gathered']:.2f} MiB gathered, {parts['exchanged']:.2f} MiB exchanged, {parts['reduced']:.2f} MiB "
+            "reduced a step"
+        )
+
+    def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: tuple[float, ...]) -> None:
+        """A parameter over `ranks` of FSDP2, of which each has 1/`cut`; bytes of an element in each gather."""
+        if id(p) in self.seen:
+            return
+        self.seen.add(id(p))
+        elements = p.numel() / cut
+        self.state += STATE * FP32 * elements / ranks
+        if ranks > 1:
+            self.gathered += sum(gathers) * elements * (ranks - 1) / ranks
+            self.reduced += FP32 * elements
+
+    def linear(self, name: str, module: nn.Linear, tokens: int) -> None:
+        """The activations of a linear that tensor parallelism cuts; they are whole between linears."""
+        tp = self.parallel.tp
+        wide, narrow = module.out_features, module.in_features
+        outputs, inputs = (wide, narrow) if name.endswith(COLUMNS) else (narrow, wide)
+        self.gathered += BF16 * tokens * outputs * (tp - 1) / tp
+        self.reduced += BF16 * tokens * inputs
+
+
+def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecast:
+    """Of the model of `config` under a recipe, whose weights are not made."""
+    model = duotone.convert(models.outline(config.model, config.preset), recipe)
+    result = Forecast(parallel)
+    data = parallel.fsdp * parallel.ep
+    tokens = config.preset.batch * config.preset.model.context // data
+    blocks = {id(p) for each in model.modules() if isinstance(each, nn.ModuleList) for p in each.parameters()}
+    for name, module in model.named_modules():
+        is_cut = parallel.tp > 1 and isinstance(module, nn.Linear) and name.endswith((*COLUMNS, *ROWS))
+        if is_cut and isinstance(module, nn.Linear):
+            result.linear(name, module, tokens)
+        for p in module.parameters(recurse=False):
+            in_mixture = parallel.ep > 1 and ".mlp." in f"{name}."
+            ranks = parallel.fsdp if in_mixture else data
+            cut = parallel.tp if is_cut else parallel.ep if in_mixture and "router" not in name else 1
+            gathers = _gathers(module, p, recipe, ranks) if parallel.tp == 1 else (BF16, BF16)
+            result.parameter(p, ranks, cut, gathers if id(p) in blocks else gathers[:1])
+        if isinstance(module, MoE) and parallel.ep > 1:
+            rows = tokens * module.router.top_k
+            width = module.router.weight.shape[1]
+            token = _bytes(module.fc1.plans.plan(recipe).input.quantizer, (128, width), "row") * width
+            result.exchanged += rows * (token + 3 * BF16 * width) + 8 * module.num_experts
+            result.reduced += FP32 * module.router.weight.numel() / parallel.fsdp
+    return result
+
+
+def _gathers(module: nn.Module, p: nn.Parameter, recipe: Recipe, ranks: int) -> tuple[float, float]:
+    """Bytes of an element of a parameter in the gathers of forward and backward."""
+    if not isinstance(module, Planned) or all(p is not weight for weight in module.weights):
+        return BF16, BF16
+    quantizer = module.plans.plan(recipe).weight.quantizer
+    if not sends_planes(quantizer):
+        return BF16, BF16
+    rows, columns = p.shape
+    row, col = quantizer.rowwise, quantizer.columnwise
+    assert row is not None and col is not None
+    if rows % ranks or rows // ranks % max(row.alignment[0], col.alignment[1]):
+        return BF16, BF16
+    first = _bytes(quantizer, (rows, columns), "row")
+    with torch.device("meta"):
+        is_derived = (
+            row == col and Plane.empty(row, (rows, columns), torch.empty, torch.float32).transposed() is not None
+        )
+    return first, first if is_derived else _bytes(quantizer, (rows, columns), "col")
+
+
+def sends_planes(quantizer: Quantizer) -> bool:
+    """Whether ranks can encode shards of weights before a gather."""
+    return not (quantizer.is_stochastic or any(quantizer.delayed))
+
+
+def _bytes(quantizer: Quantizer, shape: tuple[int, int], side: str) -> float:
+    """Bytes of an element of a plane that travel."""
+    fmt = quantizer.rowwise if side == "row" else quantizer.columnwise
+    assert fmt is not None
+    rows, columns = shape if side == "row" else shape[::-1]
+    with torch.device("meta"):
+        plane = Plane.empty(fmt, (rows, columns), torch.empty, torch.bfloat16)
+    names = sharded_parts(plane, 0 if side == "row" else 1)
+    return sum(plane.parts[name].numel() * plane.parts[name].element_size() for name in names) / (rows * columns)
