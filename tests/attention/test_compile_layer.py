@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
@@ -33,4 +34,30 @@ def test_a_compiled_layer_under_nvfp4_equals_eager(dtype: torch.dtype) -> None:
                 [y, leaf.grad, *(p.grad.clone() for p in m.parameters()), *(b.clone() for b in m.buffers())]
             )
         assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("fp8-delayed", marks=pytest.mark.slow)])
+def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
+    """Layers that met a recipe before, and layers that never did: all of them are asked when the first is traced."""
+    torch._dynamo.reset()
+    own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    layers = [duotone.TransformerLayer(32, 48, 2, **own) for _ in range(3)]
+    x, recipe = torch.randn(8, 2, 32).bfloat16(), recipes.load(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    with duotone.autocast(recipe=recipe):
+        layers[2](x)
+        eager = copy.deepcopy(layers)
+        for layer in layers:
+            layer.compile(backend=counter, fullgraph=True)
+        for first in (True, False):
+            for compiled, plain in zip(layers, eager, strict=True):
+                results = []
+                for m in (compiled, plain):
+                    m.zero_grad()
+                    y = m(x, is_first_microbatch=first)
+                    y.sum().backward()
+                    results.append([y, *[p.grad for p in m.parameters()]])
+                assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert counter.frame_count == 2
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from causal import assert_same_bits, batch, gradients, mixtral, train
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
@@ -117,3 +118,25 @@ def test_revert_gives_back_the_classes_and_the_bits() -> None:
     duotone.revert(duotone.convert(m, recipes.load("mxfp8")))
     assert [type(module) for module in m.modules()] == kinds
     assert torch.equal(gradients(m, batch(0))["loss"], gradients(mixtral(), batch(0))["loss"])
+
+
+def test_compiled_experts_are_one_graph_with_the_bits_of_eager() -> None:
+    """Their row counts follow from the router, which is not the library's: the host looks at them."""
+    torch._dynamo.reset()
+    m = duotone.convert(mixtral(), recipes.load("mxfp8"))
+    counter = CompileCounterWithBackend("aot_eager")
+    results = []
+    for compiles in (False, True):
+        for layer in m.model.layers:
+            experts = layer.mlp.experts
+            if compiles:
+                experts.compile(backend=counter, fullgraph=True)
+            torch.manual_seed(0)
+            x, index = torch.randn(16, 64, requires_grad=True), torch.randint(0, 4, (16, 2))
+            y = experts(x, index, torch.rand(16, 2))
+            results.append([y.detach(), *torch.autograd.grad(y.sum(), [x, *experts.parameters()])])
+    assert all(
+        torch.equal(*both) for pair in zip(results[:2], results[2:], strict=True) for both in zip(*pair, strict=True)
+    )
+    assert counter.frame_count == 1
+    torch._dynamo.reset()

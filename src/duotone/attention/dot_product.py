@@ -262,6 +262,9 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in FORWARD]
 
+    def asks_nothing(self, recipe: Recipe) -> bool:
+        return not self.requested(recipe)
+
     def meet(self, recipe: Recipe) -> None:
         if recipe.key != self._met:
             self.quantizers(recipe)

@@ -1,5 +1,6 @@
 """Meeting a recipe: what a module of attention does before a forward under it, outside of traces."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ class MeetsRecipes(KnownRoles, nn.Module):
     def meet(self, recipe: Recipe) -> None:
         raise NotImplementedError
 
+    def asks_nothing(self, recipe: Recipe) -> bool:
+        """Whether a recipe leaves this module in high precision, and its neighbours know no other one."""
+        return False
+
     def forget(self) -> None:
         """Meet every recipe anew."""
         self._number = _MODULES.add(self)
@@ -44,7 +49,9 @@ class MeetsRecipes(KnownRoles, nn.Module):
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
         if compiling:
-            _meet(self._number, recipe.key)
+            _ask(recipe.key)
+            if not self.asks_nothing(recipe):  # such layers share no graph
+                _meet(self._number, recipe.key)
         elif not in_backward():  # a recompute follows its forward
             self.meet(recipe)
         return recipe, group
@@ -57,6 +64,17 @@ class MeetsRecipes(KnownRoles, nn.Module):
         self.forget()
 
 
+def _ask(recipe: str) -> str:
+    """Ask a recipe for all modules before a trace reads what it asks of one of them: guards then hold for the others.
+
+    A factory that fails for one of them fails again when that one is called.
+    """
+    for module in list(_MODULES.values()):
+        with contextlib.suppress(Exception):  # of the user's function, which may raise anything
+            module.asks_nothing(recipe_of(recipe))
+    return recipe
+
+
 def _meet(number: str, recipe: str) -> str:
     module_of(number).meet(recipe_of(recipe))
     return recipe
@@ -67,4 +85,5 @@ def module_of(number: str) -> MeetsRecipes:
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_meet._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (_ask, _meet):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -206,6 +206,9 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             heads = apply_rotary_pos_emb(heads, angles, self.qkv_format, cu_seqlens)
         return heads if norm is None or self.qk_norm_before_rope else norm(heads)
 
+    def asks_nothing(self, recipe: Recipe) -> bool:
+        return self._wired is None and self.core_attention.asks_nothing(recipe)
+
     def meet(self, recipe: Recipe) -> None:
         """Where the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
         core = self.core_attention
