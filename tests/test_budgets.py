@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34337
+LIBRARY_LINES = 34339
 TOOL_LINES = 7280
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -33,7 +33,7 @@ BUDGETS = {
     "lab": (3719, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2186, 15, 0),
+    "observe": (2188, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),

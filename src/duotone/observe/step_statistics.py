@@ -46,6 +46,8 @@ class StepStatistics(Sampler):
         self._measured: list[tuple[list[int], Tensor]] = []
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # every replay would measure again, and nobody would read it
         whole = count(x)
         sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
         for direction, matrix, plane in sides:
