@@ -6,7 +6,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common.recipe import DelayedScaling, Format
 
-CLASSES, SIDE = 10, 8
+CLASSES, SIDE = 10, 6
 
 
 class Net(nn.Module):
@@ -14,8 +14,8 @@ class Net(nn.Module):
         super().__init__()
         linear = te.Linear if use_te else nn.Linear
         self.conv = nn.Conv2d(1, 4, 3, padding=1)
-        self.fc1 = linear(4 * SIDE * SIDE, 128)
-        self.fc2 = linear(128, 16)
+        self.fc1 = linear(4 * SIDE * SIDE, 48)
+        self.fc2 = linear(48, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.conv(x)).flatten(1)
@@ -37,7 +37,7 @@ def main(use_fp8: bool = True, steps: int = 30) -> tuple[Net, float, float]:
     recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(steps):
-        images, labels = batch(64, step + 1)
+        images, labels = batch(32, step + 1)
         optimizer.zero_grad()
         with te.fp8_autocast(enabled=use_fp8, fp8_recipe=recipe):
             output = model(images)
@@ -45,7 +45,7 @@ def main(use_fp8: bool = True, steps: int = 30) -> tuple[Net, float, float]:
         loss.backward()
         optimizer.step()
     model.eval()
-    images, labels = batch(256, 0)
+    images, labels = batch(64, 0)
     with torch.no_grad(), te.fp8_autocast(enabled=use_fp8, fp8_recipe=recipe):
         known = (model(images).argmax(1) == labels).float().mean()
     return model, loss.item(), known.item()
