@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34339
+LIBRARY_LINES = 34454
 TOOL_LINES = 7280
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2175, 20, 0),
+    "attention": (2279, 21, 0),
     "cli": (1523, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
@@ -39,11 +39,11 @@ BUDGETS = {
     "package": (256, 1, 0),
     "pipeline": (1447, 64, 1),
     "planned": (2653, 56, 4),
-    "recipes": (2014, 27, 0),
+    "recipes": (2015, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2010, 18, 1),
-    "tensor": (2360, 16, 0),
+    "tensor": (2370, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

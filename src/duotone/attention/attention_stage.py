@@ -12,11 +12,13 @@ from torch import Tensor
 
 from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differentiate
 from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.attention.heads import from_heads, to_heads, token_axis
 from duotone.dispatch import attention
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.state.delayed_slot import TAGS
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Plane, Usage
 
 
@@ -54,7 +56,9 @@ ROWWISE, COLUMNWISE = Usage(True, False), Usage(False, True)
 
 @dataclass(frozen=True, eq=False)
 class AttentionStage(Stage):
-    """query (B, G, R, S, D), key and value (B, G, 1, T, D), seen bool or None, seed int64 (1,) or None -> like query.
+    """query, key and value in a layout of heads, seen bool or None, seed int64 (1,) or None -> heads as one axis.
+
+    Query, key, value and the gradient of the output may be quantized tensors: their codes are then used as they are.
 
     `out` is how the output is saved for D. A call that does not track gradients keeps nothing.
     """
@@ -77,6 +81,8 @@ class AttentionStage(Stage):
 
     runs_backward_kernel: bool
     fast: bool
+    layout: str
+    groups: int
     number: str = field(init=False)
     """By which ops of a graph find the stage."""
 
@@ -94,30 +100,47 @@ class AttentionStage(Stage):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, seed: Tensor | None
     ) -> tuple[Tensor, Saved]:
-        batch, groups, heads, queries, width = q.shape
-        sizes, usage = Sizes(batch, groups, heads, queries, k.shape[-2], width, v.shape[-1]), Usage(True, self.tracks)
-        planes = self.query.encode(q, usage, seed), self.key.encode(k, usage, seed)
-        planes = *planes, self.value.encode(v, Usage(self.tracks, True), seed)
-        row_scale, col_scale = self._scales_of_weights(q)
+        batch, heads, queries, width = to_heads(q, self.layout).shape
+        keys, value_width = k.shape[token_axis(self.layout)], v.shape[-1]
+        sizes = Sizes(batch, self.groups, heads // self.groups, queries, keys, width, value_width)
+        usage = Usage(True, self.tracks)
+        planes = self._encode(self.query, q, usage, seed), self._encode(self.key, k, usage, seed)
+        planes = *planes, self._encode(self.value, v, Usage(self.tracks, True), seed)
+        row_scale, col_scale = self._scales_of_weights(next(iter(planes[0][0].parts.values())))
         parts = [part for each in planes for plane in each for part in plane.parts.values()]
         out, lse = torch.ops.duotone.attend(parts, seen, seed, row_scale, sizes, q.dtype, self.number)
+        y = from_heads(out.flatten(1, 2), self.layout)
         if not self.tracks:
-            return out, ()
+            return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
         flat = [plane for each in (*planes, saved_out) for plane in each]
-        return out, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))
+        return y, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))
+
+    def _encode(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
+        """The planes of heads in the layout of the stage."""
+        if isinstance(x, QuantizedTensor):
+            planes = operand.reuse(x, lambda codes: to_heads(codes, self.layout), usage)
+            if planes is not None:
+                return planes
+            x = x.dequantize()
+        return operand.encode(to_heads(x, self.layout).unflatten(1, (self.groups, -1)), usage, seed)
 
     def _scales_of_weights(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of probabilities under delayed scaling. Their largest magnitude is 1 in every step."""
-        one = like.new_ones((1, 1))
+        one = like.new_ones((1, 1), dtype=torch.float32)
         row, col = self.weights.slots
         return row and row.scale_for(one), col and col.scale_for(one)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
         *planes, lse, seen, (sizes,), (seed,), (scale,) = saved
-        gradient = self.gradient.encode(dy.contiguous(), Usage(True, True), seed)
+        heads = dy.unflatten(-1, (-1, sizes.value_width))
+        gradient = self._encode(self.gradient, heads, Usage(True, True), seed)
         parts = [part for plane in (*planes, *gradient) for part in plane.parts.values()]
-        dq, dk, dv = torch.ops.duotone.attend_backward(parts, lse, seen, seed, scale, sizes, dy.dtype, self.number)
+        call = parts, lse, seen, seed, scale, sizes, dy.dtype, self.number
+        gradients = torch.ops.duotone.attend_backward(*call)
+        dq, dk, dv = (
+            from_heads(each.flatten(1, 2), self.layout).unflatten(-1, (-1, each.shape[-1])) for each in gradients
+        )
         return dq, dk, dv, None, None
 
     def blocks(self, seen: Tensor | None, seed: Tensor | None, like: torch.dtype) -> Blocks:
@@ -161,18 +184,18 @@ def _attend(
     if stage.runs_kernel and seen is None:
         planes = query["rowwise"], key["rowwise"], value["columnwise"]
         natural, logs = attention.forward(planes, shape[:-1], scale, stage.scale, stage.causal, stage.fast, dtype)
-        return as_grouped(natural, shape), logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
+        out = natural.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4)
+        return out, logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
     q = stage.query.values(query, shape.query, "rowwise")
     k = stage.key.values(key, shape.key, "rowwise")
     v = stage.value.values(value, shape.value, "columnwise")
     out, lse = attend(q, k, v, stage.blocks(seen, seed, dtype), stage.weights, scale)
-    return as_grouped(out.to(dtype).permute(0, 3, 1, 2, 4).contiguous(), shape), lse
+    return as_projected(out.to(dtype)), lse
 
 
-def as_grouped(natural: Tensor, sizes: Sizes) -> Tensor:
-    """Outputs that lie as (batch, queries, heads, width), as heads."""
-    shape = sizes.batch, sizes.queries, sizes.groups, sizes.heads, sizes.value_width
-    return natural.view(shape).permute(0, 2, 3, 1, 4)
+def as_projected(heads: Tensor) -> Tensor:
+    """Heads (batch, groups, heads, tokens, width) in the memory order of (batch, tokens, groups, heads, width)."""
+    return heads.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
 
 
 def _attend_backward(
@@ -201,7 +224,7 @@ def _attend_backward(
     saved_out = stage.out.values(out, shape.output, "rowwise")
     blocks = stage.blocks(seen, seed, dtype)
     gradients = differentiate(operands, saved_out, lse, blocks, stage.weights, stage.scores_gradient, scale)
-    dq, dk, dv = (each.to(dtype) for each in gradients)
+    dq, dk, dv = (as_projected(each.to(dtype)) for each in gradients)
     return dq, dk, dv
 
 
@@ -217,22 +240,27 @@ def _torch_backward(
     )
     logs = lse.flatten(1, 2).squeeze(-1)
     dq, dk, dv = attention.backward(gradient, (q, k, v), out, logs, stage.scale, stage.causal)
-    return dq.unflatten(1, (shape.groups, -1)), dk.unsqueeze(2), dv.unsqueeze(2)
+    of_query, of_key, of_value = (as_projected(each.unflatten(1, (shape.groups, -1))) for each in (dq, dk, dv))
+    return of_query, of_key, of_value
+
+
+def _empty(like: Tensor, shape: tuple[int, ...], dtype: object) -> Tensor:
+    """Heads of this shape, as the ops give them."""
+    batch, groups, heads, tokens, width = shape
+    empty = like.new_empty((batch, tokens, groups, heads, width), dtype=dtype)  # type: ignore[call-overload]
+    return empty.permute(0, 2, 3, 1, 4)  # type: ignore[no-any-return]
 
 
 def _fake_attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
     *_, sizes, dtype, _ = arguments
     shape = Sizes(*sizes).output  # type: ignore[misc]
-    natural = shape[0], shape[3], shape[1] * shape[2], shape[4]
-    out = as_grouped(parts[0].new_empty(natural, dtype=dtype), Sizes(*sizes))  # type: ignore[call-overload, misc]
-    return out, parts[0].new_empty((*shape[:-1], 1), dtype=torch.float32)
+    return _empty(parts[0], shape, dtype), parts[0].new_empty((*shape[:-1], 1), dtype=torch.float32)
 
 
 def _fake_attend_backward(parts: list[Tensor], *arguments: object) -> tuple[Tensor, ...]:
     *_, sizes, dtype, _ = arguments
     shape = Sizes(*sizes)  # type: ignore[misc]
-    shapes = shape.query, shape.key, shape.value
-    return tuple(parts[0].new_empty(each, dtype=dtype) for each in shapes)  # type: ignore[call-overload]
+    return tuple(_empty(parts[0], each, dtype) for each in (shape.query, shape.key, shape.value))
 
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")

@@ -104,7 +104,6 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if kv_cache is not None:
             key_layer, value_layer = kv_cache.append(key_layer, value_layer, layout)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
-        query, key, value = (to_heads(x, layout) for x in (query_layer, key_layer, value_layer))
         seen = self.visible(
             query_layer,
             key_layer,
@@ -115,8 +114,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attn_mask_type=attn_mask_type,
             window_size=window_size,
         )
-        if self.requested(recipe) and query.shape[2] >= self._least_tokens(recipe, query):
-            return from_heads(self._low_precision.run((query, key, value), seen, kind.causal, recipe, group), layout)
+        heads = query_layer, key_layer, value_layer
+        if self.requested(recipe) and query_layer.shape[token_axis(layout)] >= self._least_tokens(recipe, query_layer):
+            return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
+        query, key, value = (to_heads(x, layout) for x in heads)
         if seen is None:
             return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Heads as planes: for products over the width of heads, and for products over their tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import Plane, Usage
 from duotone.tensor.quantizer import Quantizer, encode_plane
@@ -70,6 +71,31 @@ class HeadOperand:
         if columnwise:
             planes.append(encode_plane(col, as_rows(x.mT, col), context, "col"))
         return planes
+
+    def reuse(self, x: QuantizedTensor, to_heads: Callable[[Tensor], Tensor], usage: Usage) -> list[Plane] | None:
+        """The planes of a quantized tensor, in this order of heads; None if it has no plane in the operand's format.
+
+        `to_heads` turns codes of its shape to (batch, heads, tokens, width).
+        """
+        fmt = self.quantizer.rowwise
+        same = fmt == self.quantizer.columnwise and self.quantizer.columnwise_source == "original"
+        if fmt is None or fmt.is_delayed or not (same and self.is_whole and fmt.is_derivable):
+            return None
+        if torch.compiler.is_dynamo_compiling():
+            from duotone.tensor.traced_quantize import row_parts  # imports Dynamo
+
+            parts = dict(zip(fmt.parts(1, 1), row_parts(x, fmt.name), strict=True))
+        else:
+            plane = x.planes.rowwise
+            if plane is None or plane.format != fmt:
+                return None
+            parts = plane.parts
+        heads = to_heads(parts["codes"].reshape(x.shape)).transpose(1, 2)
+        matrix = heads.flatten(0, 1).flatten(1)
+        row = Plane(fmt, {**parts, "codes": matrix}, (matrix.shape[0], matrix.shape[1]))
+        rowwise, columnwise = self.usage(usage)
+        col = row.transposed() if columnwise else None
+        return [each for each in (row if rowwise else None, col) if each is not None]
 
     def planes(self, parts: Sequence[Tensor], shape: Sequence[int], usage: Usage) -> dict[str, Plane]:
         """The planes over their flat parts, by direction: what `encode` gave for heads of this shape."""

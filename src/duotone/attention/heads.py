@@ -69,8 +69,9 @@ class Heads:
                 f"a projection gave {x.shape[-1]} features, and its heads have {sum(counts) * self.width}; build "
                 "attention with set_parallel_mode and tp_group to spread heads over ranks"
             )
-        if not self.interleaved:
-            return x.unflatten(-1, (-1, self.width)).split(counts, dim=-2)
+        if not self.interleaved:  # cut before heads are told apart, so that a quantized tensor stays one
+            parts = x.split([count * self.width for count in counts], dim=-1)
+            return tuple(part.unflatten(-1, (-1, self.width)) for part in parts)
         groups = x.unflatten(-1, (self.groups, -1, self.width))
         parts = groups.split([count // self.groups for count in counts], dim=-2)
         return tuple(part.flatten(-3, -2) for part in parts)

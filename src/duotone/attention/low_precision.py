@@ -8,6 +8,7 @@ from torch import Tensor
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.conditioning import conditioned
+from duotone.attention.heads import token_axis
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     device: str
     group: str
     mode: str
+    layout: str
     causal: bool
     dropout: float
     tracks: bool
@@ -49,26 +51,32 @@ class LowPrecision:
         self.traced = TracedStages()
 
     def run(
-        self, heads: tuple[Tensor, Tensor, Tensor], seen: Tensor | None, causal: bool, recipe: Recipe, group: str
+        self,
+        heads: tuple[Tensor, Tensor, Tensor],
+        layout: str,
+        seen: Tensor | None,
+        causal: bool,
+        recipe: Recipe,
+        group: str,
     ) -> Tensor:
-        """Query, key and value (batch, heads, tokens, width) -> like the query. `seen` broadcasts to their scores."""
+        """Query, key and value in a layout -> the output with heads as one axis. `seen` broadcasts to their scores."""
         module = self._module()
         assert module is not None
         device = heads[0].device.type
         if is_autocast(device):
             heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
-        q, k = conditioned(recipe, heads[0], heads[1])
+        q, k = conditioned(recipe, heads[0], heads[1], token_axis(layout))
         v = heads[2]
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
-        call = Call(recipe.key, str(q.device), group, mode.value, causal and seen is None, module.dropout, tracks)
+        where = recipe.key, str(q.device), group, mode.value, layout
+        call = Call(*where, causal and seen is None, module.dropout, tracks)
         stage = getattr(self.traced, _traced_stage(module._number, *call)) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
-        groups = module.num_gqa_groups
-        operands = q.unflatten(1, (groups, -1)), k.unsqueeze(2), v.unsqueeze(2), grouped(seen, groups), seed
+        operands = q, k, v, grouped(seen, module.num_gqa_groups), seed
         if device == "meta":
             return self._apply(stage, operands)
         with torch.autocast(device, enabled=False):
@@ -77,15 +85,14 @@ class LowPrecision:
     def _apply(self, stage: AttentionStage, operands: tuple[Tensor | None, ...]) -> Tensor:
         stages = (stage,)
         if torch.compiler.is_dynamo_compiling():
-            out: Tensor = PipelineFunction.apply(stages, Backward(stages), *operands)
-            return out.flatten(1, 2)
+            return PipelineFunction.apply(stages, Backward(stages), *operands)  # type: ignore[no-any-return]
         again = Refused(f"{stage.name}: {stage.refusal}")
         if is_transformed():
             again.check()
         out, _ = RUNNER.apply(stages, Backward(stages, again), *operands)
         if stage.rolls_forward_alone and out.requires_grad:
             out.register_hook(roll_after)
-        return out.flatten(1, 2)
+        return out  # type: ignore[no-any-return]
 
     def stage(self, call: Call) -> AttentionStage:
         """The stage of a call, with the states that delayed scaling needs."""
@@ -102,7 +109,8 @@ class LowPrecision:
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         slots = delayed_slots(module, formats, call)
         problem = formats.problem(module.channels, call.dropout, call.device)
-        return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks)
+        heads = call.layout, module.num_gqa_groups
+        return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks, heads)
 
 
 def delayed_slots(

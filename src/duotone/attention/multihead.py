@@ -16,7 +16,7 @@ from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
 from duotone.modules.fused_module import ModuleGroup
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
-from duotone.recipes.recipe import Recipe, RecipeLike
+from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
 
 if TYPE_CHECKING:
@@ -163,19 +163,20 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise UserError("encoder_output is for attention_type 'cross', which needs it; 'self' takes none")
-        self.meet_recipe_of_call(self.recipe)
+        recipe, _ = self.meet_recipe_of_call(self.recipe)
         masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
         masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
         if attention_mask is not None or cu_seqlens_q is not None:
             self._check_masking(hidden_states, encoder_output, attention_mask, masking)
-        query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch)
+        output, gradient = self._boundary(recipe, rotary_pos_emb is not None)
+        query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch, output)
         angles = rotary_pos_emb
         if angles is None or isinstance(angles, Tensor | Rotation):
             angles = (angles, angles)
         query = self._place(query, self.q_norm, angles[0], cu_seqlens_q)
         key = self._place(key, self.k_norm, angles[1], cu_seqlens_q if encoder_output is None else cu_seqlens_kv)
         mixed = self.core_attention(query, key, value, attention_mask, kv_cache=kv_cache, **masking)
-        out = self.proj(mixed, is_first_microbatch=is_first_microbatch)
+        out = self.proj(mixed, is_first_microbatch=is_first_microbatch, fp8_grad=gradient)
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out
 
@@ -188,11 +189,27 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         probes = [x.new_empty(()).expand(*x.shape[:-1], heads, width) for x in inputs]
         self.core_attention.visible(probes[0], probes[1], mask, self.qkv_format, **masking)
 
-    def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None) -> list[Tensor]:
+    def _boundary(self, recipe: Recipe, is_turned: bool) -> tuple[bool, bool]:
+        """Whether projections encode query, key and value, and whether `proj` encodes the gradient of its input.
+
+        Nothing may change heads on their way, and each tensor has one scale.
+        """
+        output, gradient = self._crossing[recipe.key]
+        # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
+        return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
+
+    def _crosses(self, recipe: Recipe) -> tuple[bool, bool]:
+        if not recipe.fp8_mha or not self.core_attention.requested(recipe):
+            return False, False
+        formats = self.core_attention.formats(recipe)
+        changes = self.q_norm is not None or recipe.dpa_center_keys or recipe.dpa_rotate or self.heads.interleaved
+        return not changes and formats.crosses("query"), formats.crosses("do")
+
+    def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None, fp8_output: bool) -> list[Tensor]:
         """Query, key and value, then the output of the norm if it is returned."""
         heads, normed = [], []
         for project, x, (*_, kinds) in zip(self.projections, inputs, PROJECTIONS[self.attention_type], strict=False):
-            y = project(x, is_first_microbatch=first)
+            y = project(x, is_first_microbatch=first, fp8_output=fp8_output)
             if isinstance(y, tuple):
                 y, *normed = y
             heads += self.heads.split(y, kinds)
@@ -222,6 +239,16 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             core.output_quantizer_role = QuantizerRole("linear", "input", names[2]) if wired else None
             core.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", names[0]) if wired else None
         core.meet(recipe)
+        if recipe.key not in self._crossing:
+            drop_dead(self._crossing)
+            self._crossing[recipe.key] = self._crosses(recipe)
+
+    def forget(self) -> None:
+        super().forget()
+        self._crossing: dict[str, tuple[bool, bool]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_crossing"}
 
 
 def below(name: str, child: str) -> str:

@@ -10,6 +10,7 @@ from duotone.dispatch.attention import FORWARD, FORWARD_KERNEL, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
+from duotone.formats.geometry import TENSOR
 from duotone.recipes.recipe import Recipe
 from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.quantizer import Quantizer
@@ -109,6 +110,13 @@ class AttentionFormats:
         tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
         return any(getattr(self, tensor).is_stochastic for tensor in tensors)
 
+    def crosses(self, tensor: str) -> bool:
+        """Whether a neighbour may encode the tensor: under one scale of its own for all products."""
+        quantizer: Quantizer = getattr(self, tensor)
+        row = quantizer.rowwise or IDENTITY
+        same = row == quantizer.columnwise and quantizer.columnwise_source == "original"
+        return same and row != IDENTITY and row.block == TENSOR and not row.is_delayed
+
     def delayed(self, tensors: Sequence[str]) -> dict[str, Quantizer]:
         """Those of the tensors whose scales follow from earlier steps."""
         quantizers = {tensor: getattr(self, tensor) for tensor in tensors}
@@ -123,8 +131,11 @@ class AttentionFormats:
         scale: float,
         causal: bool,
         tracks: bool,
+        heads_lie: tuple[str, int],
     ) -> AttentionStage:
-        """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow."""
+        """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow.
+
+        `heads_lie` is the layout of heads and the number of groups."""
         propagate, runs_kernel = recipe.propagate_nonfinite, not problem.forward_refusal()
 
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
@@ -148,6 +159,8 @@ class AttentionFormats:
             runs_kernel=runs_kernel,
             runs_backward_kernel=not problem.backward_refusal(),
             fast=recipe.fprop_fast_accum,
+            layout=heads_lie[0],
+            groups=heads_lie[1],
             tracks=tracks,
             is_stochastic=self.is_stochastic,
         )

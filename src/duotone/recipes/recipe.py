@@ -174,12 +174,13 @@ class Recipe(metaclass=RecipeClass):
         """The quantizer of a role of attention, asked by its products.
 
         A recipe for all tensors alike leaves dO V^T and the gradient of the scores in high precision, the products
-        whose errors reach the gradients of query and key most.
+        whose errors reach the gradients of query and key most. With `fp8_mha` dO arrives quantized for all products.
         """
         quantizer = self.quantizer(role, site)
         if role.tensor_type == "dp":
             return Quantizer()
-        return replace(quantizer, rowwise=IDENTITY) if role.tensor_type == "do" else quantizer
+        is_exact = role.tensor_type == "do" and not self.fp8_mha
+        return replace(quantizer, rowwise=IDENTITY) if is_exact else quantizer
 
     def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
         """Whether a role of attention runs in low precision. A recipe for all tensors alike means linears only."""

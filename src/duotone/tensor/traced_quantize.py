@@ -13,7 +13,7 @@ from duotone.tensor.context import FixedScale, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.quantizer import Quantizer, encode_plane
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
 
@@ -52,3 +52,13 @@ def _quantize(
     slots = None if of_row is None else FixedScale(of_row), None if of_col is None else FixedScale(of_col)
     ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed, propagate=propagate)
     return quantizer.quantized(x, Usage(*usage), ctx)
+
+
+@torch.compiler.allow_in_graph
+def row_parts(x: Tensor, name: str) -> tuple[Tensor, ...]:
+    """The parts of the rowwise plane of a quantized tensor in the format `name`; encoded now if it has another one."""
+    assert isinstance(x, QuantizedTensor)
+    plane = x.planes.rowwise
+    if plane is None or plane.format.name != name:
+        plane = encode_plane(get(name), x.dequantize().reshape(-1, x.shape[-1]))
+    return tuple(plane.parts.values())
