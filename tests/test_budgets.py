@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 34454
-TOOL_LINES = 7280
+TOOL_LINES = 7282
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1475, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3814, 0, 0),
-    "lab": (3719, 18, 1),
+    "lab": (3721, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
     "observe": (2188, 15, 0),

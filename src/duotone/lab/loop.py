@@ -131,7 +131,7 @@ def train(
         progress.end()
     if run.stopped and not run.abandoned:
         _heldout(trainer, run)
-    run.events += [{"step": trainer.done, "text": line} for line in ([] if run.abandoned else trainer.ranks())]
+    run.events += [EventEntry(step=trainer.done, text=line) for line in ([] if run.abandoned else trainer.ranks())]
 
 
 def _steps(
@@ -189,10 +189,12 @@ def _events(trainer: Trainer, sampled: Journal, broken: Journal | None) -> list[
         for phase in trainer.schedule.phases[1:]
         if phase.start < trainer.done
     ]
-    first = next(filter(None, (journal.origin() for journal in (sampled, broken) if journal is not None)), None)
-    if first is None and broken is not None:
-        first = {"step": broken.step, "text": "the loss is not finite; all operands of recipe formats were"}
-    return events if first is None else sorted([*events, first], key=lambda event: event["step"])
+    first = sampled.origin() or (broken and broken.origin())
+    if first is not None:
+        events.append(first)
+    elif broken is not None:
+        events.append({"step": broken.step, "text": "the loss is not finite; all operands of recipe formats were"})
+    return sorted(events, key=lambda event: event["step"])
 
 
 def _ledger(trainer: Trainer) -> list[ModuleEntry]:

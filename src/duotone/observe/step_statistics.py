@@ -172,7 +172,7 @@ def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: S
     row: Row = {"module": module, "role": role, "plane": plane, "format": fmt}
     if samples:
         *sums, high, low, clipped, most, least = zip(*samples, strict=True)
-        totals = [sum(column) for column in sums]
+        totals = [math.fsum(column) for column in sums]
         row |= summary(totals, [max(high), max(low)])
         row["clipped"] = sum(clipped) / max(1.0, totals[FIELDS.index("elements")])
         row |= {"scale": max(most) / largest, "smallest_scale": -max(least) / largest}
