@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 34454
-TOOL_LINES = 7282
+TOOL_LINES = 7297
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2279, 21, 0),
-    "cli": (1523, 3, 0),
+    "cli": (1538, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2686, 32, 0),

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from duotone.lab import comparison, data, document, files, loop
 from duotone.lab.axes import Parallel
 from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
 from duotone.lab.progress import Progress
+from duotone.lab.trainer import TrainConfig
 from duotone.recipes import Recipe, Schedule
 
 
@@ -58,16 +59,9 @@ def train(
             if newest is not None:
                 raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
             summary.require_none(folder, force)
-        corpus = data.load(config.data, context=config.preset.model.context)
-        trainer = ParallelTrainer(layout, config, chosen, corpus)
-        history = trainer.resume(newest) if newest is not None else {}
-        run = loop.Run(chosen.name, chosen, config.seed, is_observed=False, **history)
-        if resume:
-            click.echo(f"resumed from step {trainer.done} on {layout.ranks} ranks")
         saving = loop.Saving(folder / CHECKPOINTS, every)
         with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
-            with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
-                loop.train(trainer, run, saving=saving, progress=display, should_stop=lambda: agreed(interrupt()))
+            run, corpus = _trained(layout, config, chosen, newest, saving, lambda: agreed(interrupt()), first)
             if first:
                 click.echo("\n".join(event["text"] for event in run.events if event["text"].startswith("rank ")))
                 written = document.document(config, corpus, [run], command=context.obj, partial=run.stopped)
@@ -75,6 +69,27 @@ def train(
                 summary.write_result(written, folder)
     if run.stopped or run.error:
         context.exit(interrupt.exit_code if run.stopped else 1)
+
+
+def _trained(
+    layout: Parallel,
+    config: TrainConfig,
+    chosen: Recipe | Schedule,
+    newest: Path | None,
+    saving: loop.Saving,
+    should_stop: Callable[[], bool],
+    first: bool,
+) -> tuple[loop.Run, data.Corpus]:
+    """The run. Nothing that it made holds the process group afterwards, which could not end then."""
+    corpus = data.load(config.data, context=config.preset.model.context)
+    trainer = ParallelTrainer(layout, config, chosen, corpus)
+    history = trainer.resume(newest) if newest is not None else {}
+    run = loop.Run(chosen.name, chosen, config.seed, is_observed=False, **history)
+    if newest is not None:
+        click.echo(f"resumed from step {trainer.done} on {layout.ranks} ranks")
+    with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
+        loop.train(trainer, run, saving=saving, progress=display, should_stop=should_stop)
+    return run, corpus
 
 
 def compare(context: click.Context, parallel: str, folder: Path, chosen: Runs, *, as_json: bool) -> None:
