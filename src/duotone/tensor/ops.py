@@ -66,6 +66,7 @@ def _to_copy(
     if dtype is not None and dtype != t.dtype:
         return copy(values_as(t, dtype), dtype=dtype, **layout)
     moved = t.with_planes(t.planes.map(copy), device=device, is_piece=False)
+    moved.gathers = t.gathers  # FSDP2 gathers from a copy of a shard that waits on the CPU
     if is_entry(t):
         mark_entry(moved)
     return moved

@@ -158,7 +158,8 @@ class PlaneTensor(Tensor):
         shape = self.shape if shape is None else shape
         other = type(self)(planes, self.quantizer, shape, dtype or self.dtype, device=device or self.device)
         other.context, other.is_piece = self.context, self.is_piece if is_piece is None else is_piece
-        other.gathers = self.gathers
+        if self.gathers is not None and planes == self.gathers.whole:
+            other.gathers = self.gathers
         return other
 
     def share_memory_(self) -> Self:
