@@ -12,6 +12,8 @@ import duotone
 from duotone import recipes
 from duotone.attention import DotProductAttention, TransformerLayer
 from duotone.attention.conditioning import hadamard
+from duotone.dispatch import attention
+from duotone.dispatch.attention import AttentionProblem
 from duotone.errors import RecipeError, UserError
 from duotone.recipes import Rule, RuleRecipe
 
@@ -207,3 +209,31 @@ def test_centered_keys_and_rotated_heads_lose_less_and_change_nothing_else(field
     changed = DotProductAttention(4, 64, recipe=RuleRecipe(rules=(gradient_alone,), **{field: True}), **shape)
     assert torch.allclose(changed(q, k, v), plain[0], atol=1e-4)
     assert torch.allclose(hadamard(96, q.device) @ hadamard(96, q.device).T, torch.eye(32), atol=1e-6)
+
+
+@pytest.mark.parametrize("fast_backward", [False, True])
+def test_saved_activations_are_less_than_six_tenths_of_those_of_bf16(fast_backward, monkeypatch) -> None:
+    """Issue 21. A GPU keeps the value in both directions."""
+    if fast_backward:
+        monkeypatch.setattr(AttentionProblem, "forward_refusal", lambda problem: "")
+        monkeypatch.setattr(attention, "forward", lambda planes, sizes, *_: fused(planes, sizes))
+    saved: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    def fused(planes, sizes) -> tuple[Tensor, Tensor]:
+        batch, groups, heads, queries, _, width = sizes
+        lse = torch.zeros(batch, groups * heads, queries)
+        return torch.zeros(batch, queries, groups * heads, width, dtype=torch.bfloat16), lse
+
+    totals = []
+    for recipe in (CURRENT, recipes.load("bf16")):
+        module = DotProductAttention(8, 64, num_gqa_groups=2, qkv_format="bshd", name="a", recipe=recipe)
+        x = [torch.randn(1, 512, count, 64).bfloat16().requires_grad_() for count in (8, 2, 2)]
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            module(*x)
+        totals.append(sum(saved.values()))
+    assert totals[0] < 0.6 * totals[1]
