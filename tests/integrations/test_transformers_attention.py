@@ -12,6 +12,7 @@ from duotone.errors import UserError
 
 transformers = require("transformers")
 from duotone.integrations import transformers_attention  # noqa: E402
+from duotone.integrations.transformers import DuotoneConfig  # noqa: E402
 
 FP8 = duotone.Float8CurrentScaling(fp8_dpa=True)
 HIGH = recipes.load("bf16")
@@ -84,3 +85,17 @@ def test_scores_that_a_model_changes_are_refused_in_one_line() -> None:
         transformers_attention.attend(attention, *heads, None, softcap=30.0)
     with pytest.raises(UserError, match=r"a mask of transformers is bool, .* got float32"):
         transformers_attention.attend(attention, *heads, torch.zeros(1, 1, 6, 6))
+
+
+def test_a_checkpoint_of_transformers_keeps_the_delayed_scales_of_attention(tmp_path) -> None:
+    config = DuotoneConfig("nvfp4-linear-fp8-dpa")
+    llama("sdpa").save_pretrained(tmp_path / "plain")
+    options = {"quantization_config": config, "attn_implementation": "duotone", "output_loading_info": True}
+    model, _ = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", **options)
+    step(model)
+    model.save_pretrained(tmp_path / "saved")
+    again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert not any(info.values())
+    model.zero_grad()
+    for ours, theirs in zip(step(again), step(model), strict=True):
+        assert torch.equal(ours, theirs)

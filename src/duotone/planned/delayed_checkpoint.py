@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.planned.delayed_states import STATES
-from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 
 
@@ -77,7 +76,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
     for name, module in model.named_modules():
         if isinstance(module, DelayedState):
             places[name] = Place(module, {}, "")
-        elif isinstance(module, Planned):
-            for state in STATES:
-                places.setdefault(f"{name}.{state}".removeprefix("."), Place(None, module.saved_states, state))
+        saved = getattr(module, "saved_states", None)
+        for state in () if saved is None else STATES:
+            places.setdefault(f"{name}.{state}".removeprefix("."), Place(None, saved, state))
     return places
