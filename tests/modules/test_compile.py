@@ -121,6 +121,17 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
     assert plans and all(plan.input.backward is REENCODE_IN_BACKWARD for plan in plans)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_model_in_fp32_gets_its_gradients(bias: bool) -> None:
+    """torch 2.11 gives zeros where a function returns one tensor twice, as a cast to its own dtype makes it do."""
+    eager = duotone.Linear(64, 32, bias=bias, recipe=recipes.load("mxfp8"))
+    compiled = copy.deepcopy(eager)
+    run = torch.compile(compiled, fullgraph=True, backend="eager")
+    x, dy = torch.randn(4, 64), torch.randn(4, 32)
+    for got, want in zip(step(run, compiled, x, dy), step(eager, eager, x, dy), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     m = duotone.convert(nn.Sequential(nn.Linear(64, 32)).bfloat16(), recipes.load("bf16"))
     counter = CompileCounterWithBackend("aot_eager")

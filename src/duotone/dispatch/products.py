@@ -46,7 +46,8 @@ def scaled(y: Tensor, a: Factors, b: Factors) -> Tensor:
 
 def finish(y: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """fp32 (M, N), plus `bias` (N,) in fp32, rounded once."""
-    return (y if bias is None else y + bias.to(torch.float32)).to(out_dtype)
+    y = y if bias is None else y + bias.to(torch.float32)
+    return y if y.dtype is out_dtype else y.to(out_dtype)  # torch 2.11 loses gradients behind a cast that does nothing
 
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
@@ -233,8 +234,9 @@ def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -
     """torch's own product; of narrow operands for another dtype, as gradients for `main_grad` are, one that stays in
     fp32."""
     if bias is None and out_dtype is not a.dtype and a.dtype.itemsize == 2:
-        return mm_fp32(a, b).to(out_dtype)
-    y = F.linear(a, b, bias)
+        y = mm_fp32(a, b)
+    else:
+        y = F.linear(a, b, bias)
     return y if y.dtype is out_dtype else y.to(out_dtype)
 
 
