@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 34457
-TOOL_LINES = 7297
+TOOL_LINES = 7293
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2279, 21, 0),
-    "cli": (1538, 3, 0),
+    "cli": (1535, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2686, 32, 0),
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1475, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3814, 0, 0),
-    "lab": (3721, 18, 1),
+    "lab": (3720, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
     "observe": (2188, 15, 0),

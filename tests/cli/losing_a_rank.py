@@ -1,22 +1,31 @@
-"""`duotone` on a rank of torchrun. The last rank dies in step 4 of the first start, as if it was killed."""
+"""`duotone` on a rank of torchrun. The last rank is killed in step 4, and after a restart in the save of step 4."""
 
 import os
 import signal
 from typing import Any
 
+from torch.distributed.checkpoint import FileSystemWriter
+
 from duotone.cli.main import main
 from duotone.lab.parallel import ParallelTrainer
 
-step = ParallelTrainer.step
+step, write = ParallelTrainer.step, FileSystemWriter.write_data
+IS_LAST = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
+START = os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 
 def step_or_die(self: ParallelTrainer, *arguments: Any, **options: Any) -> float:
-    is_last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
-    if is_last and self.done == 3 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if IS_LAST and START == "0" and self.done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return step(self, *arguments, **options)
 
 
+def write_or_die(self: FileSystemWriter, *arguments: Any, **options: Any) -> Any:
+    if IS_LAST and START == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(self, *arguments, **options)
+
+
 if __name__ == "__main__":
-    ParallelTrainer.step = step_or_die  # type: ignore[method-assign]
+    ParallelTrainer.step, FileSystemWriter.write_data = step_or_die, write_or_die  # type: ignore[method-assign]
     main()

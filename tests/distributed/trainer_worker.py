@@ -1,9 +1,11 @@
 """The laboratory's trainer over two ranks against one process."""
 
+import math
 from functools import partial
 from pathlib import Path
 
 import checks
+import torch.distributed as dist
 from checks import check, same
 
 from duotone import recipes
@@ -53,6 +55,17 @@ def a_comparison_runs_each_recipe_over_all_ranks(folder: Path) -> None:
         assert [entry["error"] for entry in entries] == [None, None]
         ends.append([entry["final_heldout_loss"] for entry in entries])
     assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
+
+
+@check
+def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
+    config = TrainConfig(presets.get("tiny"), steps=4)
+    corpus = data.load((), context=config.preset.model.context)
+    trainer = ParallelTrainer(Parallel(fsdp=2), config, recipes.load("mxfp8"), corpus)
+    forward = trainer.model.forward
+    if dist.get_rank():
+        trainer.model.forward = lambda *batch: forward(*batch) * float("nan")
+    assert math.isnan(trainer.step()) and not trainer.optimizer.state(), "no rank took the step"
 
 
 @check

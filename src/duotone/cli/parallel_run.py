@@ -31,10 +31,7 @@ def ranks(layout: Parallel, device: str) -> Iterator[tuple[bool, Interrupt]]:
         first = stack.enter_context(started(layout, device)) == 0
         if not first:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        try:
-            yield first, stack.enter_context(Interrupt())
-        except ConnectionError as error:
-            raise UserError(str(error)) from None
+        yield first, stack.enter_context(Interrupt())
 
 
 def train(

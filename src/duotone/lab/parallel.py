@@ -41,7 +41,7 @@ TIMEOUT = timedelta(minutes=5)
 def started(parallel: Parallel, device: str) -> Iterator[int]:
     """The rank of this process among those that torchrun started, with a process group until the end.
 
-    UserError unless they are as many as `parallel` asks for.
+    UserError unless they are as many as `parallel` asks for, and where another rank is lost.
     """
     world = int(os.environ.get("WORLD_SIZE", 0))
     if world != parallel.ranks:
@@ -58,6 +58,13 @@ def started(parallel: Parallel, device: str) -> Iterator[int]:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
         yield rank
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
+            reason = " ".join(str(error).split())[:120]
+            raise UserError(
+                f"a rank was lost ({reason}); start all again: they go on from the newest checkpoint"
+            ) from None
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -193,18 +200,10 @@ class ParallelTrainer(Trainer):
         return everywhere.item() / dist.get_world_size()
 
     def step(self, *arguments: Any, **options: Any) -> float:
-        try:
-            if self.wire is not None or self.done == self.first:
-                return super().step(*arguments, **options)
-            with Wire() as self.wire:
-                return super().step(*arguments, **options)
-        except RuntimeError as error:
-            if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
-                raise ConnectionError(
-                    f"a rank was lost in step {self.done + 1} ({' '.join(str(error).split())[:120]}); start all again: "
-                    "they go on from the newest checkpoint"
-                ) from None
-            raise
+        if self.wire is not None or self.done == self.first:
+            return super().step(*arguments, **options)
+        with Wire() as self.wire:
+            return super().step(*arguments, **options)
 
     def plan(self) -> Any:
         outline = models.outline(self.config.model, self.config.preset).to(torch.bfloat16)
