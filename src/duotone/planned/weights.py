@@ -179,13 +179,13 @@ RECIPES = "do not build the same linears", "give every rank the same model and r
 
 def _require_same_recipe(module: Any, parameters: Iterable[Tensor | None]) -> None:
     """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
-    meshes = {holder.device_mesh for holder in parameters if is_distributed(holder)}
+    meshes = [holder.device_mesh for holder in parameters if is_distributed(holder)]
     answers = module.plans.answer(module.recipe) if meshes else {}
     formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
     names = [f"{module.module_name}: {module.recipe.name}", *formats]
-    for mesh in meshes:
-        for group in mesh.get_all_groups():
-            require_same(names, torch.device(mesh.device_type), group.group_name, RECIPES)
+    devices = {group.group_name: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
+    for group, device in devices.items():  # in one order on all ranks
+        require_same(names, torch.device(device), group, RECIPES)
 
 
 class ShardedParameters:
