@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34457
+LIBRARY_LINES = 34462
 TOOL_LINES = 7293
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "conversion": (2686, 32, 0),
     "dispatch": (2646, 1, 0),
     "distributed": (430, 3, 1),
-    "formats": (1475, 0, 0),
+    "formats": (1480, 0, 0),
     "integrations": (389, 19, 0),
     "kernels": (3814, 0, 0),
     "lab": (3720, 18, 1),

@@ -51,6 +51,7 @@ ALLOWED = {
     "dispatch.target.has_triton": MACHINE,
     "dispatch.target.runs_kernels": MACHINE,
     "formats.registry._FORMATS": REGISTRY,
+    "formats.scaled_format._tiled": PURE,
     "formats.registry._VARIANTS": REGISTRY,
     "linear.plane_source.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",

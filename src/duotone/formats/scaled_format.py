@@ -1,5 +1,6 @@
 """ScaledFormat: element codec x block geometry x scale rule x transform, as one frozen value."""
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -63,9 +64,7 @@ class ScaledFormat(Format):
         return super().with_epsilon(epsilon, name) if rule is None else replace(self, name=name, rule=rule)
 
     def tiled(self, rows: int, cols: int) -> Format:
-        if self.block != TENSOR:
-            return self
-        return replace(self, name=f"{self.name}_{rows}x{cols}", block=Block(rows, cols), is_delayed=False)
+        return _tiled(self, rows, cols) if self.block == TENSOR else self
 
     def scale_limits(self, dtype: torch.dtype) -> tuple[float, float, float]:
         return self.rule.limits(self.element, dtype)
@@ -197,6 +196,12 @@ class ScaledFormat(Format):
 
     def _packed(self, codes: Tensor) -> Tensor:
         return PLAIN.pack(codes) if self.element.codes_per_byte == 2 else codes
+
+
+@functools.cache
+def _tiled(fmt: ScaledFormat, rows: int, cols: int) -> ScaledFormat:
+    """One object for each format, since casts and decoders are remembered by it."""
+    return replace(fmt, name=f"{fmt.name}_{rows}x{cols}", block=Block(rows, cols), is_delayed=False)
 
 
 def check_values(name: str, scale: Tensor | None, amax: Tensor | None) -> None:

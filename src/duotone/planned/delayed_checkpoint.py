@@ -76,7 +76,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
     for name, module in model.named_modules():
         if isinstance(module, DelayedState):
             places[name] = Place(module, {}, "")
-        saved = getattr(module, "saved_states", None)
-        for state in () if saved is None else STATES:
-            places.setdefault(f"{name}.{state}".removeprefix("."), Place(None, saved, state))
+        for state in STATES if "saved_states" in vars(module) else ():
+            place = Place(None, module.saved_states, state)  # type: ignore[arg-type]
+            places.setdefault(f"{name}.{state}".removeprefix("."), place)
     return places
