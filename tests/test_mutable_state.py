@@ -7,6 +7,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,15 @@ ROOMS = ("kernels.",)
 CHANGES = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"}
 CONTAINERS = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet, ContextVar, itertools.count)
 
+OPTIONAL = ("accelerate", "lightning", "torchtitan")
+"""Packages that files of their names import, skipped if they are not installed."""
+
 
 def modules() -> Iterator[tuple[str, types.ModuleType, ast.Module]]:
     for path in sorted(ROOT.rglob("*.py")):
         room = path.relative_to(ROOT).parts[0]
-        if room in ("lab", "cli", "__main__.py"):
+        absent = room == "integrations" and path.stem in OPTIONAL and find_spec(path.stem) is None
+        if absent or room in ("lab", "cli", "__main__.py"):
             continue
         name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix("__init__").rstrip(".")
         yield name, importlib.import_module(f"duotone.{name}".rstrip(".")), ast.parse(path.read_text())

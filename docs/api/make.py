@@ -18,6 +18,8 @@ MODULES = {
     "duotone.compat.te": "Scripts for [Transformer Engine](../from-te.md).",
     "duotone.compat.torchao": "Scripts for [torchao](../from-torchao.md).",
     "duotone.integrations.transformers": "What surrounds models of transformers, which has to be installed.",
+    "duotone.integrations.accelerate": "One line for [Accelerate](../trainers.md).",
+    "duotone.integrations.lightning": "Plugins for [Lightning and Fabric](../trainers.md).",
 }
 
 

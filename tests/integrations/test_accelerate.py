@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from causal import batch, llama
+from causal import assert_same_bits, batch, llama
 from packages import require
 
 import duotone
 
 accelerate = require("accelerate")
+from duotone.integrations.accelerate import prepare  # noqa: E402
 
 
 def trained(recipe: str, quantized: bool):
@@ -43,3 +44,37 @@ def test_offloading_hooks_before_convert_follow_the_recipe() -> None:
     model = accelerate.cpu_offload(llama(), execution_device="cpu").eval()
     duotone.convert(model, "mxfp8")
     assert torch.equal(model(batch(0)).logits, plain(batch(0)).logits)
+
+
+def run(recipe: str, quantized: bool = False):
+    accelerator, model = accelerate.Accelerator(cpu=True), llama()
+    if quantized:
+        duotone.convert_parameters(duotone.convert(model, recipe), recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return accelerator, *prepare(accelerator, model, optimizer, recipe=None if quantized else recipe)
+
+
+@pytest.mark.parametrize(("recipe", "quantized"), [("nvfp4", False), ("fp8-delayed", False), ("nvfp4", True)])
+def test_prepare_converts_and_a_fresh_run_resumes_with_the_bits_of_one_that_went_on(
+    recipe, quantized, tmp_path
+) -> None:
+    accelerator, model, optimizer = run(recipe, quantized)
+    step(accelerator, model, optimizer, 0)
+    accelerator.save_state(tmp_path)
+    losses = [step(accelerator, model, optimizer, at) for at in (1, 2)]
+    fresh = run(recipe, quantized)
+    fresh[0].load_state(tmp_path)
+    assert [step(*fresh, at) for at in (1, 2)] == losses
+    assert_same_bits(duotone.rng_state(fresh[1]), duotone.rng_state(model))
+    assert_same_bits(duotone.recipe_state(fresh[1]), duotone.recipe_state(model))
+
+
+def test_prepare_refuses_in_one_line(monkeypatch) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(duotone.UserError, match=r"^none of the objects is a model[^\n]*$"):
+        prepare(accelerator, recipe="mxfp8")
+    with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
+        prepare(accelerator, llama(), recipe="mxfp9")
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp8")  # a CPU has none
+    with pytest.raises(duotone.UserError, match=r'^mixed_precision="fp8" converts the model by another library[^\n]*$'):
+        prepare(accelerator, llama(), recipe="mxfp8")

@@ -3,8 +3,9 @@
 import base64
 import io
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,30 +39,56 @@ def load_packed_state(model: nn.Module, text: str) -> None:
     load_rng_state(model, rng)
 
 
+class RunState:
+    """`packed_state` and the planes of quantized parameters, for trainers that save what has a `state_dict`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, object]:
+        return {KEY: packed_state(self.model), "planes": quantized_parameters(self.model)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """UserError if the state belongs to another model, recipe or format."""
+        if KEY not in state:
+            raise UserError("the checkpoint has no seeds and scales of Duotone; start from its weights")
+        load_packed_state(self.model, state[KEY])
+        if not write_planes(self.model, state["planes"]):
+            raise UserError("the checkpoint has planes of other parameters or formats; convert them as they were saved")
+
+
 def save_planes(model: nn.Module, path: Path, identity: str) -> None:
     """Write the planes of quantized parameters, which files in high precision do not hold."""
-    torch.save({"identity": identity, "planes": dict(_quantized(model))}, path)
+    torch.save({"identity": identity, "planes": quantized_parameters(model)}, path)
 
 
 def load_planes(model: nn.Module, paths: Iterable[Path], identity: str) -> bool:
-    """Write the planes of the first file with that identity back. False if no file has it, or fits.
-
-    Writes count for no optimizer, whose masters belong to these planes.
-    """
+    """Write the planes of the first file with that identity back. False if no file has it, or fits."""
     for path in paths:
         saved = torch.load(path, weights_only=True) if path.is_file() else {}
-        mine, theirs = dict(_quantized(model)), saved.get("planes", {})
-        if saved.get("identity") == identity and _formats(mine) == _formats(theirs):
-            for name, tensor in mine.items():
-                for plane, other in zip(tensor.planes, theirs[name].planes, strict=True):
-                    if plane is not None and other is not None:
-                        plane.copy_(other)
+        if saved.get("identity") == identity and write_planes(model, saved.get("planes", {})):
             return True
     return False
 
 
-def _quantized(model: nn.Module) -> Iterator[tuple[str, QuantizedTensor]]:
-    return ((name, p.detach()) for name, p in model.named_parameters() if isinstance(p, QuantizedTensor))  # type: ignore
+def write_planes(model: nn.Module, saved: Mapping[str, QuantizedTensor]) -> bool:
+    """Write planes of `quantized_parameters` back. False, before anything changes, if the formats differ.
+
+    Writes count for no optimizer, whose masters belong to these planes.
+    """
+    tensors = quantized_parameters(model)
+    if _formats(tensors) != _formats(saved):
+        return False
+    for name, tensor in tensors.items():
+        for plane, other in zip(tensor.planes, saved[name].planes, strict=True):
+            if plane is not None and other is not None:
+                plane.copy_(other)
+    return True
+
+
+def quantized_parameters(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """The quantized parameters by full name, detached."""
+    return {name: p.detach() for name, p in model.named_parameters() if isinstance(p, QuantizedTensor)}  # type: ignore
 
 
 def _formats(tensors: Mapping[str, QuantizedTensor]) -> dict[str, object]:

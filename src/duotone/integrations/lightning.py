@@ -1,0 +1,74 @@
+"""Lightning: precision plugins for its Trainer and for Fabric."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.pytorch.plugins import Precision as TrainerPrecision
+from torch import Tensor, nn
+
+from duotone.conversion import convert
+from duotone.errors import UserError
+from duotone.integrations.run_state import RunState
+from duotone.planned.delayed_checkpoint import recipe_state
+from duotone.recipes.recipe import RecipeLike, as_recipe
+from duotone.recipes.rules import OUTPUT_HEAD, Rule
+
+
+class FabricDuotonePrecision(FabricPrecision):
+    """`Fabric(plugins=FabricDuotonePrecision("mxfp8"))`: `setup` converts the model.
+
+    - `recipe` and `rules` are those of `duotone.convert`. Parameters keep their dtype.
+    - Save the plugin with the model, so that a run that resumes has the bits of one that went on:
+      `fabric.save(path, {"model": model, "optimizer": optimizer, "precision": plugin})`. `fabric.load` takes the same
+      dict.
+    - The state_dict of the model has no delayed scales, so a plain model can load it.
+    """
+
+    def __init__(self, recipe: RecipeLike, rules: Sequence[Rule] = OUTPUT_HEAD) -> None:
+        self.recipe, self.rules = as_recipe(type(self).__name__, recipe), tuple(rules)
+        self.states: list[RunState] = []
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if all(state.model is not module for state in self.states):
+            convert(module, self.recipe, self.rules)
+            module.register_state_dict_post_hook(_drop_states)
+            module.register_load_state_dict_pre_hook(_fill_states)
+            self.states.append(RunState(module))
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(at): state.state_dict() for at, state in enumerate(self.states)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """UserError unless `state_dict` is of the same models and recipe."""
+        if len(state_dict) != len(self.states):
+            raise UserError(f"the checkpoint is of {len(state_dict)} models, and {len(self.states)} were set up")
+        for at, state in enumerate(self.states):
+            state.load_state_dict(state_dict[str(at)])
+
+
+class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
+    """`Trainer(plugins=DuotonePrecision("mxfp8"))`: the model is converted when it is set up.
+
+    - `recipe` and `rules` are those of `duotone.convert`. Parameters keep their dtype.
+    - Checkpoints hold seeds, delayed scales and planes. `fit(ckpt_path=...)` continues with the bits of a run that
+      went on.
+    - The weights in a checkpoint are those of a plain model, so `load_from_checkpoint` works as before.
+    """
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """UserError if the checkpoint was saved without this plugin."""
+        if type(self).__qualname__ not in checkpoint:
+            raise UserError("no DuotonePrecision saved the seeds and scales of this checkpoint; start from its weights")
+
+
+def _drop_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    """The plugin saves the scales and histories of delayed scaling, which a plain model does not know."""
+    for name in recipe_state(module):
+        tensors.pop(prefix + name, None)
+
+
+def _fill_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *args: object) -> None:
+    for name, tensor in recipe_state(module).items():
+        tensors.setdefault(prefix + name, tensor)
