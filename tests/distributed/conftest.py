@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from launching import launch, names
 
-PROCESSES = {"amax_worker.py": 3, "checkpoint_worker.py": 4, "fsdp_mesh_worker.py": 4}
+PROCESSES = {"amax_worker.py": 3, "checkpoint_worker.py": 4, "fsdp_mesh_worker.py": 4, "trainer_worker.py": 4}
 """Of workers that need more than two."""
 
 

@@ -1,4 +1,4 @@
-"""The trainer of `duotone train --parallel` on two gloo processes; trainer_worker.py holds the checks."""
+"""The trainer of `duotone train --parallel` on four gloo processes; trainer_worker.py holds the checks."""
 
 from launching import names
 

@@ -1,4 +1,4 @@
-"""The laboratory's trainer over two ranks against one process."""
+"""The laboratory's trainer over four ranks against one process."""
 
 import math
 from functools import partial
@@ -16,10 +16,10 @@ from duotone.lab.parallel import ParallelTrainer
 from duotone.lab.trainer import TrainConfig, Trainer
 
 CASES = (
-    (Parallel(fsdp=2), "gpt", "fp8-delayed"),
-    (Parallel(fsdp=2), "gpt", "mxfp8"),
-    (Parallel(tp=2), "gpt", "mxfp8"),
-    (Parallel(ep=2), "moe", "fp8-current"),
+    (Parallel(fsdp=4), "gpt", "fp8-delayed"),
+    (Parallel(fsdp=4), "gpt", "mxfp8"),
+    (Parallel(fsdp=2, tp=2), "gpt", "mxfp8"),
+    (Parallel(fsdp=2, ep=2), "moe", "fp8-current"),
 )
 
 
@@ -34,7 +34,7 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         pairs.append((trainer.heldout_loss(), one.heldout_loss()))
         assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
-        assert len(trainer.ranks()) == 2
+        assert len(trainer.ranks()) == 4
         expected, wire = forecast(config, recipes.load(recipe), parallel), trainer.wire
         assert wire is not None
         for what in ("gathered", "exchanged", "reduced"):
@@ -47,7 +47,7 @@ def a_comparison_runs_each_recipe_over_all_ranks(folder: Path) -> None:
     config = TrainConfig(presets.get("tiny"), steps=3)
     corpus = data.load((), context=config.preset.model.context)
     ends = []
-    for make in (partial(ParallelTrainer, Parallel(fsdp=2)), Trainer):
+    for make in (partial(ParallelTrainer, Parallel(fsdp=4)), Trainer):
         runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
         for run in runs:
             run.is_observed = False
@@ -61,7 +61,7 @@ def a_comparison_runs_each_recipe_over_all_ranks(folder: Path) -> None:
 def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
     config = TrainConfig(presets.get("tiny"), steps=4)
     corpus = data.load((), context=config.preset.model.context)
-    trainer = ParallelTrainer(Parallel(fsdp=2), config, recipes.load("mxfp8"), corpus)
+    trainer = ParallelTrainer(Parallel(fsdp=4), config, recipes.load("mxfp8"), corpus)
     forward = trainer.model.forward
     if dist.get_rank():
         trainer.model.forward = lambda *batch: forward(*batch) * float("nan")
