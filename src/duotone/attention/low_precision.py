@@ -77,7 +77,7 @@ class LowPrecision:
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
         operands = q, k, v, grouped(seen, module.num_gqa_groups), seed
-        if device == "meta":
+        if not is_autocast(device):
             return self._apply(stage, operands)
         with torch.autocast(device, enabled=False):
             return self._apply(stage, operands)

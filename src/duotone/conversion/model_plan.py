@@ -202,7 +202,8 @@ def plan(
                 _rows(module.module_name if name else name, module, recipe or module.recipe, device, dtype, trained)
             )
         elif isinstance(module, DotProductAttention):
-            rows.extend(_attention(name, module, recipe or module.recipe, device))
+            place = device or (str(planned[0].weight.device) if planned else None)
+            rows.extend(_attention(name, module, recipe or module.recipe, place))
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
