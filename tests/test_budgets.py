@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34463
+LIBRARY_LINES = 34473
 TOOL_LINES = 7430
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2010, 18, 1),
-    "tensor": (2372, 16, 0),
+    "tensor": (2382, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -53,7 +53,7 @@ class Gathers:
         self.sent = self.valid = BOTH
         """The planes that the last gather sent, and those that hold values since."""
         self.shard = self.whole = NOTHING
-        """Planes of this rank, alive until copies of the last gather are done, and those of all ranks."""
+        """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
         self.names: dict[int, list[str]] = {}
@@ -89,7 +89,17 @@ class Gathers:
             self.param.all_gather_outputs = (of_row if rowwise else []) + (of_col if columnwise else [])
             self.param._unsharded_inner_tensors = self.derived if self.valid.columnwise else []
         sent = self._wire(row, ROW_DIM) if row is not None and rowwise else []
-        return tuple(sent + (self._wire(col, COLUMN_DIM) if col is not None and columnwise else []))
+        sent += self._wire(col, COLUMN_DIM) if col is not None and columnwise else []
+        if not is_first:
+            self.shard = Planes(self._staying(row, ROW_DIM), self._staying(col, COLUMN_DIM))
+        return tuple(sent)
+
+    def _staying(self, plane: Plane | None, dim: int) -> Plane | None:
+        """The plane without the parts that travel, whose memory is free as soon as they are sent."""
+        if plane is None or dim not in self.names:
+            return plane
+        parts = {name: part for name, part in plane.parts.items() if name not in self.names[dim]}
+        return Plane(plane.format, parts, plane.shape)
 
     def _wire(self, plane: Plane, dim: int) -> list[Tensor]:
         if dim not in self.names:

@@ -66,7 +66,7 @@ def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
         sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in mine]
         flat = amaxes[mine[0]].new_zeros(sum(sizes))
         places = [place[: amaxes[at].numel()] for at, place in zip(mine, flat.split(sizes), strict=True)]
-        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])
+        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])  # type: ignore[reportPrivateImportUsage]
         for at, place in zip(mine, ShardContext(group).max(flat).split(sizes), strict=True):
             agreed[at] = place[: amaxes[at].numel()]
     return agreed
