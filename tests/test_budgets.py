@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34473
+LIBRARY_LINES = 34475
 TOOL_LINES = 7430
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2279, 21, 0),
+    "attention": (2281, 21, 0),
     "cli": (1535, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),

@@ -194,12 +194,14 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
 
         Nothing may change heads on their way, and each tensor has one scale.
         """
-        output, gradient = self._crossing[recipe.key]
+        if not recipe.fp8_mha:  # nothing that one layer alone has becomes a guard
+            return False, False
+        output, gradient = self._crossing.get(recipe.key, (False, False))
         # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
         return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
 
     def _crosses(self, recipe: Recipe) -> tuple[bool, bool]:
-        if not recipe.fp8_mha or not self.core_attention.requested(recipe):
+        if not self.core_attention.requested(recipe):
             return False, False
         formats = self.core_attention.formats(recipe)
         changes = self.q_norm is not None or recipe.dpa_center_keys or recipe.dpa_rotate or self.heads.interleaved
@@ -239,7 +241,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             core.output_quantizer_role = QuantizerRole("linear", "input", names[2]) if wired else None
             core.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", names[0]) if wired else None
         core.meet(recipe)
-        if recipe.key not in self._crossing:
+        if recipe.fp8_mha and recipe.key not in self._crossing:
             drop_dead(self._crossing)
             self._crossing[recipe.key] = self._crosses(recipe)
 
