@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34475
+LIBRARY_LINES = 34476
 TOOL_LINES = 7430
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2687, 32, 0),
-    "dispatch": (2646, 1, 0),
+    "dispatch": (2647, 1, 0),
     "distributed": (430, 3, 1),
     "formats": (1480, 0, 0),
     "integrations": (526, 25, 0),

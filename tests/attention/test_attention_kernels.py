@@ -133,6 +133,6 @@ def test_short_attention_stays_in_high_precision_where_the_recipe_says_so(kernel
     assert "fewer than 40 queries in high precision" in core.plan_rows(recipe, "sm90")[0].reason
     assert "queries" not in core.plan_rows(recipe, "sm90")[3].reason
     measured = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens="measured")
-    assert "fewer than 16384 queries" in core.plan_rows(measured, "sm90")[1].reason
+    assert "fewer than 8192 queries" in core.plan_rows(measured, "sm90")[1].reason
     with pytest.raises(RecipeError, match="dpa_min_tokens is -1; give a number of tokens from 0 on"):
         duotone.Float8CurrentScaling(dpa_min_tokens=-1)
