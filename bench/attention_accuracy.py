@@ -72,7 +72,8 @@ def measure(recipe: Recipe, data: str) -> dict[str, dict[str, float]]:
     y = core(*(x.permute(2, 0, 1, 3) for x in leaves)).unflatten(-1, (HEADS, WIDTH)).permute(1, 2, 0, 3)
     y.backward(do)
     exact = [x.double().requires_grad_() for x in heads]
-    z = F.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    query, key, value = exact
+    z = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     z.backward(do.double())
     record: dict[str, dict[str, float]] = {"error": {}, "cosine": {}}
     pairs = [(y, z), *((a.grad, b.grad) for a, b in zip(leaves, exact, strict=True))]

@@ -86,8 +86,8 @@ def traffic() -> Iterator[dict[str, float]]:
 
     def counting(name: str, key: str) -> Callable[..., Any]:
         def run(*tensors: torch.Tensor, **options: Any) -> Any:
-            given = tensors[1] if len(tensors) > 1 else options.get("input_tensor", options.get("input"))
-            sent[key] += given.nbytes / layer.MIB
+            sent_tensor: Any = tensors[1] if len(tensors) > 1 else options.get("input_tensor", options.get("input"))
+            sent[key] += sent_tensor.nbytes / layer.MIB
             return real[name](*tensors, **options)
 
         return run

@@ -27,7 +27,7 @@ from duotone import observe, recipes
 from duotone.recipes import Recipe
 
 EVERY, TURNS, WARM = 50, 3, 5
-FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"the rest compiled": compile_between, "compiled": compile_blocks}
+FORMS: dict[str, Callable[..., nn.Module]] = {"the rest compiled": compile_between, "compiled": compile_blocks}
 RECIPES = ("fp8-current", "fp8-delayed")
 
 

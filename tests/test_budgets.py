@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34476
+LIBRARY_LINES = 34482
 TOOL_LINES = 7430
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,8 +25,8 @@ BUDGETS = {
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
     "conversion": (2687, 32, 0),
-    "dispatch": (2647, 1, 0),
-    "distributed": (430, 3, 1),
+    "dispatch": (2648, 1, 0),
+    "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
     "integrations": (526, 25, 0),
     "kernels": (3814, 0, 0),
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
     "pipeline": (1447, 64, 1),
-    "planned": (2652, 56, 4),
+    "planned": (2654, 58, 4),
     "recipes": (2015, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2010, 18, 1),
-    "tensor": (2382, 16, 0),
+    "tensor": (2383, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

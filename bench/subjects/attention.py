@@ -51,8 +51,8 @@ def of_torch(heads: Heads, shape: Shape, trains: bool, backend: SDPBackend | Non
     """torch's attention over views of (batch, tokens, heads, width)."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        views = (x.transpose(1, 2) for x in (q, k, v))
-        out = F.scaled_dot_product_attention(*views, is_causal=True, enable_gqa=shape[2] != shape[3])
+        query, key, value = (x.transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shape[2] != shape[3])
         return out.transpose(1, 2).flatten(2)
 
     if backend is None:

@@ -134,7 +134,8 @@ def favourite(query: Tensor, value: Tensor, is_masked: bool) -> AbstractContextM
         return NOTHING
     if cuda_target(query.get_device()).arch != HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
         return NOTHING
-    return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *_cur_sdpa_kernel_backends()], set_priority=True)
+    backends: list[SDPBackend] = [SDPBackend.CUDNN_ATTENTION, *_cur_sdpa_kernel_backends()]  # type: ignore
+    return sdpa_kernel(backends, set_priority=True)  # type: ignore
 
 
 NOTHING = nullcontext()

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
@@ -52,8 +54,8 @@ def save(
     """
     tensors = _tensors(path, model, optimizer, extra, group)
     try:
-        dcp.save(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
-    except (dcp.CheckpointException, OSError) as error:
+        dcp.save(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())  # type: ignore
+    except (CheckpointException, OSError) as error:
         raise UserError(
             f"cannot save the checkpoint {path}: {_first_cause(error)}; make room, then save anew"
         ) from None
@@ -101,8 +103,8 @@ def load(
     if optimizer is not None:
         tensors.update(_empty_optimizer(model, optimizer, stored))
     try:
-        dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())
-    except (dcp.CheckpointException, OSError, RuntimeError, EOFError) as error:
+        dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())  # type: ignore
+    except (CheckpointException, OSError, RuntimeError, EOFError) as error:
         raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
     load_recipe_state(model, _delayed(tensors, mine, together=together))
     if optimizer is not None:
@@ -181,7 +183,7 @@ def _stored(path: Path) -> dict[str, Stored]:
     if not (path / METADATA).is_file():
         raise UserError(f"{path} holds no finished checkpoint; load an earlier one")
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged pickle raises anything
         raise UserError(
             f"the checkpoint {path} is damaged: {METADATA} cannot be read ({_first_cause(error)})"
@@ -249,7 +251,7 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _first_cause(error: BaseException) -> str:
     """What went wrong, in one line."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
+    if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items())
         return f"rank {rank}: {_first_cause(cause)}"
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import duotone
 from duotone import distributed
@@ -52,8 +52,8 @@ def started(parallel: Parallel, device: str) -> Iterator[int]:
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    store = dist.PrefixStore(f"start-{restarts()}", store)  # it outlives a start
+    store, rank, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))  # type: ignore
+    store = dist.PrefixStore(f"start-{restarts()}", store)  # type: ignore  # it outlives a start
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     try:
@@ -142,7 +142,7 @@ class ParallelTrainer(Trainer):
         data = self.parallel.fsdp * self.parallel.ep
         if self.config.preset.batch % data:
             raise UserError(f"a batch of {self.config.preset.batch} does not divide over {data} ranks: give --batch")
-        sizes = [self.parallel.fsdp, self.parallel.ep, self.parallel.tp]
+        sizes = (self.parallel.fsdp, self.parallel.ep, self.parallel.tp)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("fsdp", "ep", "tp"))
         self.group = dist.group.WORLD
         if self.parallel.ep > 1:
@@ -252,7 +252,7 @@ def _shards(parameter: Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
-def _styles(block: nn.Module) -> dict[str, ColwiseParallel | RowwiseParallel]:
+def _styles(block: nn.Module) -> dict[str, ParallelStyle]:
     """Shards of weights; activations stay whole between linears, because q, k, v and gate, up lie side by side."""
     names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     columns = {name: ColwiseParallel(output_layouts=Replicate()) for name in names if name.endswith(COLUMNS)}

@@ -115,7 +115,7 @@ class View(NamedTuple):
     def of(tensor: Tensor | None, sources: Sequence[Tensor]) -> "View | None":
         for i, source in enumerate(sources):
             if tensor is not None and same_memory(tensor, source):
-                return View(i, tensor.size(), tensor.stride(), tensor.storage_offset() - source.storage_offset())
+                return View(i, tensor.size(), tensor.stride(), int(tensor.storage_offset() - source.storage_offset()))
         return None
 
     def restore(self, sources: Sequence[Tensor], copies: bool) -> Tensor:
@@ -173,7 +173,8 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     taken = (
         module.accept(stage, info, (tuple(counts) if splits is None else splits,)) if module.extra_inputs else (None,)
     )
-    y, saved = stage.forward(x, *stage.ordered((taken[0], seed, weights, biases)))
+    operands = cast(Sequence[Any], stage.ordered((taken[0], seed, weights, biases)))
+    y, saved = stage.forward(x, *operands)
     shells, tensors = pack(saved)
     sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
     entries = [View.of(tensor, sources) or tensor for tensor in tensors]
@@ -219,7 +220,8 @@ def _backward(
     dx, *rest = stage.backward(dy, tuple(unpack(entry.shells, tensors)), (of_input, *map(bool, needs)))
     _, _, dw, db = stage.named(rest)
     owed = (of_input, *(of_weights if gives else ()), *of_biases)
-    return [each.contiguous() for each, need in zip((dx, *(dw if gives else ()), *db), owed, strict=True) if need]
+    gradients = cast(Sequence[Any], (dx, *(dw if gives else ()), *db))
+    return [each.contiguous() for each, need in zip(gradients, owed, strict=True) if need]
 
 
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -67,8 +67,9 @@ class Gathers:
             self.param, self.group = _owners(shard)
         if self.param is not None and self.group is not None and self.whole == NOTHING:
             module = self.param._module_info.module
-            names = [name for root in self.group.modules for name, part in root.named_modules() if part is module]
-            self.keeps_rowwise |= any(CHECKPOINT in name for name in names)
+            parts: list[tuple[str, torch.nn.Module]]
+            parts = [pair for root in self.group.modules for pair in root.named_modules()]  # type: ignore
+            self.keeps_rowwise |= any(part is module and CHECKPOINT in name for name, part in parts)
 
     def send(self, count: int, encode: Callable[[Usage], Planes]) -> tuple[Tensor, ...]:
         """The buffers of this rank for a gather over `count` ranks. `encode` gives planes of the shard."""

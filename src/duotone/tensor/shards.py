@@ -65,9 +65,9 @@ def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
         mine = [at for at, name in enumerate(groups) if name == group]
         sizes = [-(-amaxes[at].numel() // ALIGNED) * ALIGNED for at in mine]
         flat = amaxes[mine[0]].new_zeros(sum(sizes))
-        places = [place[: amaxes[at].numel()] for at, place in zip(mine, flat.split(sizes), strict=True)]
-        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])  # type: ignore[reportPrivateImportUsage]
-        for at, place in zip(mine, ShardContext(group).max(flat).split(sizes), strict=True):
+        places = [place[: amaxes[at].numel()] for at, place in zip(mine, torch.split(flat, sizes), strict=True)]
+        torch._foreach_copy_(places, [amaxes[at].reshape(-1) for at in mine])  # type: ignore
+        for at, place in zip(mine, torch.split(ShardContext(group).max(flat), sizes), strict=True):
             agreed[at] = place[: amaxes[at].numel()]
     return agreed
 
