@@ -54,6 +54,7 @@ def values() -> dict[str, object]:
         "context": duotone.QuantizeContext(ShardContext("dp"), bound_handle().slots),
         "recipe state": state,
         "autocast": duotone.autocast("mxfp8"),
+        "offload_activations": duotone.offload_activations(model),
         "quantized_model_init": duotone.quantized_model_init(recipe="mxfp8"),
         "tap": tap,
         "tapped recipe": tapped,

@@ -78,6 +78,10 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
         self._order: list[weakref.ref[Saved]] = []
         self._sides: dict[int, torch.cuda.Stream] = {}
 
+    def __repr__(self) -> str:
+        model = "" if self.model is None else f"{type(self.model).__name__}, "
+        return f"offload_activations({model}smallest={self.smallest}, ahead={self.ahead})"
+
     def __enter__(self) -> None:
         tensors = () if self.model is None else _buffers(self.model)
         self._stay = {tensor.untyped_storage()._cdata for tensor in tensors}
