@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34486
-TOOL_LINES = 7430
+LIBRARY_LINES = 34513
+TOOL_LINES = 7492
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -24,11 +24,11 @@ BUDGETS = {
     "cli": (1535, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2352, 69, 0),
-    "conversion": (2687, 32, 0),
+    "conversion": (2714, 33, 0),
     "dispatch": (2648, 1, 0),
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
-    "integrations": (526, 25, 0),
+    "integrations": (588, 30, 0),
     "kernels": (3814, 0, 0),
     "lab": (3720, 18, 1),
     "linear": (1844, 5, 0),

@@ -69,6 +69,7 @@ NEEDS = {
     ("docs/trainers.md", 0): "accelerate",
     ("docs/trainers.md", 1): "lightning",
     ("docs/trainers.md", 2): "lightning",
+    ("docs/trainers.md", 3): "torchtitan",
 }
 """Packages that blocks import, or that what they import needs."""
 
@@ -100,8 +101,8 @@ def test_a_block_runs_as_it_is_written(
         names: dict[str, object] = {"__name__": "reader"}
         exec(compile(PREAMBLES.get((page, number), ""), f"preamble of {page}", "exec"), names)
         with warnings.catch_warnings():
-            if NEEDS.get((page, number)) == "lightning":
-                warnings.simplefilter("ignore")  # its own warnings name many modules
+            if NEEDS.get((page, number)) in ("lightning", "torchtitan"):
+                warnings.simplefilter("ignore")  # their own warnings name many modules
             warnings.filterwarnings("error", module=r"duotone")
             exec(compile(part, f"{page}, block {number}", "exec"), names)
 

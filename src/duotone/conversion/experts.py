@@ -2,25 +2,31 @@
 
 Transformers' classes agree on a contract: `gate_up_proj` (E, 2I, H) or `up_proj` (E, I, H), `down_proj` (E, H, I), each
 maybe transposed and with `<name>_bias`, flags that say so, `_apply_gate(h)` or `act_fn`, and
-`forward(hidden_states, top_k_index, top_k_weights)`. A converted module keeps its parameters and its state_dict.
+`forward(hidden_states, top_k_index, top_k_weights)`. Torchtitan has gate, up and down projections as `w1_EFD`
+(E, F, D), `w3_EFD` and `w2_EDF` (E, D, F). A converted module keeps its parameters and its state_dict.
 """
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.moe import Routing
+from duotone.pipeline.op import is_distributed
 from duotone.planned.grouped_linear import PlannedGroup
 from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor
 
 PREFIX = "planned_"
+GROUPED = ("w1_EFD", "w3_EFD", "w2_EDF")
+"""The parameters of torchtitan's experts: gate, up, down."""
 
 
 class ExpertsLinear(PlannedGroup, nn.Module):
@@ -90,20 +96,41 @@ class PlannedExperts:
         mark_entries(destination, prefix, linear_names(self))
 
 
-def linear_names(module: Any) -> tuple[str, str]:
-    """The two parameters of an experts module."""
+class PlannedGroupedExperts(PlannedExperts):
+    """For the grouped experts of torchtitan, whose rows come sorted by expert."""
+
+    def forward(self: Any, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """(R, D) and the rows of each expert, int (E,) -> (R, D). Products are in bf16, as in the original."""
+        if is_distributed(self.w1_EFD):
+            raise UserError("experts of torchtitan that are spread over ranks cannot follow a recipe; exclude them")
+        gate, up, down = (getattr(self, f"{PREFIX}{name}") for name in GROUPED)
+        splits = num_tokens_per_expert_E
+        with torch.autocast(x_RD.device.type, torch.bfloat16):
+            h = F.silu(gate(x_RD, splits)) * up(x_RD, splits)
+            return down(h, splits).type_as(x_RD)
+
+
+def linear_names(module: Any) -> tuple[str, ...]:
+    """The parameters of an experts module that hold its linears."""
+    if GROUPED[0] in module._parameters:
+        return GROUPED
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
 
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether a module holds the weights of several linears in 3-D parameters."""
     parameters = module.named_parameters(recurse=False)
-    return any("proj" in name and not is_lazy(weight) and weight.dim() == 3 for name, weight in parameters)
+    return any(
+        ("proj" in name or name in GROUPED) and not is_lazy(weight) and weight.dim() == 3 for name, weight in parameters
+    )
 
 
 def reason_left_alone(module: Any) -> str:
     """Why experts stay as they are, or "" where they can be converted."""
     names = linear_names(module)
+    if names == GROUPED:
+        kind = type(module)
+        return "" if kind.forward.__qualname__ == "GroupedExperts.forward" else f"{kind.__name__} has another forward"
     flags = ("has_gate", "has_bias", "is_transposed", "num_experts")
     if not all(hasattr(module, flag) for flag in flags) or not all(name in module._parameters for name in names):
         return "its 3-D parameters are laid out in a way of its own"
@@ -117,10 +144,11 @@ def reason_left_alone(module: Any) -> str:
 
 
 def adopt_experts(module: Any) -> dict[str, ExpertsLinear]:
-    """Change the class of an experts module; its two linears by the name of their parameter, not yet with a recipe."""
+    """Change the class of an experts module; its linears by the name of their parameter, not yet with a recipe."""
     modules = module._modules
     if not issubclass(type(module), PlannedExperts):
-        forwards.change_class(module, planned_class(type(module)))
+        mixin = PlannedGroupedExperts if linear_names(module) == GROUPED else PlannedExperts
+        forwards.change_class(module, forwards.planned_class(mixin, type(module)))
     return {name: modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name)) for name in linear_names(module)}
 
 
@@ -128,8 +156,7 @@ def release_experts(module: Any) -> None:
     """Undo `adopt_experts`."""
     for name in linear_names(module):
         module._modules.pop(f"{PREFIX}{name}", None)
-    forwards.change_class(module, type(module).__mro__[2])
+    forwards.change_class(module, type(module).__bases__[1])
 
 
-planned_class = functools.partial(forwards.planned_class, PlannedExperts)
 _rebuild = functools.partial(forwards.rebuild, PlannedExperts)  # for old pickles

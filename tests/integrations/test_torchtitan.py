@@ -1,0 +1,107 @@
+"""torchtitan: its debug models build themselves converted, experts too, and compile block by block."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from packages import require
+
+import duotone
+
+pytestmark = pytest.mark.filterwarnings(
+    *("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    *(
+        "ignore:Mismatch dtype between input and weight",
+        "ignore:In CPU autocast",
+        "ignore:The .grad attribute",
+    ),  # torch's own
+)
+
+require("triton")  # torchtitan imports it
+torchtitan = require("torchtitan")
+from torchtitan.config import CompileConfig  # noqa: E402
+from torchtitan.distributed.compile import apply_compile  # noqa: E402
+from torchtitan.models import deepseek_v3, llama3  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+
+from duotone.integrations.torchtitan import ROUTER, DuotoneConverter  # noqa: E402
+
+
+def build(family, recipe: str = "", layers: int = 2):
+    """A debug model of torchtitan, as its trainer builds it. FlexAttention needs a GPU, so its other attention."""
+    converters = [DuotoneConverter.Config(recipe=recipe)] if recipe else None
+    config = family.model_registry("debugmodel", converters=converters).model
+    config.layers = config.layers[:layers]
+    for _, _, parent, attribute in list(config.traverse(FlexAttention.Config)):
+        setattr(parent, attribute, ScaledDotProductAttention.Config())
+    with torch.device("meta"):
+        model = config.build()
+    model.verify_module_protocol()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model.train()
+
+
+def step(model) -> dict[str, torch.Tensor]:
+    """The loss and the gradients of one step."""
+    tokens = torch.randint(0, 100, (2, 64), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(tokens, torch.arange(64).expand(2, -1)).float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", [llama3, deepseek_v3])
+def test_a_model_of_the_converter_is_the_converted_one(family) -> None:
+    model, plain = build(family, "mxfp8"), build(family)
+    rules = (*duotone.recipes.OUTPUT_HEAD, ROUTER) if family is deepseek_v3 else duotone.recipes.OUTPUT_HEAD
+    duotone.convert(plain, "mxfp8", rules)
+    left, right = step(model), step(plain)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("family", [llama3, deepseek_v3])
+def test_the_bf16_recipe_gives_what_torchtitan_gives(family) -> None:
+    mine, theirs = step(build(family, "bf16")), step(build(family))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0.02, atol=0.02 * tensor.abs().max().item(), msg=name)
+
+
+def test_experts_follow_the_recipe_and_what_chooses_them_does_not() -> None:
+    rows = [line.split() for line in str(duotone.plan(build(deepseek_v3, "mxfp8"))).splitlines()]
+    formats = {row[0]: row[2] for row in rows if row[1] == "fprop"}
+    experts = "layers.1.moe.routed_experts.inner_experts"
+    assert {formats[f"{experts}.{name}"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")} == {"mxfp8_e4m3"}
+    assert formats["layers.1.moe.router.gate"] == formats["lm_head"] == "identity"
+
+
+def test_revert_gives_the_experts_of_torchtitan_back() -> None:
+    model, plain = build(deepseek_v3, "mxfp8"), build(deepseek_v3)
+    duotone.revert(model)
+    left, right = step(model), step(plain)
+    assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize(("family", "recipe"), [(llama3, "fp8-delayed"), (deepseek_v3, "mxfp8")])
+def test_blocks_compile_as_torchtitan_compiles_them(family, recipe: str) -> None:
+    layers = 1 if family is llama3 else 2  # the first of the other has no experts
+    model, eager = build(family, recipe, layers), build(family, recipe, layers)
+    apply_compile(
+        model,
+        compile_config=CompileConfig(enable=True, backend="eager"),
+        parallel_dims=SimpleNamespace(tp_enabled=False),
+    )
+    for _ in range(2):
+        left, right = step(model), step(eager)
+        assert torch.equal(left["loss"], right["loss"])
+        assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def test_unknown_recipes_are_one_line() -> None:
+    with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
+        build(llama3, "mxfp9")
