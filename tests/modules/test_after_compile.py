@@ -82,6 +82,17 @@ def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change
     assert counter.frame_count == graphs
 
 
+def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
+    """A cycle, or a variable, may keep what planned it."""
+    held, compiled = (duotone.convert(model(), recipes.load("mxfp8")) for _ in range(2))
+    planners = [block.up.plans for block in held]
+    duotone.revert(held)
+    eager = copy.deepcopy(compiled)
+    compiled[0].compile(backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
+    assert planners
+
+
 @pytest.mark.parametrize("how", ["blocks", slow("whole"), slow("wrapped")])
 def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
     m = model()

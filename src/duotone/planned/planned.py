@@ -91,6 +91,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def release(self) -> None:
         """Give up everything that `adopt` and plans added."""
+        self.plans.retire()
         for attribute in (*CONFIGURATION, "_rewritten", seeds.LOADED, seeds.RESTORED):
             self.__dict__.pop(attribute, None)
         self._buffers.pop(seeds.BUFFER, None)

@@ -73,6 +73,11 @@ class Planner:
         self.region = CallRegion()
         self.forget_stages()
 
+    def retire(self) -> None:
+        """The module is no longer planned: graphs ask this planner no more, even while something still holds it."""
+        traced_stages.move(self, self.config, "")
+        self.config = ""
+
     def forget_stages(self) -> None:
         """Build stages anew at the next eager call, from the same answers."""
         self.stages: dict[StageKey, PlannedStage] = {}
