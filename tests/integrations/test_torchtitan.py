@@ -8,23 +8,19 @@ from packages import require
 
 import duotone
 
-pytestmark = pytest.mark.filterwarnings(
-    *("ignore::DeprecationWarning", "ignore::FutureWarning"),
-    *(
-        "ignore:Mismatch dtype between input and weight",
-        "ignore:In CPU autocast",
-        "ignore:The .grad attribute",
-    ),  # torch's own
-)
+TORCHS = ["Mismatch dtype between input", "In CPU autocast", "The .grad attribute", "torch.distributed is disabled"]
+WARNINGS = ["ignore::DeprecationWarning", "ignore::FutureWarning", *(f"ignore:{text}" for text in TORCHS)]
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
 require("triton")  # torchtitan imports it
 torchtitan = require("torchtitan")
+from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
 
-from duotone.integrations.torchtitan import ROUTER, DuotoneConverter  # noqa: E402
+from duotone.integrations.torchtitan import ROUTER, DuotoneConverter, DuotoneTrainer  # noqa: E402
 
 
 def build(family, recipe: str = "", layers: int = 2):
@@ -100,6 +96,28 @@ def test_blocks_compile_as_torchtitan_compiles_them(family, recipe: str) -> None
         left, right = step(model), step(eager)
         assert torch.equal(left["loss"], right["loss"])
         assert all(torch.equal(left[name], right[name]) for name in right)
+
+
+def states(model):
+    """What torchtitan's trainer saves of a model, without the assets that the trainer needs."""
+    trainer = object.__new__(DuotoneTrainer)
+    trainer.step, trainer.ntokens_seen, trainer.model_parts = 1, 128, [model]
+    return {"model": ModelWrapper(model), "train_state": trainer}
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
+def test_checkpoints_of_the_trainer_resume_with_equal_bits(recipe: str, tmp_path) -> None:
+    whole, again = (build(llama3, recipe, layers=1) for _ in range(2))
+    step(whole)
+    assert whole.state_dict().keys() == build(llama3, layers=1).state_dict().keys()
+    torch.distributed.checkpoint.save(states(whole), checkpoint_id=tmp_path, no_dist=True)
+    torch.distributed.checkpoint.load(states(again), checkpoint_id=tmp_path, no_dist=True)
+    left, right = step(again), step(whole)
+    assert all(torch.equal(left[name], right[name]) for name in right)
+    with pytest.raises(duotone.UserError, match="seeds and scales of another model or recipe"):
+        states(build(llama3, recipe, layers=2))["train_state"].load_state_dict(
+            states(whole)["train_state"].state_dict()
+        )
 
 
 def test_unknown_recipes_are_one_line() -> None:

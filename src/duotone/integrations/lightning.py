@@ -5,12 +5,11 @@ from typing import Any
 
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch.plugins import Precision as TrainerPrecision
-from torch import Tensor, nn
+from torch import nn
 
 from duotone.conversion import convert
 from duotone.errors import UserError
-from duotone.integrations.run_state import RunState
-from duotone.planned.delayed_checkpoint import recipe_state
+from duotone.integrations.run_state import RunState, hide_states
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
@@ -32,8 +31,7 @@ class FabricDuotonePrecision(FabricPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         if all(state.model is not module for state in self.states):
             convert(module, self.recipe, self.rules)
-            module.register_state_dict_post_hook(_drop_states)
-            module.register_load_state_dict_pre_hook(_fill_states)
+            hide_states(module)
             self.states.append(RunState(module))
         return module
 
@@ -61,14 +59,3 @@ class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
         """UserError if the checkpoint was saved without this plugin."""
         if type(self).__qualname__ not in checkpoint:
             raise UserError("no DuotonePrecision saved the seeds and scales of this checkpoint; start from its weights")
-
-
-def _drop_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    """The plugin saves the scales and histories of delayed scaling, which a plain model does not know."""
-    for name in recipe_state(module):
-        tensors.pop(prefix + name, None)
-
-
-def _fill_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *args: object) -> None:
-    for name, tensor in recipe_state(module).items():
-        tensors.setdefault(prefix + name, tensor)

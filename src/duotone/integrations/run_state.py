@@ -99,3 +99,19 @@ def without_states(model: nn.Module) -> dict[str, Tensor]:
     """The state_dict without the scales and histories of delayed scaling."""
     states = recipe_state(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in states}
+
+
+def hide_states(model: nn.Module) -> None:
+    """Take the scales and histories of delayed scaling out of the state_dict, which plain models then load."""
+    model.register_state_dict_post_hook(_drop_states)
+    model.register_load_state_dict_pre_hook(_fill_states)
+
+
+def _drop_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, metadata: object) -> None:
+    for name in recipe_state(module):
+        tensors.pop(prefix + name, None)
+
+
+def _fill_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, *args: object) -> None:
+    for name, tensor in recipe_state(module).items():
+        tensors.setdefault(prefix + name, tensor)

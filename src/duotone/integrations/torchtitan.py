@@ -6,8 +6,10 @@ from typing import Any
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router
 from torchtitan.protocols.model import BaseModel
+from torchtitan.trainer import Trainer
 
 from duotone.conversion import convert
+from duotone.integrations.run_state import KEY, hide_states, load_packed_state, packed_state
 from duotone.recipes.recipe import as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
@@ -41,6 +43,23 @@ class DuotoneConverter(QuantizationConverter):
         return kind.Config(**values, recipe=self.config.recipe, rules=rules)
 
 
+class DuotoneTrainer(Trainer):
+    """torchtitan's trainer. Its checkpoints hold seeds and delayed scales too, so that runs resume with equal bits."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), KEY: [packed_state(part) for part in self.model_parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """UserError if the seeds and scales are of another model or recipe."""
+        super().load_state_dict(state_dict)
+        for part, text in zip(self.model_parts, state_dict[KEY], strict=True):
+            load_packed_state(part, text)
+
+
 def converted_class(kind: Any) -> type[BaseModel]:
     """A class of models as `kind`, which build themselves converted."""
 
@@ -54,6 +73,7 @@ def converted_class(kind: Any) -> type[BaseModel]:
             super().__init__(config)
             super().verify_module_protocol()
             convert(self, config.recipe, config.rules)
+            hide_states(self)
 
         def verify_module_protocol(self) -> None:
             """As before conversion, which adds plain modules that have no parameters: linears of experts, scales."""
