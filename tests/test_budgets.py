@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34519
+LIBRARY_LINES = 34516
 TOOL_LINES = 7515
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -37,7 +37,7 @@ BUDGETS = {
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
-    "pipeline": (1451, 64, 1),
+    "pipeline": (1448, 64, 2),
     "planned": (2660, 58, 4),
     "recipes": (2015, 27, 0),
     "report": (1649, 0, 0),

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import duotone
 from duotone import recipes
@@ -58,3 +59,36 @@ def test_a_linear_saves_one_plane_of_each_operand_and_nothing_else(name, bits) -
 def test_options_of_offload_that_are_no_counts_are_refused(options) -> None:
     with pytest.raises(UserError, match="give an integer of at least 0"):
         duotone.offload_activations(**options)
+
+
+def test_a_change_in_place_of_what_stays_is_an_error_as_without_the_region() -> None:
+    """torch checks no versions of tensors that hooks packed."""
+    x = torch.randn(4, requires_grad=True)
+    with duotone.offload_activations():
+        y = x.exp()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after forward, 1 times"):
+        y.sum().backward()
+
+
+def test_a_forward_without_a_backward_leaves_nothing() -> None:
+    """A graph that holds its own output is a cycle that the garbage collector does not see."""
+    x = torch.randn(4, requires_grad=True)
+    with duotone.offload_activations():
+        y = x.exp()
+    storage = StorageWeakRef(y.untyped_storage())
+    del y
+    assert storage.expired()
+
+
+def test_sparse_tensors_stay() -> None:
+    x = torch.randn(4, 4, requires_grad=True)
+    with duotone.offload_activations(smallest=0):
+        y = torch.sparse.mm(torch.eye(4).to_sparse(), x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(4, 4))
+
+
+def test_offload_takes_a_module() -> None:
+    with pytest.raises(UserError, match=r"takes a torch\.nn\.Module; got int"):
+        duotone.offload_activations(3)

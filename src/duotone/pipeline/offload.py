@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from duotone.dispatch.casts import PLAIN_TYPES
 from duotone.errors import UserError
 from duotone.tensor import QuantizedTensor
 
@@ -15,68 +15,72 @@ SMALLEST = 1 << 16
 """Bytes below which a tensor stays on the device, as scales do."""
 
 
-class Saved:
-    """The bytes of one storage: on the host, and on the device again once backward comes near."""
+class Copy:
+    """A saved tensor: on the host, and on the device again once backward comes near."""
 
-    def __init__(self, flat: Tensor, side: torch.cuda.Stream) -> None:
-        """`flat` uint8 (bytes,) on the device; `side` is the stream of all copies."""
-        self.side = side
-        self.host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        self.flat: Tensor | None = None
-        side.wait_stream(torch.cuda.current_stream(flat.device))
+    def __init__(self, tensor: Tensor, side: torch.cuda.Stream, before: "Copy | None") -> None:
+        """`side` is the stream of all copies, `before` the copy that forward made before this one."""
+        self.side, self.before = side, None if before is None else weakref.ref(before)
+        self.host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self.returned: Tensor | None = None
+        side.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(side):
-            self.host.copy_(flat, non_blocking=True)
-        flat.record_stream(side)
+            self.host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(side)
 
     def fetch(self) -> None:
         """Enqueue the copy to the device. Memory from the pool of the side stream needs no wait for other kernels."""
-        if self.flat is None:
+        if self.returned is None:
             with torch.cuda.stream(self.side):
-                self.flat = torch.empty_like(self.host, device=self.side.device)
-                self.flat.copy_(self.host, non_blocking=True)
+                self.returned = torch.empty_like(self.host, device=self.side.device)
+                self.returned.copy_(self.host, non_blocking=True)
                 self.arrived = self.side.record_event()
 
-    def use(self) -> Tensor:
-        """The bytes on the device, uint8 (bytes,), for the current stream."""
+    def use(self, ahead: int) -> Tensor:
+        """The tensor on the device, for the current stream. Fetches so many of the copies before it, too."""
         self.fetch()
-        assert self.flat is not None
-        stream = torch.cuda.current_stream(self.flat.device)
+        before = self.before and self.before()
+        for _ in range(ahead):
+            if before is None:
+                break
+            before.fetch()
+            before = before.before and before.before()
+        assert self.returned is not None
+        stream = torch.cuda.current_stream(self.returned.device)
         stream.wait_event(self.arrived)
-        self.flat.record_stream(stream)
-        return self.flat
+        self.returned.record_stream(stream)
+        return self.returned
 
 
-class Handle(NamedTuple):
-    """A saved tensor as a view of a storage; `number` counts storages in the order of forward."""
+class Kept(NamedTuple):
+    """A saved tensor that stays where it is, and its version, which torch does not check under hooks."""
 
-    saved: Saved
-    number: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    tensor: Tensor
+    version: int
 
 
 class offload_activations(torch.autograd.graph.saved_tensors_hooks):
     """In this region what forward saves for backward is copied to pinned memory, beside the computation.
 
-    Backward copies it back, `ahead` storages before it asks. Planes are saved as codes and scales, so a quantized
-    operand costs its bytes in its format. Two views of one memory are copied once. What stays on the device: the
-    parameters of `model`, tensors on a CPU, and tensors of fewer than `smallest` bytes. Bits do not change.
+    Backward copies it back, `ahead` tensors before it asks. Planes are saved as codes and scales, so a quantized
+    operand costs its bytes in its format. What stays on the device: the parameters and buffers of `model`, tensors on
+    a CPU, sparse ones, and those of fewer than `smallest` bytes. Bits do not change.
 
-    Raises UserError for an `ahead` or a `smallest` that is not an integer of at least 0.
+    Raises UserError for a `model` that is no module, and for an `ahead` or a `smallest` that is not an integer of at
+    least 0. Backward raises RuntimeError if a tensor that stayed was changed in place since.
     """
 
     def __init__(self, model: nn.Module | None = None, *, smallest: int = SMALLEST, ahead: int = 2) -> None:
+        if not isinstance(model, nn.Module | None):
+            raise UserError(f"offload_activations takes a torch.nn.Module; got {type(model).__name__}")
         for name, value in (("ahead", ahead), ("smallest", smallest)):
             if type(value) is not int or value < 0:
                 raise UserError(f"{name} is {value!r}; give an integer of at least 0")
         super().__init__(self._pack, self._unpack)
         self.model, self.smallest, self.ahead = model, smallest, ahead
         self._stay: set[int] = set()
-        self._copies: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
-        self._order: list[weakref.ref[Saved]] = []
         self._sides: dict[int, torch.cuda.Stream] = {}
+        self._newest: weakref.ref[Copy] | None = None
 
     def __repr__(self) -> str:
         model = "" if self.model is None else f"{type(self.model).__name__}, "
@@ -84,41 +88,34 @@ class offload_activations(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         tensors = () if self.model is None else _buffers(self.model)
-        self._stay = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._stay = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
         super().__enter__()
 
-    def __exit__(self, *exception: object) -> None:
-        self._copies.clear()  # storages may change from here on
-        super().__exit__(*exception)
-
-    def _pack(self, tensor: Tensor) -> Tensor | Handle:
-        storage = tensor.untyped_storage()
-        if not tensor.is_cuda or tensor.nbytes < self.smallest or storage._cdata in self._stay:
-            return tensor
-        saved, number = self._copy_of(tensor, storage)
-        return Handle(saved, number, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def _copy_of(self, tensor: Tensor, storage: torch.UntypedStorage) -> tuple[Saved, int]:
-        key = storage._cdata, tensor._version
-        entry = self._copies.get(key)
-        if entry is not None and not entry[0].expired() and (saved := entry[1]()) is not None:
-            return saved, entry[2]
+    def _pack(self, tensor: Tensor) -> Copy | Kept:
+        # A graph that holds its own output would never be freed.
+        tensor = tensor if tensor.is_leaf else tensor.detach()
+        plain = type(tensor) in PLAIN_TYPES and tensor.is_cuda and tensor.layout is torch.strided
+        if not plain or tensor.nbytes < self.smallest or tensor.untyped_storage()._cdata in self._stay:
+            return Kept(tensor, _version(tensor))
         index = tensor.get_device()
         side = self._sides.get(index) or self._sides.setdefault(index, torch.cuda.Stream(index))
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        saved, number = Saved(flat, side), len(self._order)
-        self._order.append(weakref.ref(saved))
-        self._copies[key] = StorageWeakRef(storage), weakref.ref(saved), number
-        return saved, number
+        copy = Copy(tensor, side, self._newest and self._newest())
+        self._newest = weakref.ref(copy)
+        return copy
 
-    def _unpack(self, packed: Tensor | Handle) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        flat = packed.saved.use()
-        for before in self._order[max(packed.number - self.ahead, 0) : packed.number]:
-            if (saved := before()) is not None:
-                saved.fetch()
-        return flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+    def _unpack(self, packed: Copy | Kept) -> Tensor:
+        if isinstance(packed, Copy):
+            return packed.use(self.ahead)
+        if _version(packed.tensor) != packed.version:
+            raise RuntimeError(
+                f"a tensor {tuple(packed.tensor.shape)} that backward needs was changed in place after forward, "
+                f"{packed.tensor._version - packed.version} times; change a clone of it"
+            )
+        return packed.tensor
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _buffers(model: nn.Module) -> Iterator[Tensor]:
