@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34516
+LIBRARY_LINES = 34560
 TOOL_LINES = 7515
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2281, 21, 0),
     "cli": (1535, 3, 0),
     "comm": (156, 1, 0),
-    "compat": (2352, 69, 0),
+    "compat": (2358, 69, 0),
     "conversion": (2714, 33, 0),
     "dispatch": (2648, 1, 0),
     "distributed": (432, 3, 1),
@@ -33,12 +33,12 @@ BUDGETS = {
     "lab": (3720, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2188, 15, 0),
+    "observe": (2225, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
     "pipeline": (1448, 64, 2),
-    "planned": (2660, 58, 4),
+    "planned": (2661, 58, 4),
     "recipes": (2015, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),

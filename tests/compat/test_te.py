@@ -381,3 +381,17 @@ def test_install_is_refused_beside_the_real_package(monkeypatch) -> None:
     with pytest.raises(UserError, match="imported already"):
         compat.install()
     assert compat.FINDER not in sys.meta_path
+
+
+def test_stars_import_the_names_of_a_module_and_probes_find_nothing() -> None:
+    code = """
+import importlib.util
+import duotone.compat.te
+duotone.compat.te.install()
+assert importlib.util.find_spec("transformer_engine_torch") is None
+from transformer_engine.common.recipe import *
+from transformer_engine.pytorch import *
+assert DelayedScaling().amax_history_len and Linear(16, 16).weight.shape == (16, 16)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

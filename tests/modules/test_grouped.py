@@ -505,3 +505,11 @@ def test_the_state_of_a_failed_backward_stays_usable() -> None:
     with pytest.raises(RuntimeError):
         m(x, [10] * 4).backward(dy[:3])
     assert equal(train(m, x, [10] * 4, dy), expected)
+
+
+def test_packed_weights_compile_whole() -> None:
+    torch.manual_seed(0)
+    eager = duotone.GroupedLinear(2, 64, 64, recipe="mxfp8", name="g", single_grouped_weight=True)
+    run = torch.compile(copy.deepcopy(eager), fullgraph=True, backend="aot_eager")
+    x = torch.randn(32, 64)
+    assert torch.equal(run(x, [16, 16]), eager(x, [16, 16]))

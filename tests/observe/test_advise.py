@@ -226,3 +226,27 @@ def test_bad_input_is_one_line() -> None:
         observe.advise(model, BATCH, square, candidates=["mxfp8", "mxfp8"])
     with pytest.raises(RecipeError, match="mxfp9"):
         observe.advise(model, BATCH, square, candidates=["mxfp9"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [(torch.full((4, 16), torch.nan), "met NaN or infinities in the input of 0"), (torch.zeros(0, 16), "met no rows")],
+)
+def test_a_batch_that_tells_nothing_is_refused(batch: torch.Tensor, words: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    with pytest.raises(UserError, match=words):
+        observe.advise(model, batch, lambda y: y.square().sum())
+
+
+@pytest.mark.parametrize("size", [(4096,), "4096x8192", (0, 0)])
+def test_a_size_is_two_positive_integers(size: object) -> None:
+    with pytest.raises(UserError, match="give width and tokens"):
+        observe.advise(nn.Linear(16, 16), torch.zeros(4, 16), lambda y: y.sum(), size=size)  # type: ignore[arg-type]
+
+
+def test_a_model_that_was_compiled_and_ran_is_sampled_eagerly() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    compiled, x = torch.compile(model, backend="eager"), torch.randn(8, 16)
+    compiled(x)
+    names = {row.module.removeprefix("_orig_mod.") for row in observe.advise(compiled, x, lambda y: y.sum()).rows}
+    assert names == {row.module for row in observe.advise(model, x, lambda y: y.sum()).rows}

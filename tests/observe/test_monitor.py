@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import formats, observe, recipes
+from duotone.errors import UserError
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.step_statistics import SAMPLE, StepStatistics
 from duotone.tensor import Plane
@@ -317,3 +318,16 @@ def test_a_transform_is_measured_in_whole_groups(width: int) -> None:
         assert row["snr_db"] == pytest.approx(expected, abs=1e-3)
     else:
         assert "snr_db" not in row
+
+
+def test_what_a_monitor_cannot_do_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Monitor takes a torch"):
+        observe.Monitor("model", tmp_path / "m.jsonl")  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="no module of this model follows a recipe"):
+        observe.Monitor(nn.Linear(16, 16), tmp_path / "m.jsonl").close()
+    model = duotone.convert(nn.Sequential(nn.Linear(16, 16)), "mxfp8", rules=())
+    with observe.Monitor(model, tmp_path / "a.jsonl") as monitor:
+        with pytest.raises(UserError, match="sampled already; close the other monitor"):
+            observe.Monitor(model, tmp_path / "b.jsonl")
+    with pytest.raises(UserError, match="this monitor is closed"):
+        monitor.step()

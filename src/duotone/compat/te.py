@@ -44,6 +44,8 @@ class Names(ModuleType):
 
     def __getattr__(self, name: str) -> object:
         names, inner = MODULES[self.__name__], f"{self.__name__}.{name}"
+        if name == "__all__":
+            return sorted(names)
         if inner in MODULES:
             return import_module(inner)
         if name in names:
@@ -76,7 +78,7 @@ class Finder(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname in MODULES:
             return ModuleSpec(fullname, self, origin=__name__, is_package=True)
-        if fullname.partition(".")[0] in (ROOT, f"{ROOT}_torch"):
+        if fullname.startswith(f"{ROOT}."):
             message = f"Duotone has no counterpart of {fullname}; docs/from-te.md lists the modules that it has"
             raise ModuleNotFoundError(message, name=fullname)
         return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from duotone.dispatch.stages import amax_of
+from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.observe import speeds
 from duotone.observe.advice import Advice, AdviceRow, conclude, with_pareto_marks
@@ -58,6 +59,10 @@ def advise(
 
     UserError if the model cannot run so, or if no sample fits. RecipeError if a candidate is no recipe.
     """
+    if size is not None and not (
+        isinstance(size, tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
+    ):
+        raise UserError(f"size is {size!r}; give width and tokens, two positive integers, such as (4096, 8192)")
     recipes = {recipe.name: recipe for recipe in load_candidates("advise", candidates)}
 
     def step() -> Tensor:

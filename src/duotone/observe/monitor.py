@@ -10,11 +10,13 @@ from typing import Self
 import torch
 from torch import nn
 
+from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.monitor_writers import JsonLines, Write, tracker
 from duotone.observe.sampled_step import sampled_step
 from duotone.observe.step_statistics import Sent, StepStatistics
+from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 
 
@@ -48,6 +50,7 @@ class Monitor:
         start: int = 0,
         on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
+        require_model("Monitor", model)
         for name, value, least in (("every", every, 1), ("start", start, 0)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UserError(f"{name} is {value!r}; give a number of steps from {least} on")
@@ -60,12 +63,19 @@ class Monitor:
         self.steps = start
         """How many steps are done."""
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
-        self._checks = Alarms()
+        self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
         self._statistics: StepStatistics | None = None
         self._sent: deque[tuple[int, Sent]] = deque()
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(lambda *_: self.step())
-        self._begin()
+        if not any(isinstance(module, Planned) for module in model.modules()):
+            told = "no module of this model follows a recipe, so the monitor has no rows; convert it first"
+            warnings.warn(told, stacklevel=2)
+        try:
+            self._begin()
+        except UserError:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -74,7 +84,9 @@ class Monitor:
         self.close()
 
     def step(self) -> None:
-        """A step of training is done."""
+        """A step of training is done. UserError after `close`."""
+        if self._is_closed:
+            raise UserError("this monitor is closed; make a new one, with start= the number of steps that are done")
         self.steps += 1
         if self._statistics is not None:
             self._open.close()
@@ -87,6 +99,7 @@ class Monitor:
 
     def close(self) -> None:
         """Write what is not written yet, and leave the model alone. A step that is not done is not written."""
+        self._is_closed = True
         self._open.close()
         self._statistics = None
         if self._hook is not None:

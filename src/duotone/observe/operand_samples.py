@@ -1,6 +1,7 @@
 """Samples of the operands of every linear, from one forward and one backward in high precision."""
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -97,15 +98,30 @@ def _sample(
             hook = linear.register_forward_hook(_watcher(samples[name], rows), with_kwargs=True)
             stack.callback(hook.remove)
         stack.enter_context(as_before(model, device))
+        if "torch._dynamo" in sys.modules:  # a graph calls no hooks
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(autocast(enabled=False))
         stack.enter_context(torch.enable_grad())
         loss = step()
         _require_loss(loss)
         loss.backward()
     ran = [sample for sample in samples.values() if sample.operands]
+    for sample in ran:
+        _require_numbers(sample)
     if not ran:
         raise UserError("no linear of the model ran: advise on a model that calls its nn.Linear modules, before fuse")
     return ran
+
+
+def _require_numbers(sample: LinearSample) -> None:
+    """UserError for operands without rows, or that are not finite: no statistic could tell formats apart."""
+    for kind, operand in sample.operands.items():
+        if not operand.numel():
+            raise UserError(f"advise met no rows in the {kind} of {sample.name}; give a batch that is not empty")
+        if not bool(torch.isfinite(operand).all()):
+            raise UserError(
+                f"advise met NaN or infinities in the {kind} of {sample.name}; give a batch and weights that are finite"
+            )
 
 
 Hook = Callable[[nn.Linear, tuple[Tensor, ...], dict[str, Tensor], Tensor | tuple[Tensor, ...]], None]

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
+from duotone.errors import UserError
 from duotone.observe.sampling import Sampler
 from duotone.observe.tapped_recipe import with_statistics
 from duotone.planned.planned import Planned
@@ -28,6 +29,8 @@ def sampled_step(model: nn.Module, sampler: Sampler) -> Iterator[None]:
         return recipes[recipe.key]
 
     planners = [module.plans for module in model.modules() if isinstance(module, Planned)]
+    if any(planner.tapped is not None for planner in planners):
+        raise UserError("this step of the model is sampled already; close the other monitor first")
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with eager:
         try:

@@ -282,7 +282,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
 
     def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        members = self.single_grouped_weight and not torch.is_inference_mode_enabled()
+        traced = torch.compiler.is_dynamo_compiling()  # which knows no question for inference mode
+        members = self.single_grouped_weight and (traced or not torch.is_inference_mode_enabled())
         return self._parameters["weight"].unbind(0) if members else weights  # type: ignore[union-attr]
 
     @property

@@ -104,6 +104,10 @@ class FP8GlobalStateManager:
     is_mxfp8_available = staticmethod(check_mxfp8_support)
 
     @staticmethod
+    def reset() -> None:
+        """Nothing: regions end by themselves, and states belong to modules."""
+
+    @staticmethod
     def is_fp8_enabled() -> bool:
         recipe = active_recipe()
         return recipe is not None and recipe != HIGH_PRECISION
