@@ -212,8 +212,8 @@ class ShardedParameters:
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
         """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
+        tell_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
         _require_same_recipe(self, self._parameters.values())
-        tell_shards(self._parameters.values())
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
