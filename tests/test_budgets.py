@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 34560
-TOOL_LINES = 7515
+TOOL_LINES = 7518
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (2648, 1, 0),
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
-    "integrations": (611, 32, 0),
+    "integrations": (614, 32, 0),
     "kernels": (3814, 0, 0),
     "lab": (3720, 18, 1),
     "linear": (1844, 5, 0),

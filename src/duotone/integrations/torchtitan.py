@@ -1,5 +1,8 @@
 """torchtitan: a converter for the list `converters` of its model registries."""
 
+# pyright: reportMissingImports=false
+# torchtitan is in no extra that tests install.
+
 from dataclasses import dataclass, fields
 from typing import Any
 
