@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34560
+LIBRARY_LINES = 34595
 TOOL_LINES = 7518
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,11 +29,11 @@ BUDGETS = {
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
     "integrations": (614, 32, 0),
-    "kernels": (3814, 0, 0),
+    "kernels": (3847, 0, 0),
     "lab": (3720, 18, 1),
     "linear": (1844, 5, 0),
     "modules": (694, 21, 1),
-    "observe": (2225, 15, 0),
+    "observe": (2227, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),

@@ -17,6 +17,7 @@ from duotone.dispatch.casts import _spec, _two_level_cast
 from duotone.kernels import (
     activations,
     adamw,
+    amax,
     attention,
     cast,
     decode,
@@ -55,6 +56,7 @@ class Case:
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.float64: "fp64",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
@@ -396,3 +398,4 @@ CASES += [
     *attend(32, 8, 128, True, False, True),
     *attend(16, 16, 64, False, True, False),
 ]
+CASES += launched("census of a matrix", lambda: amax.tensor_census(matrix(256, 512)))

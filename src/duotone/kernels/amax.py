@@ -1,4 +1,7 @@
-"""Largest magnitudes of contiguous matrices (M, K): of all, or of rows and columns in one read. NaN counts as 0."""
+"""Largest magnitudes of contiguous matrices (M, K): of all, or of rows and columns in one read. NaN counts as 0.
+
+`tensor_census` counts NaN and infinities in the same read.
+"""
 
 import torch
 import triton
@@ -10,6 +13,7 @@ from duotone.kernels.launch import kernel
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
 CHUNK = 8192
+CENSUS_PARTIALS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
@@ -68,6 +72,25 @@ def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr, NAN: tl.constexpr):
 
 
 @kernel
+def tensor_census_kernel(x, partial, N, CHUNK: tl.constexpr):
+    """Each program walks over every P-th chunk of N elements and leaves the three numbers of `tensor_census`."""
+    i = tl.arange(0, CHUNK)
+    largest = tl.zeros([CHUNK], tl.float32)
+    nan, infinite = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
+    step = tl.num_programs(0).to(tl.int64) * CHUNK
+    for start in range(tl.program_id(0).to(tl.int64) * CHUNK, N, step):
+        value = tl.abs(tl.load(x + start + i, mask=start + i < N, other=0.0).to(tl.float32))
+        is_nan, is_infinite = value != value, value == float("inf")
+        largest = tl.maximum(largest, tl.where(is_nan | is_infinite, 0.0, value))
+        nan += is_nan.to(tl.int32)
+        infinite += is_infinite.to(tl.int32)
+    numbers = partial + 3 * tl.program_id(0)
+    tl.store(numbers, tl.max(largest, axis=0).to(tl.float64))
+    tl.store(numbers + 1, tl.sum(nan, axis=0).to(tl.float64))
+    tl.store(numbers + 2, tl.sum(infinite, axis=0).to(tl.float64))
+
+
+@kernel
 def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SPAN: tl.constexpr, NAN: tl.constexpr):
     """amax of rows and of columns into int32 bits that start at 0; NaN counts as 0, or as infinite where NAN.
 
@@ -91,6 +114,7 @@ def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SP
 
 
 _TENSOR = {nan: tensor_amax_kernel.bind({"CHUNK": CHUNK, "NAN": nan}, warps=8) for nan in (False, True)}
+_CENSUS = tensor_census_kernel.bind({"CHUNK": CENSUS_CHUNK}, warps=8)
 _LINES = {
     (span, nan): line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span, "NAN": nan}, WARPS)
     for span in SPANS
@@ -105,6 +129,15 @@ def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
     partial = torch.empty(programs, dtype=torch.float32, device=x.device)
     _TENSOR[nan](programs, (x, partial), (count,))
     return partial
+
+
+def tensor_census(x: Tensor) -> Tensor:
+    """float64 (3,): the largest finite magnitude of contiguous `x`, and how many elements are NaN and infinite."""
+    count = x.numel()
+    programs = min(-(-count // CENSUS_CHUNK), CENSUS_PARTIALS)
+    partial = torch.empty(programs, 3, dtype=torch.float64, device=x.device)
+    _CENSUS(programs, (x, partial), (count,))
+    return torch.cat([partial[:, :1].amax(0), partial[:, 1:].sum(0)])
 
 
 def line_amax(x: Tensor, nan: bool = False) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,9 @@ from duotone.recipes.recipe import Recipe
 def sampled_step(model: nn.Module, sampler: Sampler) -> Iterator[None]:
     """Run the block, which computes the same bits, with a tap on every operand that linears of `model` encode.
 
-    Backward belongs into the block. Compiled code runs eager in it, because a graph cannot call a sampler. Operands of
-    attention products (`fp8_dpa`) are not sampled, and CUDA graphs that replay give nothing.
+    Backward belongs into the block. Compiled code that holds such a linear runs eager in it: a graph cannot call a
+    sampler, and its guards see `tapped`. Nothing is compiled anew. Operands of attention products (`fp8_dpa`) are not
+    sampled, and CUDA graphs that replay give nothing.
     """
     recipes: dict[str, Recipe] = {}
 
@@ -31,7 +32,7 @@ def sampled_step(model: nn.Module, sampler: Sampler) -> Iterator[None]:
     planners = [module.plans for module in model.modules() if isinstance(module, Planned)]
     if any(planner.tapped is not None for planner in planners):
         raise UserError("this step of the model is sampled already; close the other monitor first")
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    eager = torch.compiler.set_stance("eager_on_recompile") if "torch._dynamo" in sys.modules else nullcontext()
     with eager:
         try:
             for planner in planners:

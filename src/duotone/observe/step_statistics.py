@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.dispatch.casts import has_kernels
 from duotone.formats import Format
 from duotone.formats.hadamard import SIZE as GROUP
 from duotone.observe.sampling import Sampler, Slots, spread
@@ -104,12 +105,14 @@ CLIPPED = 1.5
 
 
 def count(x: Tensor) -> Tensor:
-    """float64 (3,): the largest magnitude in the matrix, and how many elements are NaN and how many infinite."""
-    if x.numel() == 0:
-        return torch.zeros(3, dtype=torch.float64, device=x.device)
-    amax = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
-    nonfinite, nan = torch.count_nonzero(x - x), torch.count_nonzero(x != x)
-    return torch.stack([amax, nan, nonfinite - nan]).double()
+    """float64 (3,): the largest finite magnitude in the matrix, and how many elements are NaN and how many infinite."""
+    if has_kernels(x):
+        from duotone.kernels.amax import tensor_census
+
+        return tensor_census(x.contiguous())
+    finite = torch.nan_to_num(x, 0.0, 0.0, 0.0)
+    amax = finite.abs().amax() if x.numel() else x.new_zeros(())
+    return torch.stack([each.double() for each in (amax, x.isnan().sum(), x.isinf().sum())])
 
 
 def sample(x: Tensor, plane: Plane) -> Sample:
@@ -179,8 +182,6 @@ def _row(key: Key, largest: float, wholes: Sequence[Sequence[float]], samples: S
         if role == "grad_output" and (signal := row["snr_db"]) is not None:
             row["gradient_to_noise"] = 10 ** (float(signal) / 20)
     row |= {"amax": max(amaxes), "nan": int(sum(nans)), "inf": int(sum(infs))}
-    if row["nan"] or row["inf"]:
-        row["amax"] = None
     return {name: _rounded(value) if isinstance(value, float) else value for name, value in row.items()}
 
 

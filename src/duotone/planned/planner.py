@@ -143,12 +143,12 @@ class Planner:
             group = group or layout.group
         if recipe.evaluation is not None and not module.training:
             recipe = recipe.evaluation
+        if self.tapped is not None:  # a guard of compiled code, too, which then runs eager
+            recipe = self.tapped(recipe)
         grads = (tracked and info.requires_grad, tracked and weight_grad)
         if compiling:
             mode = AmaxMode.RECORD if tracked else AmaxMode.DEFER if STACK.defers else AmaxMode.USE
             return self._traced(module, recipe, info, grads, mode, group, weight_held)
-        if self.tapped is not None:
-            recipe = self.tapped(recipe)
         recorded = None
         if region is not None and region.calibrating is not None and not in_backward():
             recorded = region.calibrating

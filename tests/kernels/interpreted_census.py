@@ -1,0 +1,24 @@
+"""Checks: the census of a matrix, against the one in plain torch."""
+
+from unittest import mock
+
+import torch
+from interpreting import Check
+
+from duotone.kernels import amax
+from duotone.observe.step_statistics import count
+
+NAN, INF = float("nan"), float("inf")
+
+
+def checks(everything: bool) -> Check:
+    """A program with several chunks, chunks that are not full, and matrices of nothing else than one kind."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for rows, cols in ((1, 1), (3, 5), (128, 96), (257, 33)):
+            x = torch.randn(rows, cols, generator=generator).to(dtype)
+            with mock.patch.object(amax, "CENSUS_PARTIALS", 2):
+                yield f"finite {dtype} {rows} {cols}", amax.tensor_census(x), count(x)
+            x.view(-1)[:: max(1, x.numel() // 7)] = NAN
+            x.view(-1)[1 :: max(1, x.numel() // 5)] = -INF
+            yield f"not finite {dtype} {rows} {cols}", amax.tensor_census(x), count(x)
