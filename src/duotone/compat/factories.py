@@ -5,8 +5,8 @@ than forward encode the dequantized rowwise plane, so that backward differentiat
 """
 
 from collections.abc import Callable
+from functools import partial
 
-from duotone import formats
 from duotone.compat.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -18,117 +18,92 @@ from duotone.compat.quantizers import (
 )
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.roles import GRADIENTS, LINEAR, QuantizerRole
-from duotone.tensor.quantizer import Quantizer
 
 Answer = QuantizerHandle | DelayedScalingRequest
-"""What a factory gives a role."""
-
-FOLLOWING = "rowwise_dequantized"
-
-
-def _kind(role: QuantizerRole | None, module_types: tuple[str, ...] = LINEAR) -> str:
-    """The tensor type of a role of those modules, else ""."""
-    return role.tensor_type if role is not None and role.module_type in module_types else ""
+Factory = Callable[[QuantizerRole | None], Answer]
+Maker = Callable[[], Answer]
+HandleMaker = Callable[[], QuantizerHandle]
 
 
-def _hybrid(row: QuantizerHandle, col: QuantizerHandle, source: str = "original") -> HybridQuantizer:
-    return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=col, columnwise_source=source)
+def _by_tensor_type(name: str, default: Maker, module_types: tuple[str, ...] = LINEAR, **makers: Maker) -> Factory:
+    """The factory of that name: it calls the maker for the tensor type of a role of `module_types`, else `default`."""
+
+    def factory(role: QuantizerRole | None) -> Answer:
+        kind = role.tensor_type if role is not None and role.module_type in module_types else ""
+        return makers.get(kind, default)()
+
+    factory.__name__ = factory.__qualname__ = f"{name}_factory"
+    return factory
 
 
-def _row_scaled() -> QuantizerHandle:
-    fmt = formats.get("nvfp4_row")
-    return QuantizerHandle(Quantizer(fmt, fmt))
+def _hybrid(row: HandleMaker, col: HandleMaker, source: str = "rowwise_dequantized") -> HandleMaker:
+    return lambda: HybridQuantizer(rowwise_quantizer=row(), columnwise_quantizer=col(), columnwise_source=source)
 
 
-def high_precision_factory(role: QuantizerRole | None) -> Answer:
-    return IdentityQuantizer()
+HIGH, MXFP8, NVFP4 = IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
+NVFP4_BY_ROW = partial(NVFP4Quantizer, row_scaled_nvfp4=True)
+NVFP4_HADAMARD = partial(NVFP4Quantizer, with_rht=True)
+NVFP4_GRADIENT = partial(NVFP4Quantizer, with_rht=True, stochastic_rounding=True)
+NVFP4_SQUARE = partial(NVFP4Quantizer, with_2d_quantization=True)
+BLOCKS, ROW_BLOCKS = Float8BlockQuantizer, partial(Float8BlockQuantizer, block_scaling_dim=1)
 
-
-def delayed_scaling_factory(role: QuantizerRole | None) -> Answer:
-    return DelayedScalingRequest()
+high_precision_factory = _by_tensor_type("high_precision", HIGH)
+delayed_scaling_factory = _by_tensor_type("delayed_scaling", DelayedScalingRequest)
+float8_block_scaling_factory = _by_tensor_type("float8_block_scaling", ROW_BLOCKS, weight=BLOCKS)
+mxfp8_factory = _by_tensor_type("mxfp8", MXFP8)
+nvfp4_factory = _by_tensor_type("nvfp4", NVFP4_HADAMARD, weight=NVFP4_SQUARE, grad_output=NVFP4_GRADIENT)
+high_precision_fwd_mxfp8_bwd_factory = _by_tensor_type(
+    "high_precision_fwd_mxfp8_bwd", _hybrid(HIGH, MXFP8, "original"), grad_output=MXFP8
+)
+mxfp8_fwd_nvfp4_bwd_factory = _by_tensor_type(
+    "mxfp8_fwd_nvfp4_bwd",
+    MXFP8,
+    input=_hybrid(MXFP8, NVFP4_HADAMARD, "original"),
+    weight=_hybrid(MXFP8, NVFP4),
+    grad_output=NVFP4_GRADIENT,
+)
+nvfp4_1d_weight_factory = _by_tensor_type(
+    "nvfp4_1d_weight", NVFP4_HADAMARD, weight=_hybrid(NVFP4, NVFP4), grad_output=NVFP4_GRADIENT
+)
+mxfp8_fwd_high_precision_bwd_factory = _by_tensor_type(
+    "mxfp8_fwd_high_precision_bwd", MXFP8, input=_hybrid(MXFP8, HIGH), weight=_hybrid(MXFP8, HIGH), grad_output=HIGH
+)
+nvfp4_row_scaled_fwd_mxfp8_bwd_factory = _by_tensor_type(
+    "nvfp4_row_scaled_fwd_mxfp8_bwd",
+    MXFP8,
+    module_types=("grouped_linear",),
+    input=_hybrid(NVFP4_BY_ROW, MXFP8),
+    weight=_hybrid(NVFP4, MXFP8),
+)
+nvfp4_row_scaled_fwd_high_precision_bwd_factory = _by_tensor_type(
+    "nvfp4_row_scaled_fwd_high_precision_bwd",
+    NVFP4,
+    input=_hybrid(NVFP4_BY_ROW, HIGH),
+    weight=_hybrid(NVFP4, HIGH),
+    grad_output=HIGH,
+)
 
 
 def current_scaling_factory(role: QuantizerRole | None) -> Answer:
+    """FP8 with one scale for each tensor: E5M2 for gradients, of attention too."""
     gradient = role is not None and role.tensor_type in GRADIENTS
     return Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
 
 
-def float8_block_scaling_factory(role: QuantizerRole | None) -> Answer:
-    return Float8BlockQuantizer(block_scaling_dim=2 if _kind(role) == "weight" else 1)
-
-
-def mxfp8_factory(role: QuantizerRole | None) -> Answer:
-    return MXFP8Quantizer()
-
-
-def nvfp4_factory(role: QuantizerRole | None) -> QuantizerHandle:
-    """2-D scales for weights; the Hadamard transform for all else, and stochastic rounding for gradients."""
-    kind = _kind(role)
-    if kind == "weight":
-        return NVFP4Quantizer(with_2d_quantization=True)
-    return NVFP4Quantizer(with_rht=True, stochastic_rounding=kind == "grad_output")
-
-
-def high_precision_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Answer:
-    if _kind(role) == "grad_output":
-        return MXFP8Quantizer()
-    return _hybrid(IdentityQuantizer(), MXFP8Quantizer())
-
-
-def mxfp8_fwd_nvfp4_bwd_factory(role: QuantizerRole | None) -> Answer:
-    kind = _kind(role)
-    if kind == "input":
-        return _hybrid(MXFP8Quantizer(), NVFP4Quantizer(with_rht=True))
-    if kind == "weight":
-        return _hybrid(MXFP8Quantizer(), NVFP4Quantizer(), FOLLOWING)
-    return nvfp4_factory(role) if kind == "grad_output" else MXFP8Quantizer()
-
-
-def nvfp4_1d_weight_factory(role: QuantizerRole | None) -> Answer:
-    """NVFP4 whose weights have 1-D scales in both directions."""
-    if _kind(role) == "weight":
-        return _hybrid(NVFP4Quantizer(), NVFP4Quantizer(), FOLLOWING)
-    return nvfp4_factory(role)
-
-
-def mxfp8_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Answer:
-    """The same bits as MXFP8 with backward_override="dequantized"."""
-    kind = _kind(role)
-    if kind in ("input", "weight"):
-        return _hybrid(MXFP8Quantizer(), IdentityQuantizer(), FOLLOWING)
-    return IdentityQuantizer() if kind == "grad_output" else MXFP8Quantizer()
-
-
-def nvfp4_row_scaled_fwd_mxfp8_bwd_factory(role: QuantizerRole | None) -> Answer:
-    """Row-scaled NVFP4 in the forward of grouped linears, MXFP8 everywhere else."""
-    kind = _kind(role, ("grouped_linear",))
-    if kind == "input":
-        return _hybrid(_row_scaled(), MXFP8Quantizer(), FOLLOWING)
-    return _hybrid(NVFP4Quantizer(), MXFP8Quantizer(), FOLLOWING) if kind == "weight" else MXFP8Quantizer()
-
-
-def nvfp4_row_scaled_fwd_high_precision_bwd_factory(role: QuantizerRole | None) -> Answer:
-    kind = _kind(role)
-    if kind == "input":
-        return _hybrid(_row_scaled(), IdentityQuantizer(), FOLLOWING)
-    if kind == "weight":
-        return _hybrid(NVFP4Quantizer(), IdentityQuantizer(), FOLLOWING)
-    return IdentityQuantizer() if kind == "grad_output" else NVFP4Quantizer()
-
-
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Answer:
     """NVFP4 linears; attention in FP8, its softmax with a delayed scale of one step."""
-    kind = _kind(role, ("dpa",))
-    hint = role is not None and not role.module_type and role.name.endswith((".dpa_output", ".dpa_grad_input"))
-    if kind in ("s", "dp"):
+    name, kind = ("", "") if role is None else (role.name, role.tensor_type)
+    is_attention = role is not None and role.module_type == "dpa"
+    if is_attention and kind in ("s", "dp"):
         return DelayedScalingRequest(amax_history_len=1, amax_compute_algo="most_recent")
-    if role is not None and (hint or role.module_type == "dpa"):
-        gradient = kind in GRADIENTS or role.name.endswith(".dpa_grad_input")
-        return Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
+    is_boundary = role is not None and not role.module_type and name.endswith((".dpa_output", ".dpa_grad_input"))
+    if is_attention or is_boundary:
+        is_gradient = name.endswith(".dpa_grad_input") or (is_attention and kind in GRADIENTS)
+        return Float8CurrentScalingQuantizer("e5m2" if is_gradient else "e4m3")
     return nvfp4_factory(role)
 
 
-RECIPES: dict[str, Callable[[QuantizerRole | None], Answer]] = {
+RECIPES: dict[str, Factory] = {
     "bf16": high_precision_factory,
     "fp8-delayed": delayed_scaling_factory,
     "fp8-current": current_scaling_factory,

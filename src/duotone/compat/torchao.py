@@ -1,7 +1,7 @@
 """`convert_to_float8_training` of torchao, whose configs become recipes. torchao need not be installed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -93,20 +93,20 @@ class Float8LinearConfig:
         if name is Float8LinearRecipeName.TENSORWISE:
             return Float8LinearConfig()
         rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=torch.float8_e4m3fn)
-        second: dict[str, Any] = {}
-        if name is Float8LinearRecipeName.ROWWISE_WITH_GW_HP:
-            plain = CastConfig(scaling_type=ScalingType.DISABLED)
-            second = {
-                "cast_config_input_for_grad_weight": plain,
-                "cast_config_weight_for_grad_input": CastConfig(),
-                "cast_config_grad_output_for_grad_weight": plain,
-            }
-        return Float8LinearConfig(
+        rowwise = Float8LinearConfig(
             cast_config_input=rows,
             cast_config_weight=rows,
             cast_config_grad_output=rows,
             round_scales_to_power_of_2=True,
-            **second,
+        )
+        if name is Float8LinearRecipeName.ROWWISE:
+            return rowwise
+        plain = CastConfig(scaling_type=ScalingType.DISABLED)
+        return replace(
+            rowwise,
+            cast_config_input_for_grad_weight=plain,
+            cast_config_weight_for_grad_input=CastConfig(),
+            cast_config_grad_output_for_grad_weight=plain,
         )
 
 

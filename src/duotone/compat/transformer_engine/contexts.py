@@ -1,8 +1,10 @@
 """Functions of Transformer Engine around modules: autocast, what a GPU can do, checkpoints, offload, graphs."""
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -18,6 +20,7 @@ from duotone.state import quantized_model_init as duotone_model_init
 from duotone.state.autocast_context import HIGH_PRECISION, active_recipe, active_region
 from duotone.state.parameters import construction
 
+Result = TypeVar("Result")
 HOPPER, BLACKWELL, WORKSTATION = (9, 0), (10, 0), (12, 0)
 
 
@@ -44,7 +47,7 @@ def autocast(
     group = amax_reduction_group
     if group is None and torch.distributed.is_available() and torch.distributed.is_initialized():
         group = torch.distributed.group.WORLD
-    chosen = get_default_recipe() if recipe is None else recipe
+    chosen = recipe or get_default_recipe()
     return duotone_autocast(bool(enabled), calibrating=calibrating, recipe=chosen, amax_reduction_group=group)
 
 
@@ -60,37 +63,38 @@ def fp8_autocast(
 def quantized_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> duotone_model_init:
-    chosen = get_default_recipe() if recipe is None else recipe
-    preserve = preserve_high_precision_init_val
-    return duotone_model_init(bool(enabled), recipe=chosen, preserve_high_precision_init_val=preserve)
+    chosen = recipe or get_default_recipe()
+    return duotone_model_init(
+        bool(enabled), recipe=chosen, preserve_high_precision_init_val=preserve_high_precision_init_val
+    )
 
 
-def _availability(least: Version, what: str) -> Callable[..., Any]:
-    def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+def _check(least: Version, what: str) -> Callable[[], tuple[bool, str]]:
+    def check() -> tuple[bool, str]:
         arch = capability()
         fits = arch is None or arch >= least
-        reason = "" if fits else f"{what} needs compute capability {least[0]}.{least[1]}; here it would run emulated"
-        return (fits, reason) if return_reason else fits
+        return (
+            fits,
+            "" if fits else f"{what} needs compute capability {least[0]}.{least[1]}; here it would run emulated",
+        )
+
+    return check
+
+
+def _availability(check: Callable[[], tuple[bool, str]]) -> Callable[..., bool | tuple[bool, str]]:
+    def is_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+        return check() if return_reason else check()[0]
 
     return is_available
 
 
-is_fp8_available = _availability((8, 9), "FP8")
-is_fp8_block_scaling_available = _availability(HOPPER, "FP8 block scaling")
-is_mxfp8_available = _availability(BLACKWELL, "MXFP8")
-is_nvfp4_available = _availability(BLACKWELL, "NVFP4")
-
-
-def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    return (True, "") if return_reason else True
-
-
-def check_fp8_support() -> tuple[bool, str]:
-    return is_fp8_available(return_reason=True)
-
-
-def check_mxfp8_support() -> tuple[bool, str]:
-    return is_mxfp8_available(return_reason=True)
+check_fp8_support = _check((8, 9), "FP8")
+check_mxfp8_support = _check(BLACKWELL, "MXFP8")
+is_fp8_available = _availability(check_fp8_support)
+is_mxfp8_available = _availability(check_mxfp8_support)
+is_fp8_block_scaling_available = _availability(_check(HOPPER, "FP8 block scaling"))
+is_nvfp4_available = _availability(_check(BLACKWELL, "NVFP4"))
+is_bf16_available = _availability(_check((0, 0), "BF16"))
 
 
 def get_device_compute_capability() -> Version:
@@ -129,33 +133,33 @@ class FP8GlobalStateManager:
 
 
 def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
+    function: Callable[..., Result],
+    *args: object,
     distribute_saved_activations: bool = False,
-    get_rng_state_tracker: Callable[[], Any] | None = None,
+    get_rng_state_tracker: "Callable[[], CudaRNGStatesTracker] | None" = None,
     tp_group: object = None,
     use_reentrant: bool = True,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: object,
+) -> Result:
     """torch's checkpoint; states of the tracker are those of the forward in the recompute."""
     if distribute_saved_activations:
         raise UserError("te.checkpoint(distribute_saved_activations=True) has no counterpart in Duotone; leave it out")
     if get_rng_state_tracker is not None:
         function = _replaying(function, get_rng_state_tracker())
-    if use_reentrant and kwargs:  # which takes arguments by position alone
-        return torch.utils.checkpoint.checkpoint(lambda *x: function(*x, **kwargs), *args, use_reentrant=True)
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
+    if use_reentrant:  # which takes arguments by position alone
+        function, kwargs = functools.partial(function, **kwargs), {}
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)  # type: ignore
 
 
-def _replaying(function: Callable[..., Any], tracker: Any) -> Callable[..., Any]:
+def _replaying(function: Callable[..., Result], tracker: "CudaRNGStatesTracker") -> Callable[..., Result]:
     """`function`, whose later calls start from the states of the first one and change none."""
-    first: list[Any] = []
+    first: list[dict[str, Tensor]] = []
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not first:
-            first.append(tracker.get_states())
-            return function(*args, **kwargs)
+    def call(*args: object, **kwargs: object) -> Result:
         now = tracker.get_states()
+        if not first:
+            first.append(now)
+            return function(*args, **kwargs)
         tracker.set_states(first[0])
         try:
             return function(*args, **kwargs)
@@ -176,13 +180,11 @@ class _Offload:
     """Entered around each layer in turn; the first `count` of every `layers` leave their activations on the host."""
 
     def __init__(self, count: int, layers: int) -> None:
-        self.count, self.layers, self.entered = count, layers, 0
-        self.open: list[Any] = []
+        self.turns = itertools.cycle([True] * count + [False] * (layers - count))
+        self.open: list[contextlib.AbstractContextManager[object]] = []
 
     def __enter__(self) -> None:
-        offloads = self.entered % self.layers < self.count
-        self.entered += 1
-        self.open.append(offload_activations() if offloads else contextlib.nullcontext())
+        self.open.append(offload_activations() if next(self.turns) else contextlib.nullcontext())
         self.open[-1].__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -199,7 +201,7 @@ def get_cpu_offload_context(  # noqa: PLR0913 (Transformer Engine's vocabulary)
     manual_synchronization: bool = False,
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: object = None,
-) -> tuple[contextlib.AbstractContextManager[Any], Callable[[Tensor], Tensor]]:
+) -> tuple[contextlib.AbstractContextManager[object], Callable[[Tensor], Tensor]]:
     """A context for each layer, and a function for its output, which changes nothing here."""
     for name, value in (("offload_weights", offload_weights), ("manual_synchronization", manual_synchronization)):
         if enabled and value:
@@ -217,8 +219,12 @@ REGION = {
 
 
 def make_graphed_callables(
-    modules: Any, sample_args: Any, num_warmup_iters: int = 3, allow_unused_input: bool = False, **options: Any
-) -> Any:
+    modules: nn.Module | list[nn.Module] | tuple[nn.Module, ...],
+    sample_args: tuple[object, ...],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    **options: Any,
+) -> object:
     """torch's graphed callables under an autocast; without a GPU they run as they are."""
     options = {REGION.get(name, name): value for name, value in options.items()}
     enabled, calibrating, recipe, group = (options.pop(name, None) for name in REGION.values())
@@ -229,7 +235,7 @@ def make_graphed_callables(
         module.forward = autocast(bool(enabled), bool(calibrating), recipe, group)(module.forward)
     if not torch.cuda.is_available():
         return modules
-    return torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input)
+    return torch.cuda.make_graphed_callables(modules, sample_args, num_warmup_iters, allow_unused_input)  # type: ignore
 
 
 class CudaRNGStatesTracker:
@@ -250,10 +256,9 @@ class CudaRNGStatesTracker:
     def add(self, name: str, seed: int) -> None:
         if name in self.states_:
             raise UserError(f"the random state {name!r} is there already; choose another name")
-        before = _state()
-        torch.cuda.manual_seed(seed) if torch.cuda.is_available() else torch.manual_seed(seed)
         self.states_[name] = _state()
-        _set_state(before)
+        with self.fork(name):
+            torch.cuda.manual_seed(seed) if torch.cuda.is_available() else torch.manual_seed(seed)
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:

@@ -1,12 +1,11 @@
 """Fusible ops that take the arguments of Transformer Engine's."""
 
-from typing import Any
-
+import torch
 from torch import Tensor, nn
 
 from duotone import ops
 from duotone.compat.transformer_engine.options import Options
-from duotone.compat.transformer_engine.pytorch import default_device
+from duotone.compat.transformer_engine.pytorch import default_device, ranks
 from duotone.errors import UserError
 
 RENAMED = {
@@ -24,47 +23,50 @@ def uniform(weight: Tensor) -> None:
     nn.init.kaiming_uniform_(weight, a=5**0.5)
 
 
-def _options(title: str, options: Options) -> Options:
+def _options(title: str, options: dict[str, object]) -> Options:
     for name in UNUSED:
         if options.pop(name, None) not in (None, 1):
             raise UserError(f"te.ops.{title}({name}=) has no counterpart in Duotone; leave it out")
-    named = {RENAMED.get(name, name): value for name, value in options.items()}
-    group = named.get("tp_group")
-    if group is None or group.size() == 1:
+    named: Options = {RENAMED.get(name, name): value for name, value in options.items()}
+    if ranks(named) == 1:
         for name in ("parallel_mode", "tp_group", "sequence_parallel"):
             named.pop(name, None)
     return {"device": named.pop("device", None) or default_device(), "init_method": uniform, **named}
 
 
-class Linear(ops.Linear):
-    """Biases are zero at first."""
+class TakesTheirOptions:
+    """Mixed in before a linear of Duotone. Biases are zero at first."""
 
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, **_options("Linear", options))
-
-
-class BasicLinear(ops.BasicLinear):
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, **_options("BasicLinear", options))
+    def __init__(self, *sizes: int, **options: object) -> None:
+        super().__init__(*sizes, **_options(type(self).__name__, options))
 
 
-class GroupedLinear(ops.GroupedLinear):
-    """Biases are zero at first."""
+class BuiltOnTheirDevice:
+    """Mixed in before an op that is built on the GPU where nothing else is asked for."""
 
-    def __init__(self, num_groups: int, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(num_groups, in_features, out_features, **_options("GroupedLinear", options))
-
-
-class LayerNorm(ops.LayerNorm):
-    def __init__(self, normalized_shape: int, *, device: Any = None, **options: Any) -> None:
-        super().__init__(normalized_shape, device=device or default_device(), **options)
+    def __init__(self, *sizes: int, device: torch.device | str | None = None, **options: object) -> None:
+        super().__init__(*sizes, device=device or default_device(), **options)  # type: ignore[call-arg]
 
 
-class RMSNorm(ops.RMSNorm):
-    def __init__(self, normalized_shape: int, *, device: Any = None, **options: Any) -> None:
-        super().__init__(normalized_shape, device=device or default_device(), **options)
+class Linear(TakesTheirOptions, ops.Linear):
+    pass
 
 
-class Bias(ops.Bias):
-    def __init__(self, size: int, *, device: Any = None, **options: Any) -> None:
-        super().__init__(size, device=device or default_device(), **options)
+class BasicLinear(TakesTheirOptions, ops.BasicLinear):
+    pass
+
+
+class GroupedLinear(TakesTheirOptions, ops.GroupedLinear):
+    pass
+
+
+class LayerNorm(BuiltOnTheirDevice, ops.LayerNorm):
+    pass
+
+
+class RMSNorm(BuiltOnTheirDevice, ops.RMSNorm):
+    pass
+
+
+class Bias(BuiltOnTheirDevice, ops.Bias):
+    pass

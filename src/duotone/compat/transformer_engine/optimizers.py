@@ -1,10 +1,10 @@
 """Optimizers under the names of Transformer Engine."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT, StateDict
 
 from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
@@ -41,7 +41,7 @@ class FusedAdam(optim.AdamW):
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -52,14 +52,14 @@ class FusedAdam(optim.AdamW):
         *,
         master_weights: bool = False,
         use_decoupled_grad: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         options |= {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode, "amsgrad": amsgrad}
         _refuse("FusedAdam", options, ADAM)
         self.use_decoupled_grad = use_decoupled_grad
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=master_weights)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"]] if self.use_decoupled_grad else []
         before = [(p, p.grad, p.grad_dtype) for p in parameters]
         for p in parameters:
@@ -78,7 +78,7 @@ class FusedAdam(optim.AdamW):
             self._update_mastered(group, parameter)
             del self.state[parameter]["master"], self._marks[parameter]
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
         for _, parameter, saved in self._saved(state_dict):
             moments = {name: saved[name].to(parameter.device, torch.float32, copy=True) for name in MOMENTS}
@@ -90,19 +90,19 @@ class FusedSGD(torch.optim.SGD):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **options: Any,
+        **options: object,
     ) -> None:
         _refuse("FusedSGD", options, SGD)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
-def _refuse(title: str, options: dict[str, Any], allowed: dict[str, Rule]) -> None:
+def _refuse(title: str, options: dict[str, object], allowed: dict[str, Rule]) -> None:
     """UserError for an option that has no counterpart."""
     for name, value in options.items():
         is_harmless, remedy = allowed.get(name, (lambda value: False, "leave it out"))

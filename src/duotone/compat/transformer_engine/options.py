@@ -21,7 +21,7 @@ def is_ignored(value: object) -> bool:
     return True
 
 
-Rule = tuple[Callable[[Any], bool], str]
+Rule = tuple[Callable[..., bool], str]
 """Which values of an option change no result, and what to write instead of the others."""
 
 WITHOUT: dict[str, Rule] = {

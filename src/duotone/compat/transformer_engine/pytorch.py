@@ -6,16 +6,21 @@ Lightning knows modules of Transformer Engine by "transformer_engine.pytorch" in
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from duotone import attention, modules, ops
+from duotone.compat.transformer_engine.contexts import CudaRNGStatesTracker
 from duotone.compat.transformer_engine.options import CALLS, ORDER, Options, by_name, counterparts
 from duotone.errors import UserError
 from duotone.linear.layout import parallel_layout
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Tracker = Callable[[], CudaRNGStatesTracker]
 STD = 0.023
 """Weights are normal with this deviation where no `init_method` comes, and biases are zero."""
 
@@ -53,7 +58,7 @@ class TakesTheirArguments:
     constructor: ClassVar[frozenset[str]]
     call: ClassVar[frozenset[str]]
 
-    def __init_subclass__(cls, further: tuple[type, ...] = (), **options: Any) -> None:
+    def __init_subclass__(cls, further: tuple[type, ...] = (), **options: object) -> None:
         super().__init_subclass__(**options)
         if TakesTheirArguments in cls.__bases__:
             base = cls.__bases__[-1]
@@ -61,7 +66,7 @@ class TakesTheirArguments:
             cls.constructor = constructor_arguments(base, *further)
             cls.call = frozenset(arguments(base.forward))  # type: ignore[attr-defined]
 
-    def __init__(self, *values: Any, **options: Any) -> None:
+    def __init__(self, *values: object, **options: object) -> None:
         named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
         tracker = named.pop("get_rng_state_tracker", None)
         sequence_parallel, size = bool(named.get("sequence_parallel")), ranks(named)
@@ -78,7 +83,7 @@ class TakesTheirArguments:
                 parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]  # who sums its gradient
         replace_classes(self, tracker)
 
-    def forward(self, *values: Any, **options: Any) -> Any:
+    def forward(self, *values: object, **options: object) -> object:
         call = f"te.{self.title}.forward"
         named = by_name(call, CALLS[self.title].split(), values, options)
         self.prepare_call(named)
@@ -113,7 +118,7 @@ class TakesGroupLater:
             named["tp_size"] = 1
         super().prepare(named)  # type: ignore[misc]
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup") -> None:
         """Communicate in this group from the next forward on."""
         if self.late is not None:
             self.layout, self.late = parallel_layout(self.late[0], tp_group, self.late[1]), None
@@ -153,21 +158,22 @@ ALIASES = {f"{part}_{kind}": (part, kind) for part in ("fc1", "fc2") for kind in
 class LayerNormMLP(TakesTheirArguments, modules.LayerNormMLP):
     """Its parameters can be read and replaced as `fc1_weight` and so on, and a `state_dict` names them so."""
 
-    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *args: object, **options: object) -> dict[str, object]:
         """Their names for the parameters; those of Duotone load too."""
-        state, prefix = super().state_dict(*args, **options), options.get("prefix", "")
+        state = super().state_dict(*args, **options)  # type: ignore[call-overload]
+        prefix = str(options.get("prefix", ""))
         for name, (part, kind) in ALIASES.items():
             if f"{prefix}{part}.{kind}" in state:
                 state[prefix + name] = state.pop(f"{prefix}{part}.{kind}")
         return state
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
         if name in ALIASES:
             part, kind = ALIASES[name]
             return getattr(self._modules[part], kind)
         return super().__getattr__(name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in ALIASES:
             part, kind = ALIASES[name]
             setattr(self._modules[part], kind, value)
@@ -183,7 +189,7 @@ def drop_unused_mask(named: Options, default: str) -> None:
 
 
 class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
-    get_rng_state_tracker: Callable[[], Any] | None = None
+    get_rng_state_tracker: Tracker | None = None
 
     def prepare(self, named: Options) -> None:
         """Heads are those of all ranks there, and those of this rank here."""
@@ -196,7 +202,7 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
     def prepare_call(self, named: Options) -> None:
         drop_unused_mask(named, self.attn_mask_type)
 
-    def forward(self, *values: Any, **options: Any) -> Any:
+    def forward(self, *values: object, **options: object) -> object:
         """Weights are dropped by the random numbers of this rank."""
         with _fork(self.get_rng_state_tracker if self.dropout else None):
             return super().forward(*values, **options)
@@ -214,7 +220,7 @@ class TransformerLayer(TakesTheirArguments, attention.TransformerLayer, further=
 CLASSES = {cls.__bases__[1]: cls for cls in (LayerNormMLP, DotProductAttention, MultiheadAttention)}
 
 
-def replace_classes(module: nn.Module, tracker: Callable[[], Any] | None) -> None:
+def replace_classes(module: nn.Module, tracker: Tracker | None) -> None:
     """Let the blocks inside take the same arguments. They have the same attributes, whichever class they are of."""
     for inner in module.modules():
         inner.__class__ = CLASSES.get(type(inner), type(inner))
@@ -222,11 +228,11 @@ def replace_classes(module: nn.Module, tracker: Callable[[], Any] | None) -> Non
             inner.get_rng_state_tracker = tracker
 
 
-def _fork(tracker: Callable[[], Any] | None) -> AbstractContextManager[object]:
+def _fork(tracker: Tracker | None) -> AbstractContextManager[object]:
     return nullcontext() if tracker is None else tracker().fork()
 
 
-def _forked(fill: Callable[[Tensor], object], tracker: Callable[[], Any] | None) -> Callable[[Tensor], object]:
+def _forked(fill: Callable[[Tensor], object], tracker: Tracker | None) -> Callable[[Tensor], object]:
     """`fill` with the random numbers of this rank."""
     if tracker is None:
         return fill

@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from duotone import recipes
 from duotone.compat.transformer_engine.options import Options, by_name
@@ -47,7 +47,7 @@ UNUSED = {
 IGNORED = ("params_dtype", "device")
 """What Megatron also gives a recipe, which ignores it there too."""
 
-TRANSLATED: dict[str, tuple[str, Callable[[Any], object]]] = {
+TRANSLATED: dict[str, tuple[str, Callable[..., object]]] = {
     "use_power_2_scales": ("power_of_two_scales", bool),
     "use_f32_scales": ("power_of_two_scales", operator.not_),
     **{f"fp8_gemm_{gemm}": (f"{gemm}_fast_accum", lambda how: not how.use_split_accumulator) for gemm in GEMMS},
@@ -78,7 +78,7 @@ def translated(title: str, options: Options, known: Sequence[str]) -> Options:
     return result
 
 
-def _asks(kind: type[recipes.Recipe]) -> Any:
+def _asks(kind: type[recipes.Recipe]) -> "classmethod[TheirRecipe, [], bool]":
     return classmethod(lambda cls: issubclass(cls, kind))
 
 
@@ -89,7 +89,7 @@ class TheirRecipe:
     numerics: ClassVar[Options] = {}
     """Fields that give the numerics there, beside NUMERICS."""
 
-    def __init__(self, *values: Any, **options: Any) -> None:
+    def __init__(self, *values: object, **options: object) -> None:
         title = type(self).__name__
         known = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
         named = by_name(title, self.order.split(), values, options)

@@ -1,7 +1,6 @@
 """Tensor classes of Transformer Engine, for `isinstance`: each stands for quantized tensors of some formats."""
 
 import re
-from typing import Any
 
 from duotone.errors import UserError
 from duotone.tensor import QuantizedTensor
@@ -16,7 +15,7 @@ class FormatsOfTensors(type):
         planes = instance.planes if isinstance(instance, QuantizedTensor) else ()
         return any(plane is not None and re.match(cls.pattern, plane.format.name) for plane in planes)
 
-    def __call__(cls, *_: Any, **__: Any) -> None:
+    def __call__(cls, *_: object, **__: object) -> None:
         raise UserError(f"{cls.__name__} is not built by hand in Duotone; call a quantizer: duotone.Quantizer.quantize")
 
 
