@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34582
+LIBRARY_LINES = 34676
 TOOL_LINES = 7518
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2281, 21, 0),
     "cli": (1535, 3, 0),
     "comm": (156, 1, 0),
-    "compat": (2345, 7, 0),
+    "compat": (2439, 7, 0),
     "conversion": (2714, 33, 0),
     "dispatch": (2648, 1, 0),
     "distributed": (432, 3, 1),

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import duotone
 from duotone.compat import te as compat
-from duotone.compat.transformer_engine.names import INSTEAD, MODULES
+from duotone.compat.transformer_engine.instead import INSTEAD, MODULES_WITHOUT
+from duotone.compat.transformer_engine.names import MODULES
 from duotone.errors import UserError
 
 SCRIPTS = Path(__file__).parent / "te_scripts"
@@ -165,10 +166,32 @@ def test_every_name_leads_somewhere(te) -> None:
         for name in names:
             assert getattr(module, name) is not None
         assert set(names) <= set(dir(module)) and not set(names) & set(INSTEAD)
-    with pytest.raises(ImportError, match="transformer_engine_torch"):
-        import_module("transformer_engine_torch")
     with pytest.raises(AttributeError, match=r"pytorch\.Nothing"):
         te.Nothing  # noqa: B018
+    with pytest.raises(ImportError, match=r"duotone.compat.te\.py"):
+        from transformer_engine.pytorch import Nothing  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match=r"pytorch\.nothing"):
+        import_module("transformer_engine.pytorch.nothing")
+
+
+PAGE = (Path(__file__).parents[2] / "docs/from-te.md").read_text()
+
+
+def test_what_has_no_counterpart_can_be_imported_and_is_in_the_table(te) -> None:
+    for name, remedy in INSTEAD.items():
+        assert f"`{name}`" in PAGE
+        with pytest.raises(UserError, match=name) as error:
+            getattr(te, name)()
+        assert remedy in str(error.value)
+    for module, remedy in MODULES_WITHOUT.items():
+        assert f"`{module.removeprefix('transformer_engine.')}`" in PAGE
+        part = import_module(module)
+        for use in (lambda part=part: part.anything(), lambda part=part: part.TABLE[torch.float32]):
+            with pytest.raises(UserError, match=module) as error:
+                use()
+            assert remedy in str(error.value)
+        with pytest.raises(AttributeError, match="no counterpart"):
+            part.DType.kFloat8E4M3  # noqa: B018
 
 
 def test_packages_find_the_version_and_the_modules(te) -> None:
@@ -244,6 +267,12 @@ def test_weights_and_dropout_draw_from_the_tracker_of_the_rank(te) -> None:
 def test_the_state_manager_tells_the_enclosing_region(te) -> None:
     manager, recipe = te.fp8.FP8GlobalStateManager, te.recipe.MXFP8BlockScaling()
     assert not manager.is_fp8_enabled() and not manager.with_fp8_parameters()
+    assert manager.is_nvfp4_available() == (True, "") or torch.cuda.is_available()
+    assert manager.get_fp8_group() is None and manager.reduce_and_update_fp8_tensors(forward=False) is None
+    with pytest.raises(AttributeError, match="set_skip_fp8_weight_update_tensor has no counterpart"):
+        manager.set_skip_fp8_weight_update_tensor(True)
+    with te.fp8_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        assert manager.with_high_precision_init_val()
     with te.autocast(recipe=recipe), te.fp8_model_init(recipe=recipe):
         assert manager.is_fp8_enabled() and manager.get_fp8_recipe() == recipe and manager.with_fp8_parameters()
         linear = te.Linear(32, 32)
@@ -388,7 +417,7 @@ def test_stars_import_the_names_of_a_module_and_probes_find_nothing() -> None:
 import importlib.util
 import duotone.compat.te
 duotone.compat.te.install()
-assert importlib.util.find_spec("transformer_engine_torch") is None
+assert importlib.util.find_spec("transformer_engine_jax") is None
 from transformer_engine.common.recipe import *
 from transformer_engine.pytorch import *
 assert DelayedScaling().amax_history_len and Linear(16, 16).weight.shape == (16, 16)

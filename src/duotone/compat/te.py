@@ -13,7 +13,8 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-from duotone.compat.transformer_engine.names import INSTEAD, MODULES, VERSION
+from duotone.compat.transformer_engine.instead import INSTEAD, MODULES_WITHOUT
+from duotone.compat.transformer_engine.names import MODULES, VERSION
 from duotone.errors import UserError
 
 __all__ = ["install"]
@@ -24,19 +25,22 @@ ROOT = "transformer_engine"
 class Without(type):
     """The class of names without a counterpart. They can be imported and subclassed."""
 
+    line: str
+
     def __call__(cls, *_: object, **__: object) -> None:
-        raise UserError(_line(cls))
+        raise UserError(cls.line)
+
+    def __getitem__(cls, _: object) -> None:
+        raise UserError(cls.line)
 
     def __getattr__(cls, name: str) -> None:
-        raise AttributeError(_line(cls))
+        raise AttributeError(cls.line)
 
 
-def _line(cls: type) -> str:
-    name = next(base.__name__ for base in cls.__mro__ if base.__name__ in INSTEAD)
-    return f"{ROOT}'s {name} has no counterpart in Duotone; {INSTEAD[name]}"
-
-
-STAND_INS = {name: Without(name, (), {"__module__": __name__, "__doc__": INSTEAD[name]}) for name in INSTEAD}
+def stand_in(name: str, remedy: str) -> Without:
+    """What a script imports under this full name."""
+    line = f"{name} has no counterpart in Duotone; {remedy}"
+    return Without(name.rpartition(".")[2], (), {"__module__": __name__, "__doc__": line, "line": line})
 
 
 class Names(ModuleType):
@@ -50,8 +54,9 @@ class Names(ModuleType):
             return import_module(inner)
         if name in names:
             return pkgutil.resolve_name(names[name])
-        if name in INSTEAD and names:
-            return STAND_INS[name]
+        remedy = MODULES_WITHOUT.get(self.__name__) or (INSTEAD.get(name) if names else None)
+        if remedy and not name.startswith("_"):
+            return self.__dict__.setdefault(name, stand_in(inner, remedy))
         raise AttributeError(f"Duotone has no counterpart of {inner}; docs/from-te.md lists the names that it has")
 
     def __dir__(self) -> list[str]:
@@ -88,6 +93,7 @@ class Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__version__ = VERSION  # type: ignore[attr-defined]
+        module.__file__ = __file__  # Python's "cannot import name" names it
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None

@@ -5,7 +5,8 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from duotone.compat.transformer_engine.names import INSTEAD, MODULES, NATIVE
+from duotone.compat.transformer_engine.instead import INSTEAD, MODULES_WITHOUT
+from duotone.compat.transformer_engine.names import MODULES, NATIVE
 from duotone.compat.transformer_engine.optimizers import ADAM, SGD
 from duotone.compat.transformer_engine.options import Rule, rule_of
 from duotone.compat.transformer_engine.recipe import UNUSED
@@ -75,7 +76,7 @@ class Script:
             module, name = split(path)
             if name == "*":
                 yield Use(line, f"from {module} import *", REFUSED, "name what is imported")
-            elif name and name not in INSTEAD and name not in MODULES.get(module, ()):
+            elif name and not remedy(module, name) and name not in MODULES.get(module, ()):
                 yield Use(line, path, REFUSED, UNKNOWN)
 
     def references(self) -> Iterator[Use]:
@@ -85,7 +86,7 @@ class Script:
             if name and module in MODULES:
                 path = MODULES[module].get(name)
                 status = RUNS if path else REFUSED
-                yield Use(node.lineno, name, status, native(path) if path else INSTEAD.get(name, UNKNOWN))
+                yield Use(node.lineno, name, status, native(path) if path else remedy(module, name) or UNKNOWN)
 
     def calls(self) -> Iterator[Use]:
         """Options that are refused, and inputs by the name that they have there."""
@@ -103,6 +104,11 @@ def split(path: str) -> tuple[str, str]:
         return path, ""
     module, _, name = path.rpartition(".")
     return module, name
+
+
+def remedy(module: str, name: str) -> str | None:
+    """What to write instead of a name without a counterpart."""
+    return INSTEAD.get(name) or MODULES_WITHOUT.get(module)
 
 
 def native(path: str) -> str:

@@ -89,11 +89,13 @@ def _availability(check: Callable[[], tuple[bool, str]]) -> Callable[..., bool |
 
 
 check_fp8_support = _check((8, 9), "FP8")
+check_fp8_block_scaling_support = _check(HOPPER, "FP8 block scaling")
 check_mxfp8_support = _check(BLACKWELL, "MXFP8")
+check_nvfp4_support = _check(BLACKWELL, "NVFP4")
 is_fp8_available = _availability(check_fp8_support)
+is_fp8_block_scaling_available = _availability(check_fp8_block_scaling_support)
 is_mxfp8_available = _availability(check_mxfp8_support)
-is_fp8_block_scaling_available = _availability(_check(HOPPER, "FP8 block scaling"))
-is_nvfp4_available = _availability(_check(BLACKWELL, "NVFP4"))
+is_nvfp4_available = _availability(check_nvfp4_support)
 is_bf16_available = _availability(_check((0, 0), "BF16"))
 
 
@@ -101,15 +103,32 @@ def get_device_compute_capability() -> Version:
     return capability() or (0, 0)
 
 
-class FP8GlobalStateManager:
+class Manager(type):
+    def __getattr__(cls, name: str) -> None:
+        raise AttributeError(
+            f"{cls.__name__}.{name} has no counterpart in Duotone; enter te.autocast, whose states belong to modules"
+        )
+
+
+class FP8GlobalStateManager(metaclass=Manager):
     """Questions about the enclosing autocast."""
 
     is_fp8_available = staticmethod(check_fp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
     is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
 
     @staticmethod
     def reset() -> None:
         """Nothing: regions end by themselves, and states belong to modules."""
+
+    @staticmethod
+    def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
+        """Nothing: scales roll when a region ends and after its backward, in replays of CUDA graphs too."""
+
+    @staticmethod
+    def fp8_graph_capturing() -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -125,6 +144,19 @@ class FP8GlobalStateManager:
     def with_fp8_parameters() -> bool:
         region = construction()
         return region is not None and region.enabled
+
+    @staticmethod
+    def with_high_precision_init_val() -> bool:
+        region = construction()
+        return region is not None and region.enabled and region.preserve_high_precision_init_val
+
+    @staticmethod
+    def get_fp8_group() -> object:
+        """The group in which amaxes are reduced, None without one."""
+        region = active_region()
+        if region is None or not region.group:
+            return None
+        return torch.distributed.distributed_c10d._resolve_process_group(region.group)  # type: ignore[arg-type]
 
     @staticmethod
     def get_fp8_recipe() -> Recipe:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from duotone.compat.transformer_engine.instead import MODULES_WITHOUT, QUANTIZED
+
 VERSION = "2.9.0+duotone"
 """What scripts see that ask for a version: one whose modules take the arguments here."""
 
@@ -12,6 +14,7 @@ def _all(home: str, names: str) -> dict[str, str]:
     return {name: f"{home}:{name}" for name in names.split()}
 
 
+TENSORS = "Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor"
 RECIPE = {
     **_all(
         f"{HERE}.recipe",
@@ -41,17 +44,19 @@ PYTORCH = {
     **_all(
         f"{HERE}.contexts",
         "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
-        "check_mxfp8_support checkpoint fp8_autocast get_cpu_offload_context get_default_recipe "
-        "get_device_compute_capability is_bf16_available is_fp8_available is_fp8_block_scaling_available "
-        "is_mxfp8_available is_nvfp4_available make_graphed_callables mark_not_offload prepare_te_modules_for_fsdp "
-        "quantized_model_init",
+        "check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support checkpoint fp8_autocast "
+        "get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
+        "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
+        "make_graphed_callables mark_not_offload prepare_te_modules_for_fsdp quantized_model_init",
     ),
     **_all(
         "duotone",
         "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer HybridQuantizer IdentityQuantizer "
         "MXFP8Quantizer NVFP4Quantizer QuantizedTensor Quantizer RotaryPositionEmbedding",
     ),
-    **_all(f"{HERE}.tensors", "Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor"),
+    **_all(f"{HERE}.tensors", TENSORS),
+    **{f"{name}Storage": f"{HERE}.tensors:{name}" for name in TENSORS.split()},
+    "QuantizedTensorStorage": "duotone:QuantizedTensor",
     **_all("duotone.attention.rotary", "apply_rotary_pos_emb"),
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
@@ -60,65 +65,34 @@ PYTORCH = {
     "get_default_fp8_recipe": f"{HERE}.contexts:get_default_recipe",
 }
 PARTS = (
-    "attention attention.rope cpu_offload cross_entropy distributed export float8_tensor fp8 graph module module.base "
-    "module.layernorm module.layernorm_linear module.layernorm_mlp module.linear permutation quantization "
-    "quantized_tensor rope router tensor tensor.float8_blockwise_tensor tensor.float8_tensor tensor.mxfp8_tensor "
-    "tensor.nvfp4_tensor transformer utils"
+    "attention attention.dot_product_attention attention.dot_product_attention.dot_product_attention "
+    "attention.inference attention.multi_head_attention attention.rope cpu_offload cpu_offload_v1 cross_entropy "
+    "distributed export float8_tensor fp8 graph module module.base module.fp8_padding module.fp8_unpadding "
+    "module.grouped_linear module.layernorm module.layernorm_linear module.layernorm_mlp module.linear module.rmsnorm "
+    "permutation quantization quantized_tensor rope router tensor tensor.float8_blockwise_tensor "
+    "tensor.float8_tensor tensor.grouped_tensor tensor.hybrid_tensor tensor.identity_tensor tensor.mxfp8_tensor "
+    "tensor.nvfp4_tensor tensor.quantized_tensor tensor.storage "
+    "tensor.storage.float8_blockwise_tensor_storage tensor.storage.float8_tensor_storage "
+    "tensor.storage.mxfp8_tensor_storage tensor.storage.nvfp4_tensor_storage tensor.utils transformer utils"
 )
+OP_PARTS = (
+    "ops ops.basic ops.basic.activation ops.basic.basic_linear ops.basic.bias ops.basic.dropout "
+    "ops.basic.grouped_linear ops.basic.layer_norm ops.basic.quantize ops.basic.rmsnorm ops.basic.swiglu ops.fuser "
+    "ops.linear ops.op ops.sequential"
+)
+OPTIMIZER_PARTS = "optimizers optimizers.fused_adam optimizers.fused_sgd optimizers.newton_schulz"
 MODULES: dict[str, Mapping[str, str]] = {
     "transformer_engine": {},
     "transformer_engine.common": {},
     "transformer_engine.common.recipe": RECIPE,
     "transformer_engine.pytorch": PYTORCH,
     "transformer_engine.pytorch.recipe": RECIPE,
-    "transformer_engine.pytorch.ops": OPS,
-    "transformer_engine.pytorch.optimizers": OPTIMIZERS,
+    **{f"transformer_engine.pytorch.{part}": OPS for part in OP_PARTS.split()},
+    **{f"transformer_engine.pytorch.{part}": OPTIMIZERS for part in OPTIMIZER_PARTS.split()},
     **{f"transformer_engine.pytorch.{part}": PYTORCH for part in PARTS.split()},
+    **{module: {} for module in MODULES_WITHOUT},
 }
 """Each module with its names, and where they are: "module:name"."""
-
-OVERLAP = "collectives do not overlap through user buffers: leave it out"
-PADDING = "GroupedLinear takes row counts of any size: leave it out"
-ROUTING = "use duotone.MoE, or index tokens with torch"
-QUANTIZED = "duotone.QuantizedTensor, whose .quantizer tells formats"
-TENSOR = f"use {QUANTIZED}"
-INSTEAD = {
-    "CusolverMpCtx": "write the iteration with torch",
-    "Fp8Padding": PADDING,
-    "Fp8Unpadding": PADDING,
-    "FusedMLAQUpProjFunction": "use LayerNormLinear and RotaryPositionEmbedding",
-    "FusedOperation": "register a rewrite rule with duotone.ops.register_rule",
-    "FusibleOperation": "write a duotone.pipeline.op.Op",
-    "GatedDeltaNetAttention": "use a module of its own library",
-    "HybridQuantizedTensor": TENSOR,
-    "IdentityTensor": TENSOR,
-    "InferenceParams": "give a duotone.KVCache as kv_cache",
-    "ManualOffloadSynchronizer": "use get_cpu_offload_context, or torch.autograd.graph.save_on_cpu",
-    "UserBufferQuantizationMode": OVERLAP,
-    "apply_recipe": "use duotone.convert_parameters",
-    "cast_master_weights_to_fp8": "use duotone.optim.AdamW, whose step writes quantized weights",
-    "deinterleave_glu_tensor": "use torch.Tensor.unflatten and transpose",
-    "destroy_ub": OVERLAP,
-    "fused_compute_score_for_moe_aux_loss": ROUTING,
-    "fused_moe_aux_loss": ROUTING,
-    "fused_topk_with_score_function": ROUTING,
-    "get_cudnn_version": "use torch.backends.cudnn.version()",
-    "initialize_ub": OVERLAP,
-    "interleave_glu_tensor": "use torch.Tensor.unflatten and transpose",
-    "moe_permute": ROUTING,
-    "moe_permute_and_pad_with_probs": ROUTING,
-    "moe_permute_with_probs": ROUTING,
-    "moe_sort_chunks_by_index": ROUTING,
-    "moe_sort_chunks_by_index_with_probs": ROUTING,
-    "moe_unpermute": ROUTING,
-    "multi_tensor_applier": "use torch._foreach functions",
-    "newton_schulz": "write the iteration with torch",
-    "newton_schulz_tp": "write the iteration with torch",
-    "onnx_export": "use duotone.export, or torch.onnx.export of the model after duotone.revert",
-    "parallel_cross_entropy": "use torch.nn.functional.cross_entropy",
-    "restore_from_func_ctx": "use restore_from_saved",
-}
-"""What has no counterpart, and what to write instead. It can be imported; a call is a UserError."""
 
 NORMAL = "duotone.{}, with init_method= for normal weights"
 ANYWHERE = "nothing: every recipe runs on every device"
@@ -130,8 +104,8 @@ NATIVE = {
     **{name: f"duotone.{name}, with {NUMERICS}" for name in "Float8BlockScaling Float8CurrentScaling".split()},
     **{name: f"duotone.{name}, with {NUMERICS}" for name in "CustomRecipe MXFP8BlockScaling NVFP4BlockScaling".split()},
     **{f"is_{kind}_available": ANYWHERE for kind in "bf16 fp8 fp8_block_scaling mxfp8 nvfp4".split()},
-    **dict.fromkeys("Float8BlockwiseQTensor Float8Tensor MXFP8Tensor NVFP4Tensor".split(), QUANTIZED),
-    **{f"check_{kind}_support": ANYWHERE for kind in "fp8 mxfp8".split()},
+    **dict.fromkeys(TENSORS.split(), QUANTIZED),
+    **{f"check_{kind}_support": ANYWHERE for kind in "fp8 fp8_block_scaling mxfp8 nvfp4".split()},
     "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
     "DelayedScaling": "duotone.DelayedScaling, with first_scale_from_amax=False, skip_nonfinite_amax=False, "
     f"spike_factor=0.0 and {NUMERICS}",
