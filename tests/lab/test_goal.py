@@ -96,8 +96,8 @@ def test_what_cannot_be_met_is_told_with_what_can():
 
 def test_options_without_a_known_speed_serve_a_memory_alone():
     options, _ = choices([("bf16", 0.0, 1.0, 1.0), ("a", 1.0, None, 0.5)])
-    with pytest.raises(UserError, match=r"no speed is known here: name a width and tokens, such as --as 4096x8192"):
-        Goal("speed", 1.0).usable(options, "here")
+    with pytest.raises(UserError, match=r"no speed is known here, but for some: name a size such as --as 4096x8192"):
+        Goal("speed", 1.0).usable(options, "here", "some")
     assert Goal("memory", 0.5).usable(options, "here") == options
     assert predict({("m0", "fprop"): options["m0", "fprop"][1]}, {("m0", "fprop", "a"): 1.0}).speed is None
 

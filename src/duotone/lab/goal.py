@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from duotone.errors import UserError
 from duotone.lab.assignment import choose_cheapest
 from duotone.lab.gemm_options import Option, Options
-from duotone.observe.candidates import Gemm
+from duotone.observe.candidates import REFERENCE, Gemm
 
 Costs = Mapping[tuple[str, str, str], float]
 """The predicted gap in percent that a module, GEMM and recipe add."""
@@ -42,11 +42,13 @@ class Goal:
     def __str__(self) -> str:
         return f"{self.kind}={self.value:g}"
 
-    def usable(self, options: Options, where: str) -> Options:
+    def usable(self, options: Options, where: str, measured: str = "") -> Options:
         """The options that the goal can tell apart. UserError if none of their choices meets it, with what can be met.
 
-        `where` names the GPU and the shapes.
+        `where` names the GPU and the shapes, `measured` the shapes whose speed is known.
         """
+        if all(len(choices) == 1 for choices in options.values()):
+            raise UserError(f"{REFERENCE} alone leaves nothing to choose: name another recipe with --recipes")
         if self.kind == "memory":
             least = sum(min(option.memory for option in choices) for choices in options.values())
             if least > self.value:
@@ -56,7 +58,7 @@ class Goal:
             return options
         known = {gemm: [option for option in choices if option.time is not None] for gemm, choices in options.items()}
         if all(len(choices) == 1 for choices in known.values()):
-            raise UserError(f"no speed is known {where}: name a width and tokens, such as --as 4096x8192")
+            raise UserError(f"no speed is known {where}, but for {measured}: name a size such as --as 4096x8192")
         most = 1 / sum(min(option.time or 0.0 for option in choices) for choices in known.values())
         if self.kind == "speed" and most < self.value:
             raise UserError(

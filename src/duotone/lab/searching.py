@@ -48,7 +48,8 @@ class Search:
         self.table = speeds.measured()
         sizes = "of the sizes of the model" if self.size is None else f"{self.size[0]} wide with {self.size[1]} tokens"
         self.where = f"on an {self.table.device} for linears {sizes}"
-        self.options = self.goal.usable(options_of(self.config, self.recipes, self.table, self.size), self.where)
+        options = options_of(self.config, self.recipes, self.table, self.size)
+        self.options = self.goal.usable(options, self.where, self.table.reach)
 
     def train_reference(
         self, corpus: Corpus, folder: Path, progress: Progress, should_stop: Stop

@@ -196,5 +196,5 @@ def _speed_note(table: SpeedTable, rows: Sequence[AdviceRow]) -> str:
     kinds = {row.basis for row in rows}
     told = f"speed: of the linear over bf16 on an {table.device} ({table.source}, {table.date})"
     if kinds == {"unknown"}:
-        return f"{told}; unknown for shapes outside of that table: name a width and tokens"
+        return f"{told}; unknown, but for {table.reach}: name such a width and tokens"
     return told + ("; * interpolated" if "interpolated" in kinds else "")

@@ -32,6 +32,13 @@ class SpeedTable:
     source: str
     ratios: Mapping[str, Mapping[Shape, float]]
 
+    @property
+    def reach(self) -> str:
+        """The linears between which speeds are known, in words."""
+        shapes = sorted({shape for ratios in self.ratios.values() for shape in ratios}, key=math.prod)
+        ends = (f"{inputs} x {outputs} with {tokens} tokens" for tokens, inputs, outputs in (shapes[0], shapes[-1]))
+        return f"linears from {' to '.join(ends)}"
+
     def speed(self, recipe: str, shape: Shape) -> Speed:
         """Of a linear: measured, or interpolated over the logarithm of its multiplications; unknown outside."""
         ratios = self.ratios.get(recipe, {})
