@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34683
+LIBRARY_LINES = 34726
 TOOL_LINES = 7521
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,11 +38,11 @@ BUDGETS = {
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
     "pipeline": (1448, 64, 2),
-    "planned": (2661, 58, 4),
+    "planned": (2671, 58, 4),
     "recipes": (2015, 27, 0),
     "report": (1649, 0, 0),
     "serving": (1233, 2, 0),
-    "state": (2010, 18, 1),
+    "state": (2043, 18, 1),
     "tensor": (2383, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -80,6 +80,7 @@ ALLOWED = {
     "state.traced_stages._ANSWER_NUMBERS": GRAPHS,
     "state.traced_stages._CONTENTS": GRAPHS,
     "state.traced_stages._PLANNERS": GRAPHS,
+    "state.traced_stages.RECOMPUTED": GRAPHS,
     "state.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,
 }

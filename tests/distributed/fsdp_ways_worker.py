@@ -299,6 +299,58 @@ def equal_blocks_share_a_graph_that_reads_the_plane_of_each_pass(folder: Path) -
         assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
+class PartRecomputed(nn.Module):
+    """x + part(x), where torch's function recomputes the part if the module says so."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(128, hidden, bias=False), nn.ReLU(), nn.Linear(hidden, 128, bias=False))
+        self.recomputes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self.part, x, use_reentrant=False) if self.recomputes else self.part(x))
+
+
+@check
+def recomputes_of_compiled_code_read_planes_that_were_gathered(folder: Path) -> None:
+    for name, held, inside in (("mxfp8", True, True), ("mxfp8", True, False), ("fp8-rowwise", False, True)):
+        torch._dynamo.reset()
+        m = duotone.convert(nn.Sequential(PartRecomputed(128)).bfloat16(), recipes.load(name), rules=())
+        if held:
+            duotone.convert_parameters(m, recipes.load(name))
+        one = copy.deepcopy(m)
+        if not held:
+            duotone.gather_quantized(m)
+        (m[0] if inside else m[0].part).compile(backend="aot_eager", fullgraph=True)
+        fully_shard(m[0], reshard_after_forward=True)
+        fully_shard(m)
+        for _ in range(2):
+            same(once(m), once(one), f"{name}, {inside}")
+
+
+@check
+def a_checkpoint_around_code_that_was_compiled_before_is_refused(folder: Path) -> None:
+    def sharded() -> nn.Sequential:
+        m = duotone.convert(nn.Sequential(PartRecomputed(64)).bfloat16(), recipes.load("mxfp8"), rules=())
+        duotone.convert_parameters(m, recipes.load("mxfp8"))
+        m[0].part.compile(backend="aot_eager", fullgraph=True)
+        return fully_shard(nn.Sequential(fully_shard(m[0], reshard_after_forward=True)))
+
+    m = sharded()
+    m[0].recomputes = False
+    want = once(m)
+    m[0].recomputes = True
+    try:
+        once(m)
+    except torch._dynamo.exc.InternalTorchDynamoError as error:
+        assert str(error).startswith("UserError: a checkpoint recomputes what was compiled outside of it"), error
+    else:
+        raise AssertionError("memory was read that FSDP2 had freed")
+    torch._dynamo.reset()
+    torch.manual_seed(7)
+    same(once(sharded()), want, "compiled anew")
+
+
 @check
 def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
     m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))

@@ -21,7 +21,7 @@ from duotone.planned.weights import ShardedParameters, mark_entries, moved
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
-from duotone.state import seeds
+from duotone.state import seeds, traced_stages
 from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import tell_shards
@@ -137,7 +137,10 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def differentiates_rowwise(self) -> bool:
         """Whether backward reads rowwise planes of the weights, under the recipe that a call follows now."""
         region = active_region()
-        return (self.recipe if region is None else region.recipe).backward_override is not None
+        return (
+            self.plans.config in traced_stages.RECOMPUTED
+            or (self.recipe if region is None else region.recipe).backward_override is not None
+        )
 
     def refuse_held(self, weight: nn.Parameter) -> None:
         """UserError where this module cannot hold the weight in those planes."""

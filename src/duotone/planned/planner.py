@@ -20,7 +20,7 @@ from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.planned import delayed_states
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.weight_options import WeightOptions
-from duotone.planned.weights import demand, follow
+from duotone.planned.weights import demand, follow, lacks_rowwise
 from duotone.recipes.recipe import Recipe, drop_dead
 from duotone.state import seeds, traced_stages
 from duotone.state.autocast_context import active_region
@@ -188,6 +188,8 @@ class Planner:
         """`stage` in a trace: one for all modules of this content."""
         config = self.config
         traced_stages.ask(config, recipe.key)
+        if held is not None and any(lacks_rowwise(weight) for weight in module.weights):
+            traced_stages.refuse_recompute()
         is_cast = module.weights[0].dtype is not info.dtype
         where = (info.place, str(info.dtype), group, is_cast, self._held(held))
         name = traced_stages.plan_name(

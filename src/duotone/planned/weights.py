@@ -188,6 +188,11 @@ def _require_same_recipe(module: Any, parameters: Iterable[Tensor | None]) -> No
         require_same(names, torch.device(device), group, RECIPES)
 
 
+def lacks_rowwise(weight: Tensor) -> bool:
+    """Whether FSDP2 has gathered another plane of the weight alone. Guards of graphs ask, too."""
+    return isinstance(weight, QuantizedTensor) and weight.gathers is not None and not weight.gathers.valid.rowwise
+
+
 class ShardedParameters:
     """Mixed in before an nn.Module."""
 

@@ -77,6 +77,11 @@ def remember(key: Hashable, value: object) -> None:
         record.values.setdefault(key, []).append(value)
 
 
+def is_trace_recomputed() -> bool:
+    """In a trace: whether a checkpoint inside or outside of the graph runs again what is traced now."""
+    return torch_private.is_graph_recomputed() or next(_forward_holders(), None) is not None
+
+
 def recomputed() -> Record | None:
     """The record of the forward that runs again now, innermost. None if no frame recomputes."""
     frame: FrameType | None = sys._getframe(1)

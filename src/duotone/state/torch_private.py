@@ -80,3 +80,16 @@ def is_capturing() -> bool:
 def mark_effect(op: str) -> None:
     """Keep calls of an op in graphs that read none of its outputs, in their order."""
     _register_effectful_op(op, _EffectType.ORDERED)
+
+
+def is_graph_recomputed() -> bool:
+    """In a trace: whether the backward of the graph may compute again what is traced now."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._functorch import config
+
+    if config.activation_memory_budget < 1 or config.aggressive_recomputation:
+        return True
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer.parent is not None and tracer.source_target is not torch.ops.higher_order.tag_activation_checkpoint:
+        tracer = tracer.parent
+    return tracer.parent is not None

@@ -15,6 +15,7 @@ import torch
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
+from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
@@ -118,6 +119,9 @@ class TracedPlans:
 
 
 PLANS = TracedPlans()
+RECOMPUTED: set[str] = set()
+"""Contents of modules whose compiled forward runs again in a backward. They stay, as the graphs may."""
+
 _NAMES: dict[str, dict[tuple[str, ...], str]] = {}
 """For each content of modules: the names of its stages, by the key of their recipe and by name."""
 
@@ -193,6 +197,8 @@ def plan_name(fields: tuple[Any, ...]) -> str:
     `fields` are those of a `Key`.
     """
     key = Key(*fields)
+    if is_trace_recomputed():
+        RECOMPUTED.add(key.config)
     name = "_".join(map(str, key)).replace(".", "_").replace(":", "_")  # no attribute name has either
     if not hasattr(PLANS, name):
         call = Call(
@@ -222,6 +228,15 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
         delattr(PLANS, before[key])
 
 
+def refuse_recompute() -> None:
+    """UserError in a trace that recomputes, for which FSDP2 has gathered another plane than forward reads."""
+    raise UserError(
+        "a checkpoint recomputes what was compiled outside of it, and FSDP2 has not gathered the plane that forward "
+        "reads; call torch._dynamo.reset() before the first step that recomputes, or give fully_shard "
+        "reshard_after_forward=False"
+    )
+
+
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-for _function in (ask, plan_name):
+for _function in (ask, plan_name, refuse_recompute):
     _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
