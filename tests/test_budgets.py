@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34726
+LIBRARY_LINES = 34746
 TOOL_LINES = 7521
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,7 +31,7 @@ BUDGETS = {
     "integrations": (614, 32, 0),
     "kernels": (3847, 0, 0),
     "lab": (3723, 18, 1),
-    "linear": (1844, 5, 0),
+    "linear": (1864, 5, 0),
     "modules": (694, 21, 1),
     "observe": (2234, 15, 0),
     "ops": (1408, 5, 0),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
 from duotone.compat import MXFP8Quantizer
-from duotone.linear.operand_plan import REENCODE_IN_BACKWARD
+from duotone.linear.operand_plan import REENCODE_IN_GRAPH
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
 from duotone.state.traced_stages import PLANS
@@ -118,7 +118,7 @@ def test_what_a_compiled_backward_encodes_again_has_the_bits_of_forward(name: st
     planner = compiled[0].plans
     start = f"{planner.config}_{getattr(planner.answered, recipe.key)}_{recipe.key}_"
     plans = [value.stage.plan for name, value in vars(PLANS).items() if name.startswith(start)]
-    assert plans and all(plan.input.backward is REENCODE_IN_BACKWARD for plan in plans)
+    assert plans and all(plan.input.backward is REENCODE_IN_GRAPH for plan in plans)
 
 
 @pytest.mark.parametrize("bias", [False, True])

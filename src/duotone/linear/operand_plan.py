@@ -86,6 +86,19 @@ class ReencodeInBackward(BackwardOperand):
 
 
 @dataclass(frozen=True, eq=False)
+class ReencodeInGraph(ReencodeInBackward):
+    """The same in a trace, of a tensor that the partitioner may compute again.
+
+    It saves what is read by an op that fuses with nothing, such as a cast. So the cast reads a product with 1, which
+    fuses with what makes the tensor, and which inductor does not drop as it drops copies.
+    """
+
+    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+        assert isinstance(x, Tensor)
+        return DeferredPlane(partial(columnwise_of_product, quantizer, ctx.fixed()), (x,))
+
+
+@dataclass(frozen=True, eq=False)
 class ReencodeFromProducer(KeepColumnwise):
     """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
 
@@ -153,6 +166,10 @@ def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
     return plane
 
 
+def columnwise_of_product(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+    return columnwise(quantizer, ctx, x * 1)
+
+
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
     None: KeepColumnwise(),
     "high_precision": KeepOriginal(),
@@ -160,7 +177,8 @@ BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
 }
 """By `backward_override`."""
 
-REENCODE_IN_BACKWARD, REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeInBackward(), ReencodeFromProducer(), UseSupplied()
+REENCODE_IN_BACKWARD, REENCODE_IN_GRAPH = ReencodeInBackward(), ReencodeInGraph()
+REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeFromProducer(), UseSupplied()
 
 
 @dataclass(frozen=True)

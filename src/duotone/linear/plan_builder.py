@@ -16,6 +16,7 @@ from duotone.linear.operand_plan import (
     BACKWARD_OPERANDS,
     REENCODE_FROM_PRODUCER,
     REENCODE_IN_BACKWARD,
+    REENCODE_IN_GRAPH,
     BackwardOperand,
     OperandPlan,
 )
@@ -117,7 +118,7 @@ def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quanti
 def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:
     """With `save_original_input`, backward encodes the input again.
 
-    With `recompute_columnwise` a compiled one does, too: the partitioner computes the input itself again.
+    With `recompute_columnwise` a compiled one does, too: the partitioner computes the input again.
 
     A columnwise plane with its own delayed scale is encoded in forward: only forward records amaxes.
     """
@@ -126,16 +127,17 @@ def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: 
     if not quantizer.is_repeatable:
         _warn_of_kept_plane(request)
         return override
+    again = REENCODE_IN_GRAPH if request.is_traced else REENCODE_IN_BACKWARD
     if not request.save_original_input:
         if not _recomputes(request, quantizer):
             return override
-        return REENCODE_IN_BACKWARD if request.is_traced and not quantizer.delayed[1] else REENCODE_FROM_PRODUCER
+        return again if request.is_traced else REENCODE_FROM_PRODUCER
     if quantizer.delayed[1]:
         raise RecipeError(
             f"save_original_input of {request.title}: forward alone records the delayed scale of the "
             "columnwise plane; give its input one delayed format in both directions, or leave the option off"
         )
-    return REENCODE_IN_BACKWARD
+    return again
 
 
 def _weight_backward(

@@ -1,0 +1,95 @@
+"""What a graph saves for backward under `recompute_columnwise`: nothing that the partitioner can compute again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+from torch import Tensor, fx, nn
+
+import duotone
+from duotone import recipes
+from duotone.dispatch import target
+from duotone.lab.model import MLP
+from duotone.lab.presets import ModelConfig
+from duotone.linear import plan_builder
+from duotone.tensor import quantizer
+from duotone.tensor.context import QuantizeContext
+from duotone.tensor.plane import Planes, Usage, encode_once
+
+pytest.importorskip("triton", reason="casts as ops of a graph need Triton: pip install triton")
+
+TOKENS, WIDTH, HIDDEN = 256, 128, 384
+
+
+class Partitioned(Exception):
+    """The graph is cut; nothing has to run."""
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """What the graphs of an H200 save besides their inputs, filled by compiling for the CPU."""
+    hopper = target.Target("cuda", target.HOPPER, target.BLOCKS_SINCE)
+    monkeypatch.setattr(plan_builder, "target", lambda device: hopper)
+    monkeypatch.setattr(target, "has_triton", lambda: True)
+    monkeypatch.setattr(quantizer.Quantizer, "encode", encode)
+    tensors: list[Tensor] = []
+    cut = torch._inductor.compile_fx.min_cut_rematerialization_partition
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> None:
+        forward, _ = cut(joint, inputs, **options)
+        outputs = forward.graph.output_node().args[0][options["num_fwd_outputs"] :]
+        nodes = [node for node in outputs if node.op != "placeholder"]
+        tensors.extend(node.meta["val"] for node in nodes if isinstance(node.meta["val"], Tensor))
+        raise Partitioned
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "min_cut_rematerialization_partition", partition)
+    torch._dynamo.reset()
+    return tensors
+
+
+def encode(self: Any, x: Tensor, usage: Usage = quantizer.BOTH, ctx: QuantizeContext = quantizer.LOCAL) -> Planes:
+    """`Quantizer.encode` of a CUDA tensor in a trace."""
+    planes = encode_once(self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None, x, ctx)
+    assert planes is not None
+    return planes
+
+
+class Block(nn.Module):
+    """x + down(silu(gate) * up) after a norm, where one matrix makes gate and up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.mlp = MLP(ModelConfig(layers=1, dim=WIDTH, heads=1, hidden=HIDDEN, context=TOKENS, tied=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def compile_block(recipe: recipes.Recipe) -> None:
+    block = duotone.convert(Block().bfloat16(), recipe)
+    x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(Exception, match="Partitioned"):
+        torch.compile(block, fullgraph=True)(x)
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_no_plane_is_saved_whose_source_can_be_computed_again(name: str, saved: list[Tensor]) -> None:
+    """The backward of SwiGLU needs gate and up in bf16, that of the norm one number a token, and no plane more.
+
+    torchao's float8 training saves the same of such a block, from which backward casts again.
+    """
+    compile_block(replace(recipes.load(name), recompute_columnwise=True))
+    needed = TOKENS * (2 * 2 * HIDDEN + 4)
+    assert needed <= sum(tensor.nbytes for tensor in saved) <= needed + 64
+
+
+@pytest.mark.parametrize(("name", "bits"), [("fp8-current", 8)])
+def test_else_one_plane_of_each_operand_is_saved(name: str, bits: float, saved: list[Tensor]) -> None:
+    compile_block(recipes.load(name))
+    planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
+    promised = TOKENS * (2 * 2 * HIDDEN + 4) + bits / 8 * planes
+    assert promised <= sum(tensor.nbytes for tensor in saved) <= promised + 64
