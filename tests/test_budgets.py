@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34746
+LIBRARY_LINES = 34735
 TOOL_LINES = 7521
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -32,7 +32,7 @@ BUDGETS = {
     "kernels": (3847, 0, 0),
     "lab": (3723, 18, 1),
     "linear": (1864, 5, 0),
-    "modules": (694, 21, 1),
+    "modules": (683, 3, 3),
     "observe": (2234, 15, 0),
     "ops": (1408, 5, 0),
     "optim": (500, 10, 0),

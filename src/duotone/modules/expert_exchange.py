@@ -1,7 +1,7 @@
 """Expert parallelism: tokens go to the ranks of their experts as codes and scales, results come back as they are."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from duotone.comm import ShardContext, all_to_all, group_size
 from duotone.errors import UserError
 from duotone.linear.row_counts import Rows
+from duotone.modules.row_move import move
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage, sharded_parts, to_wire
 from duotone.tensor.quantizer import Quantizer
@@ -66,47 +67,23 @@ class Exchange(Rows):
         A scale that spans rows is agreed on by all ranks. The bytes of a row travel together. Gradients come back as
         they are.
         """
-        return Dispatch.apply(rows, self, quantizer)  # type: ignore[no-any-return]
+        return move(rows, partial(self._send, quantizer), self.back)
 
     def combine(self, y: Tensor) -> Tensor:
         """The results of local experts -> rows by expert of all ranks, where their tokens are."""
-        return Combine.apply(y, self)  # type: ignore[no-any-return]
+        return move(y, self.back, self.there)
 
-
-class Dispatch(torch.autograd.Function):
-    """See `Exchange.dispatch`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, quantizer: Quantizer) -> Tensor:
-        ctx.exchange = exchange
-        context = QuantizeContext(shard=ShardContext(exchange.group))
-        plane = quantizer.encode(rows, Usage(True, False), context).rowwise
+    def _send(self, quantizer: Quantizer, rows: Tensor) -> Tensor:
+        plane = quantizer.encode(rows, Usage(True, False), QuantizeContext(shard=ShardContext(self.group))).rowwise
         assert plane is not None
         names, parts = sharded_parts(plane, 0), to_wire(plane, 0)
-        wire = exchange.there(torch.cat([as_bytes(part) for part in parts], 1))
+        wire = self.there(torch.cat([as_bytes(part) for part in parts], 1))
         pieces = wire.split([as_bytes(part).shape[1] for part in parts], 1)
         received = {
             name: piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])
             for name, piece, part in zip(names, pieces, parts, strict=True)
         }
         return Plane(plane.format, {**plane.parts, **received}, (wire.shape[0], rows.shape[1])).dequantize(rows.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.back(gradients[0]), None, None
-
-
-class Combine(torch.autograd.Function):
-    """See `Exchange.combine`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, exchange: Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.back(y)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.there(gradients[0]), None
 
 
 def as_bytes(part: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """FusedModule: the base of modules that are made of other modules and run them as one pipeline."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -10,6 +10,10 @@ from duotone.pipeline.slot_roles import KnownRoles
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Output = Tensor | tuple[object, ...]
+"""Of a forward: the output, or a tuple that starts with it."""
 
 
 class ModuleGroup(KnownRoles, nn.Module):
@@ -35,15 +39,7 @@ class ModuleGroup(KnownRoles, nn.Module):
 
 
 class FusedModule(ModuleGroup):
-    """Runs its children in order, neighbouring ops as one pipeline. A subclass only builds them.
-
-    class NormedGate(FusedModule):
-        def __init__(self, width: int, out: int, **linear: Any) -> None:
-            super().__init__()
-            self.norm = RMSNorm(width)
-            self.linear = Linear(width, 2 * out, **linear)
-            self.activation = ActivationOp("swiglu")
-    """
+    """Runs its children in order, neighbouring ops as one pipeline. A subclass only builds them."""
 
     @property
     def ops(self) -> tuple[Member, ...]:
@@ -55,7 +51,7 @@ class FusedModule(ModuleGroup):
         """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
         return self.ops if type(self).forward is FusedModule.forward and is_plain(*self.ops) else None
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Output:
         """(*lead, width of the first child) -> (*lead, width of the last one), then the children's further outputs."""
         y, extra = run_modules(self.ops, x, (), is_first_microbatch, self)
         return (y, *extra) if extra else y

@@ -1,6 +1,7 @@
 """LayerNormLinear and LayerNormMLP: a norm, and one linear or two with an activation between them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from duotone.errors import UserError
-from duotone.modules.fused_module import FusedModule
+from duotone.modules.fused_module import FusedModule, Output
 from duotone.ops.activation import ActivationOp
 from duotone.ops.extra_tensors import MakeExtraOutput
 from duotone.ops.norm import NormOp
@@ -62,7 +63,7 @@ class LayerNormLinear(Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> Any:
+    ) -> Output:
         """(*lead, in_features) -> (*lead, out_features), then the bias and the normalised input if asked for.
 
         `fp8_output` and `fp8_grad` are those of Linear; the gradient is that of the norm's input.
@@ -133,29 +134,29 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         self._norm = NormOp(self, normalization, eps, zero_centered_gamma, "layer_norm_")
         self._norm.make_parameters(hidden_size, params_dtype, device)
         self._head = (self._norm, MakeExtraOutput()) if return_layernorm_output else (self._norm,)
-        options: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "recipe": recipe,
-            "tp_group": tp_group if set_parallel_mode else None,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
-        }
+        linear = partial(
+            Linear,
+            bias=bias,
+            params_dtype=params_dtype,
+            device=device,
+            recipe=recipe,
+            tp_group=tp_group if set_parallel_mode else None,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
+        )
         modes = ("column", "row") if set_parallel_mode else (None, None)
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
-        names = below(name, ("fc1", "fc2"))
-        self.fc1 = Linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0], **options)
-        self.fc2 = Linear(
+        names, fill = below(name, ("fc1", "fc2")), output_layer_init_method or init_method
+        self.fc1 = linear(hidden_size, wide, name=names[0], init_method=init_method, parallel_mode=modes[0])
+        self.fc2 = linear(
             ffn_hidden_size,
             hidden_size,
             name=names[1],
-            init_method=output_layer_init_method or init_method,
+            init_method=fill,
             parallel_mode=modes[1],
             return_bias=return_bias,
-            **options,
         )
         self._wire(*names)
 
@@ -167,18 +168,18 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         return self.ops if plain and is_plain(self.fc1, self.activation, self.fc2) else None
 
     @property
-    def ops(self) -> tuple[Any, ...]:
+    def ops(self) -> tuple[Op, ...]:
         """What runs, in order."""
         children = self._modules  # past nn.Module's slow look-up
-        return (*self._head, children["fc1"], children["activation"], children["fc2"])
+        return (*self._head, children["fc1"], children["activation"], children["fc2"])  # type: ignore[return-value]
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Output:
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input if they are asked for."""
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(self._forward, x, is_first_microbatch, use_reentrant=False)
         return self._forward(x, is_first_microbatch)
 
-    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Any:
+    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Output:
         ops = self.ops
         if is_plain(*ops[-3:]):
             outputs = run(ops, x, (), is_first_microbatch, self)
@@ -213,7 +214,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     def at_boundary(self) -> tuple[Linear, Linear]:
         return self.fc2, self.fc1
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         extra_state.unpack(state_dict, prefix, ("fc1.", "fc2."))
         for part in ("fc1", "fc2"):
             for kind in ("weight", "bias"):

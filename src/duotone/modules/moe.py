@@ -6,8 +6,8 @@ Routing takes tokens to the rows of their experts and back. It gathers both ways
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from duotone.formats import Format
 from duotone.linear.row_counts import Rows
 from duotone.modules.expert_exchange import Exchange, check_dispatch, experts_of
 from duotone.modules.fused_module import ModuleGroup
+from duotone.modules.row_move import move
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
 from duotone.planned.grouped_linear import GroupedLinear
@@ -85,44 +86,29 @@ class Routing(Rows):
         return counts
 
     def rows(self, x: Tensor) -> Tensor:
-        """(T, H) -> (T k, H), each token once for each of its experts."""
-        return ToExperts.apply(x, self)  # type: ignore[no-any-return]
+        """(T, H) -> (T k, H), each token once for each of its experts. Its gradient sums over them."""
+        return move(x, self._spread, self._sum)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        return x[self.order // self.choices]
+
+    def _sum(self, rows: Tensor) -> Tensor:
+        return rows[self.inverse].view(-1, self.choices, rows.shape[-1]).sum(1)
+
+    def _by_choice(self, rows: Tensor) -> Tensor:
+        return rows[self.inverse]
+
+    def _by_expert(self, rows: Tensor) -> Tensor:
+        return rows[self.order]
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """(T k, H) of the experts and the weights (T, k) of the choices -> (T, H), summed in the order of `weights`."""
-        chosen: Tensor = FromExperts.apply(y, self)  # type: ignore[assignment]
+        chosen = move(y, self._by_choice, self._by_expert)
         parts = (chosen.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
         return total
-
-
-class ToExperts(torch.autograd.Function):
-    """Rows by expert; the gradient of a token is the sum over its choices."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        return x[routing.order // routing.choices]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        routing, dy = ctx.routing, gradients[0]
-        return dy[routing.inverse].view(-1, routing.choices, dy.shape[-1]).sum(1), None
-
-
-class FromExperts(torch.autograd.Function):
-    """Rows in the order of the choices again."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        return y[routing.inverse]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][ctx.routing.order], None
 
 
 class Router(nn.Module):
@@ -195,20 +181,22 @@ class MoE(ModuleGroup):
         self.num_experts = num_experts
         self.activation = ActivationOp(activation, activation_params)
         self.router = Router(hidden_size, num_experts, top_k, dtype=params_dtype, device=device)
-        options: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "init_method": init_method,
-            "recipe": recipe,
-        }
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
         names = below(name, ("fc1", "fc2"))
         self.ep_group = "" if ep_group is None else ep_group.group_name
         self.dispatch_format = formats.get(dispatch_format) if isinstance(dispatch_format, str) else dispatch_format
         local = experts_of(ep_group.rank(), ep_group.size(), num_experts) if ep_group else range(num_experts)
-        self.fc1 = GroupedLinear(len(local), hidden_size, wide, name=names[0], **options)
-        self.fc2 = GroupedLinear(len(local), ffn_hidden_size, hidden_size, name=names[1], **options)
+        linears = partial(
+            GroupedLinear,
+            len(local),
+            bias=bias,
+            params_dtype=params_dtype,
+            device=device,
+            init_method=init_method,
+            recipe=recipe,
+        )
+        self.fc1 = linears(hidden_size, wide, name=names[0])
+        self.fc2 = linears(ffn_hidden_size, hidden_size, name=names[1])
         if ep_group is not None:
             for linear in (self.fc1, self.fc2):
                 linear.first_gemm, linear.all_gemms = local.start, num_experts
@@ -245,7 +233,7 @@ class MoE(ModuleGroup):
         plan = self.fc1.plans.plan(active_recipe() or self.fc1.recipe)
         return check_dispatch(plan.input.quantizer, self.fc1.module_name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "ep_group": ""}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "MoE":
@@ -253,5 +241,5 @@ class MoE(ModuleGroup):
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__({"ep_group": "", "dispatch_format": None, **state})
