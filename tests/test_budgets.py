@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 34735
-TOOL_LINES = 7521
+TOOL_LINES = 7473
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2281, 21, 0),
-    "cli": (1535, 3, 0),
+    "cli": (1536, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2439, 7, 0),
     "conversion": (2714, 33, 0),
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1480, 0, 0),
     "integrations": (614, 32, 0),
     "kernels": (3847, 0, 0),
-    "lab": (3723, 18, 1),
+    "lab": (3675, 19, 1),
     "linear": (1864, 5, 0),
     "modules": (683, 3, 3),
     "observe": (2234, 15, 0),
@@ -40,7 +40,7 @@ BUDGETS = {
     "pipeline": (1448, 64, 2),
     "planned": (2671, 58, 4),
     "recipes": (2015, 27, 0),
-    "report": (1649, 0, 0),
+    "report": (1648, 0, 0),
     "serving": (1233, 2, 0),
     "state": (2043, 18, 1),
     "tensor": (2383, 16, 0),

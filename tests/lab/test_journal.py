@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from duotone import Quantizer, formats
-from duotone.lab.journal import GEMMS, HIGHEST, LOWEST, Journal, count_magnitudes
-from duotone.recipes import QuantizerRole
+from duotone.lab.journal import HIGHEST, LOWEST, Journal, count_magnitudes
+from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 
 
 def test_magnitudes_are_counted_as_numpy_does() -> None:
@@ -70,7 +70,7 @@ def test_products_have_the_errors_of_float64_and_independent_errors_have_ratio_o
     entries = journal.products()
     assert [entry["gemm"] for entry in entries] == list(exact)
     for entry in entries:
-        a, b = (decoded[side] for side in GEMMS[entry["gemm"]])
+        a, b = (decoded[side] for side in PLANES_OF_GEMM[entry["gemm"]])
         error = (a @ b.T - exact[entry["gemm"]]).norm() / exact[entry["gemm"]].norm()
         assert entry["error"] == pytest.approx(error.item(), rel=1e-4)
         assert 0.9 < entry["error"] / entry["expected"] < 1.1

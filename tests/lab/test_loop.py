@@ -6,8 +6,7 @@ import torch
 from duotone import recipes
 from duotone.errors import UserError
 from duotone.lab import checkpoint, files, loop
-from duotone.lab.loop import Run, Saving, points
-from duotone.lab.progress import Progress
+from duotone.lab.loop import Progress, Run, Saving, points
 from duotone.lab.trainer import Trainer
 
 
@@ -55,10 +54,10 @@ def test_observed_steps_give_the_same_bits_as_plain_ones(config, corpus):
 
 def test_a_result_has_every_module_and_plane(config, corpus):
     result = train(make(config, corpus, "nvfp4", steps=8), "nvfp4")
-    planes = {(row["module"], row["role"], row["plane"]) for row in result.statistics}
-    assert len(planes) == len(result.statistics) == 2 * 4 * 3 * 2
-    assert all(row["samples"] == 4 and 5 < row["snr_db"] < 40 for row in result.statistics)
-    assert {row["module"] for row in result.plan} >= {"embedding", "lm_head", "layers.1.mlp.down"}
+    planes = {(row["module"], row["role"], row["plane"]) for row in result.observed["statistics"]}
+    assert len(planes) == len(result.observed["statistics"]) == 2 * 4 * 3 * 2
+    assert all(row["samples"] == 4 and 5 < row["snr_db"] < 40 for row in result.observed["statistics"])
+    assert {row["module"] for row in result.observed["plan"]} >= {"embedding", "lm_head", "layers.1.mlp.down"}
     assert result.memory.weight_bytes == sum(p.nbytes for p in make(config, corpus).model.parameters())
     assert result.memory.peak_bytes > result.memory.saved_activation_bytes > 0
     assert result.step_ms > 0
@@ -142,7 +141,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_saves_nothing(tmp_path, conf
     trainer.step = poisoned
     result = train(trainer, "bf16", saving=Saving(tmp_path, 3))
     assert result.error == "the loss is nan at step 3"
-    assert result.events == [{"step": 3, "text": "the loss is not finite; all operands of recipe formats were"}]
+    assert result.observed["events"] == [
+        {"step": 3, "text": "the loss is not finite; all operands of recipe formats were"}
+    ]
     assert result.train_loss[-1] == [3, None] and result.final_train_loss is None
     assert checkpoint.steps(tmp_path) == []
 
@@ -157,7 +158,7 @@ def test_the_first_operand_that_is_not_finite_is_an_event(config, corpus):
         return step(*args, **kwargs)
 
     trainer.step = poisoned
-    (event,) = train(trainer, "mxfp8").events
+    (event,) = train(trainer, "mxfp8").observed["events"]
     assert event["step"] == 3
     assert event["text"].endswith("not finite: weight rowwise of layers.1.mlp.down, 0 NaN and 1 infinite")
 
@@ -165,7 +166,7 @@ def test_the_first_operand_that_is_not_finite_is_an_event(config, corpus):
 def test_a_switch_of_the_schedule_is_an_event(config, corpus):
     schedule = recipes.Schedule((recipes.Phase(recipes.load("mxfp8"), 0), recipes.Phase(recipes.load("bf16"), 2)))
     trainer = Trainer(config, schedule, corpus)
-    assert train(trainer, "switch").events == [{"step": 3, "text": "the schedule switches to bf16"}]
+    assert train(trainer, "switch").observed["events"] == [{"step": 3, "text": "the schedule switches to bf16"}]
 
 
 def test_a_step_that_fails_after_a_stop_is_given_up(tmp_path, config, corpus):

@@ -25,7 +25,7 @@ def test_channels_far_above_the_median_are_counted_over_all_samples() -> None:
         x = torch.ones(8, 32)
         x[2, at] = factor
         taken(journal, x, "mxfp8_e4m3", "mxfp8_e4m3")
-    (entry,) = journal.operands.entries()
+    (entry,) = journal.operands()
     assert (entry["channels"], entry["outliers"], entry["largest_channel"], entry["over_median"]) == (32, 2, 3, 40.0)
 
 
@@ -34,11 +34,11 @@ def test_planes_of_one_format_per_tensor_agree_and_others_differ_as_numpy_says()
     same, mixed = Journal(step=1), Journal(step=1)
     taken(same, x, "fp8_e4m3_tensor", "fp8_e4m3_tensor")
     taken(mixed, x, "mxfp8_e4m3", "nvfp4")
-    assert same.operands.entries()[0]["disagreement"] == 0.0
+    assert same.operands()[0]["disagreement"] == 0.0
     planes = Quantizer(formats.get("mxfp8_e4m3"), formats.get("nvfp4")).encode(x)
     row, col = (plane.dequantize(torch.float32).double().numpy() for plane in planes)
     expected = np.linalg.norm(row - col.T) / np.linalg.norm(x.double().numpy())
-    assert mixed.operands.entries()[0]["disagreement"] == pytest.approx(expected, rel=1e-6)
+    assert mixed.operands()[0]["disagreement"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_scales_are_counted_by_power_of_two() -> None:

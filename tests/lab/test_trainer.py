@@ -129,7 +129,7 @@ def test_a_phase_that_could_not_run_is_refused_before_the_first_step(config, cor
 def test_sampled_statistics_are_of_the_phase_of_their_step(config, corpus):
     result = loop.Run("two", two_phases(5))
     loop.train(Trainer(config, result.recipe, corpus), result)
-    assert {row["format"] for row in result.statistics} >= {"nvfp4", "identity"}
+    assert {row["format"] for row in result.observed["statistics"]} >= {"nvfp4", "identity"}
 
 
 def changed_text(corpus, config, tmp_path):

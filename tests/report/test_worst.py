@@ -10,6 +10,7 @@ import duotone
 from duotone import observe, recipes
 from duotone.lab import models, presets
 from duotone.recipes import Recipe
+from duotone.recipes.roles import PLANES_OF_GEMM
 from duotone.report import worst
 
 PRESET = presets.get("tiny")
@@ -52,7 +53,7 @@ def test_the_rules_load_and_give_those_planes_what_they_promise(runs: list[dict[
     for one in weak:
         assert "as in mxfp8" in one.remedy and one.operands == ("mxfp8_e4m3", "mxfp8_e4m3")
         assert signal(mended, one) > signal(runs[0], one) + worst.BETTER
-    changed = {(one.entry["module"], *side) for one in weak for side in worst.GEMMS[one.gemm]}
+    changed = {(one.entry["module"], *side) for one in weak for side in PLANES_OF_GEMM[one.gemm]}
     before, after = (
         {(row["module"], row["role"], row["plane"]): row["format"] for row in run["statistics"]}
         for run in (runs[0], mended)

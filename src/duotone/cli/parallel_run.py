@@ -18,8 +18,8 @@ from duotone.cli.training_run import CHECKPOINTS
 from duotone.errors import UserError
 from duotone.lab import comparison, data, document, files, loop
 from duotone.lab.axes import Parallel
+from duotone.lab.loop import Progress
 from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
-from duotone.lab.progress import Progress
 from duotone.lab.trainer import TrainConfig
 from duotone.recipes import Recipe, Schedule
 
@@ -60,7 +60,8 @@ def train(
         with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
             run, corpus = _trained(layout, config, chosen, newest, saving, lambda: agreed(interrupt()), first)
             if first:
-                click.echo("\n".join(event["text"] for event in run.events if event["text"].startswith("rank ")))
+                events = [event["text"] for event in run.observed.get("events", ())]
+                click.echo("\n".join(text for text in events if text.startswith("rank ")))
                 written = document.document(config, corpus, [run], command=context.obj, partial=run.stopped)
                 summary.print_summary(written)
                 summary.write_result(written, folder)

@@ -12,10 +12,10 @@ from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.cli.table import print_table
 from duotone.errors import UserError
-from duotone.lab import assignment, checkpoint, comparison, continuation, data, evidence, files, texts
+from duotone.lab import checkpoint, comparison, continuation, data, evidence, files, texts
 from duotone.lab.data import Corpus
-from duotone.lab.goal import Goal, Prediction
-from duotone.lab.progress import Progress
+from duotone.lab.goal import Goal, Prediction, require_solver
+from duotone.lab.loop import Progress
 from duotone.lab.schema import Document
 from duotone.lab.searching import CHECKPOINTS, TITLE, Finding, Search, Stop
 from duotone.observe.candidates import UNIFORM, load_candidates
@@ -39,7 +39,7 @@ def goal(budget: object, max_gap: object) -> Goal:
 def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """A new search; UserError where `folder` holds one, unless forced, or where the goal cannot be met."""
     wanted = goal(typed["budget"], typed["max_gap"])
-    assignment.require_solver()
+    require_solver()
     files.require_writable(folder)
     _require_none(folder, bool(typed["force"]))
     names = cast(tuple[str, ...], typed["recipes"]) or UNIFORM
@@ -69,7 +69,7 @@ def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """The search in `folder` with its settings; UserError where others were typed, or data or model have changed."""
     if any(value not in (None, (), False) for value in typed.values()):
         raise UserError(f"--resume takes the settings of the search in {folder}: leave all but --out")
-    assignment.require_solver()
+    require_solver()
     files.require_writable(folder)
     path = folder / evidence.EVIDENCE
     stored = evidence.read(path)

@@ -20,7 +20,7 @@ def report(context: click.Context, folder: str, other: str | None, out: str | No
     reference of DIR, or its first run, at the last step that all have.
     """
     from duotone.cli import summary
-    from duotone.lab import continuation, merging
+    from duotone.lab import continuation
     from duotone.report import write_report
 
     result = continuation.load(Path(folder, summary.RESULT))
@@ -31,7 +31,7 @@ def report(context: click.Context, folder: str, other: str | None, out: str | No
         if path.exists() and not force:
             raise UserError(f"{path} exists: choose another --out, or replace it with --force")
         second = continuation.load(Path(other, summary.RESULT))
-        result = merging.merged(result, second, label, command=context.obj)
+        result = continuation.merged(result, second, label, command=context.obj)
     write_report(result, path)
     summary.print_summary(result)
     click.echo(f"Report: {path}")

@@ -10,7 +10,7 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 
-from duotone.lab.progress import Progress
+from duotone.lab.loop import Progress
 
 INTERVAL = 2.0
 

@@ -11,8 +11,7 @@ from duotone.errors import UserError
 from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.document import PERTURBATION, document
-from duotone.lab.loop import Run, train
-from duotone.lab.progress import Progress
+from duotone.lab.loop import Progress, Run, train
 from duotone.lab.schema import Document
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe

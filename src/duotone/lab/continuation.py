@@ -1,4 +1,8 @@
-"""A comparison read back from its `result.json`. To go on, its whole runs are taken over; all others start again."""
+"""Comparisons read back from `result.json`: to go on, or two of them on one page.
+
+To go on, whole runs are taken over, and all others start again. On one page the runs of both are judged against one
+reference at the last step that all have.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,8 +14,14 @@ from duotone.errors import UserError
 from duotone.lab import meta
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
-from duotone.lab.schema import Document, RunEntry
+from duotone.lab.ranking import Judgement
+from duotone.lab.schema import Document, RunEntry, Settings, observations
 from duotone.recipes import HighPrecision, Recipe, any_from_dict
+
+SAME = ("model", "parameters", "data", "context")
+"""What two results must share: losses of other models or texts say nothing about each other."""
+
+SHOWN = ("preset", "steps", "tokens_per_step", "learning_rate", "seed", "seeds")
 
 
 def load(path: Path) -> Document:
@@ -69,15 +79,39 @@ def runs_of(result: Document) -> list[Run]:
             heldout_loss=[*entry["heldout_loss"]],
             step_seconds=[entry["step_ms"] / 1e3] if entry["step_ms"] else [],
             memory=StepMemory(*(count or 0 for count in memory)) if any(memory) else None,
-            plan=[*entry["plan"]],
-            statistics=[*entry["statistics"]],
-            drift=[*entry.get("drift", ())],
-            spreads=[*entry.get("spreads", ())],
-            products=[*entry.get("products", ())],
-            operands=[*entry.get("operands", ())],
-            events=[*entry.get("events", ())],
-            modules=[*entry.get("modules", ())],
+            observed=observations(entry),
             error=entry["error"],
         )
         runs += [first, *(replace(first, **repeat) for repeat in entry.get("repeats", ()))]
     return runs
+
+
+def merged(first: Document, second: Document, label: str, *, command: str) -> Document:
+    """The runs of `first`, then those of `second` with `label` behind their names.
+
+    The reference is that of `first`, or its first run if it has none. UserError where the two cannot be compared.
+    """
+    left, right = first["settings"], second["settings"]
+    if other := next((key for key in SAME if left.get(key) != right.get(key)), None):
+        told = f"{left.get(other)!r} and {right.get(other)!r}"
+        raise UserError(f"the two results differ in their {other}, {told}: give two of one model and text")
+    if not first["runs"] or not second["runs"]:
+        raise UserError("one of the two results has no run: give two that have")
+    name = next((entry["name"] for entry in first["runs"] if entry["is_reference"]), first["runs"][0]["name"])
+    mine: list[RunEntry] = [{**entry, "is_reference": entry["name"] == name} for entry in first["runs"]]
+    theirs: list[RunEntry] = [
+        {**entry, "name": f"{entry['name']} ({label})", "is_reference": False}
+        for entry in second["runs"]
+        if not entry["is_noise"]
+    ]
+    results: list[Document] = [{**first, "runs": mine}, {**second, "runs": theirs}]
+    judgement = Judgement([run for result in results for run in runs_of(result)])
+    settings: Settings = {
+        **left,
+        "command": command,
+        "seeds": max(map(len, judgement.recipes.values())),
+        "judged_step": judgement.step,
+        "differences": {key: [left.get(key), right.get(key)] for key in SHOWN if left.get(key) != right.get(key)},
+    }
+    entries: list[RunEntry] = [{**entry, **judgement.verdict(entry["name"])} for entry in [*mine, *theirs]]
+    return {**first, "partial": first["partial"] or second["partial"], "settings": settings, "runs": entries}

@@ -96,21 +96,14 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "peak_memory_bytes": memory and memory.peak_bytes,
         "weight_bytes": memory and memory.weight_bytes,
         "saved_activation_bytes": memory and memory.saved_activation_bytes,
-        "plan": run.plan,
-        "statistics": run.statistics,
-        "drift": run.drift,
-        "spreads": run.spreads,
-        "products": run.products,
-        "operands": run.operands,
-        "events": run.events,
-        "modules": run.modules,
+        **run.observed,
         "error": next((run.error for run in runs if run.error), None),
     }
 
 
 def _quantized(runs: Sequence[Run]) -> set[str]:
     """The modules with a product of codes in any run."""
-    return {row["module"] for run in runs for row in run.plan if {row["a"], row["b"]} - {"identity", None}}
+    return {row["module"] for run in runs for row in run.observed["plan"] if {row["a"], row["b"]} - {"identity", None}}
 
 
 def _repeat(run: Run) -> RepeatEntry:

@@ -1,16 +1,18 @@
 """What a search is to reach, and what its options come to: gap, speed and memory, predicted."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from duotone.errors import UserError
-from duotone.lab.assignment import choose_cheapest
 from duotone.lab.gemm_options import Option, Options
 from duotone.observe.candidates import REFERENCE, Gemm
 
 Costs = Mapping[tuple[str, str, str], float]
 """The predicted gap in percent that a module, GEMM and recipe add."""
+
+Priced = tuple[float, float]
+"""What an option adds to the objective, and to the limited sum."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,36 @@ class Goal:
             raise UserError(f"{self} cannot be met by formats under which the loss stays finite: ask for less")
         return {gemm: choices[place] for (gemm, choices), place in zip(options.items(), places, strict=True)}
 
-    def _priced(self, option: Option, cost: float) -> tuple[float, float]:
+    def _priced(self, option: Option, cost: float) -> Priced:
         time = option.time or 0.0
         return {"speed": (cost, time), "memory": (cost, option.memory), "gap": (time, cost)}[self.kind]
+
+
+def require_solver() -> None:
+    """UserError unless scipy is installed."""
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError as error:
+        raise UserError("duotone search needs scipy, which is not installed: pip install 'scipy>=1.11'") from error
+
+
+def choose_cheapest(groups: Sequence[Sequence[Priced]], limit: float) -> list[int] | None:
+    """The place of the chosen option in each group, which has at least one; None if no choice meets the limit.
+
+    An integer program, solved by HiGHS in scipy.
+    """
+    import numpy as np
+    from scipy import sparse
+    from scipy.optimize import LinearConstraint, milp
+
+    objective, used = np.array([option for group in groups for option in group], dtype=float).T
+    counts = [len(group) for group in groups]
+    owner = np.repeat(np.arange(len(groups)), counts)
+    one_each = sparse.csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
+    scale = limit or used.max() or 1.0  # the solver's tolerances are absolute, so both sums get the size of one
+    constraints = [LinearConstraint(one_each, 1, 1), LinearConstraint(used[None] / scale, -np.inf, limit / scale)]
+    result = milp(objective / (objective.max() or 1.0), constraints=constraints, integrality=1, bounds=(0, 1))
+    if result.x is None:
+        return None
+    starts = np.cumsum([0, *counts])
+    return [int(result.x[start : start + count].argmax()) for start, count in zip(starts, counts, strict=False)]

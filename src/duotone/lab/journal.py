@@ -7,13 +7,12 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from duotone.lab.operands import Operands
-from duotone.lab.schema import DriftEntry, EventEntry, ProductEntry, SpreadEntry
+from duotone.lab.schema import DriftEntry, EventEntry, OperandEntry, ProductEntry, SpreadEntry
 from duotone.observe import Tap
 from duotone.observe.sampling import Slots
 from duotone.observe.statistics import FIELDS
 from duotone.observe.step_statistics import CLIPPED
-from duotone.recipes import QuantizerRole
+from duotone.recipes.roles import PLANES_OF_GEMM, QuantizerRole
 from duotone.tensor.context import Slot
 from duotone.tensor.plane import Plane, Planes
 
@@ -23,12 +22,8 @@ LOWEST, HIGHEST = -40, 24
 Side = tuple[str, str]
 """A role and a plane."""
 
-GEMMS: dict[str, tuple[Side, Side]] = {
-    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
-    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
-    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
-}
-"""The planes that each GEMM of a linear reads: a @ b.T."""
+OUTLIER = 8.0
+"""A channel stands out if its amax is so many times the median of all channels."""
 
 PART = 128
 """The products of the last step are computed again over so many tokens and rows of each operand."""
@@ -47,6 +42,15 @@ class Operand(NamedTuple):
         return wrong / size if size > 0 and math.isfinite(size + wrong) else 0.0
 
 
+@dataclass
+class Channels:
+    """Of one operand: the amax of each column, and squares of the matrix and of the difference of its planes."""
+
+    amaxes: Tensor
+    squares: Tensor
+    has_both: bool
+
+
 @dataclass(eq=False, repr=False)
 class Journal(Tap):
     """A tap that also keeps the sums of each step, and counts magnitudes, over all modules of a role and plane."""
@@ -55,17 +59,30 @@ class Journal(Tap):
     """The sampled step that runs now."""
     last: int = 0
     """The step whose operands are kept for `products`."""
-    operands: Operands = field(default_factory=Operands)
     _steps: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
     _extremes: dict[tuple[int, Side], Tensor] = field(default_factory=dict)
     _spreads: dict[Side, Tensor] = field(default_factory=dict)
     _scales: dict[Side, Tensor] = field(default_factory=dict)
     _broken: list[tuple[int, str, Side, Tensor]] = field(default_factory=list)
     _operands: dict[tuple[str, Side], list[Operand]] = field(default_factory=dict)
+    _channels: dict[tuple[str, str], "Channels"] = field(default_factory=dict)
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
+        """Also add the channels of the matrix, and how far its planes differ."""
         super().take(role, x, planes, slots)
-        self.operands.take(role, x, planes)
+        if not x.shape[0]:
+            return
+        x, (row, col) = _finite(x.detach().float()), planes
+        squares = torch.zeros(2, dtype=torch.float64, device=x.device)
+        if row is not None and col is not None:
+            difference = row.dequantize(torch.float32) - col.dequantize(torch.float32).t()
+            squares = torch.stack([part.square().sum(dtype=torch.float64) for part in (x, _finite(difference))])
+        channels = Channels(x.abs().amax(0), squares, row is not None and col is not None)
+        key = role.name, role.tensor_type
+        if (before := self._channels.get(key)) is not None:
+            channels.amaxes = torch.maximum(before.amaxes, channels.amaxes)
+            channels.squares = before.squares + squares
+        self._channels[key] = channels
 
     def record(self, role: QuantizerRole, direction: str, x: Tensor, plane: Plane, slot: Slot | None = None) -> None:
         key, side = (role.name, role.tensor_type, direction, plane.format.name), (role.tensor_type, direction)
@@ -91,7 +108,7 @@ class Journal(Tap):
         """The error of each GEMM of the last step whose operands were encoded once, exact ones left out."""
         entries: list[ProductEntry] = []
         for module in dict.fromkeys(name for name, _ in self._operands):
-            for gemm, sides in GEMMS.items():
+            for gemm, sides in PLANES_OF_GEMM.items():
                 pairs = [self._operands.get((module, side), []) for side in sides]
                 if [len(pair) for pair in pairs] != [1, 1]:
                     continue
@@ -100,6 +117,10 @@ class Journal(Tap):
                     product = Operand(a.exact @ b.exact.T, a.decoded @ b.decoded.T)
                     entries.append({"module": module, "gemm": gemm, "error": product.error, "expected": expected})
         return entries
+
+    def operands(self) -> list[OperandEntry]:
+        """Channels that stand out, and how far the two planes of one operand differ, over all samples."""
+        return [_operand(*key, channels) for key, channels in self._channels.items()]
 
     def drift(self) -> list[DriftEntry]:
         """Signal-to-noise in dB of all modules together, for each sampled step, role and plane; None where exact."""
@@ -145,8 +166,26 @@ def _add(table: dict[T, Tensor], key: T, values: Tensor) -> None:
 
 def _largest(magnitudes: Tensor) -> Tensor:
     """float64: the largest that is finite, 0 without one."""
-    usable = torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0)
+    usable = _finite(magnitudes)
     return usable.max().double() if usable.numel() else usable.new_zeros((), dtype=torch.float64)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.nan_to_num(x, 0.0, 0.0, 0.0)
+
+
+def _operand(module: str, role: str, channels: Channels) -> OperandEntry:
+    amaxes, (whole, difference) = channels.amaxes, channels.squares.tolist()
+    median, largest = amaxes.median().item(), amaxes.max().item()
+    return {
+        "module": module,
+        "role": role,
+        "disagreement": (difference / whole) ** 0.5 if channels.has_both and whole else None,
+        "channels": amaxes.numel(),
+        "outliers": int((amaxes > OUTLIER * median).sum()) if median else 0,
+        "largest_channel": int(amaxes.argmax()),
+        "over_median": largest / median if median else None,
+    }
 
 
 def _part(x: Tensor, side: Side) -> Tensor:

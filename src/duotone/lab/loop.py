@@ -16,18 +16,7 @@ from duotone.dispatch import compiled_casts
 from duotone.errors import UserError
 from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
-from duotone.lab.progress import Progress
-from duotone.lab.schema import (
-    DriftEntry,
-    EventEntry,
-    GemmEntry,
-    Loss,
-    ModuleEntry,
-    OperandEntry,
-    PlaneEntry,
-    ProductEntry,
-    SpreadEntry,
-)
+from duotone.lab.schema import EventEntry, GemmEntry, Loss, ModuleEntry, Observations, PlaneEntry, observations
 from duotone.lab.trainer import Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -37,6 +26,25 @@ UNTIMED = 3
 FINAL_STEPS = 10
 HELDOUT_POINTS = 4
 SAMPLES = 5
+
+
+class Progress:
+    """Listens to runs; this one says nothing. Steps count from one."""
+
+    def expect(self, runs: int, steps: int) -> None:
+        """So many runs follow, each of `steps` steps."""
+
+    def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
+        """A run called `name` starts to train `model`; `done` of its `steps` lie behind it."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line of its own: what the run does now, or what went wrong without ending it."""
+
+    def step(self, number: int, loss: float) -> None:
+        """A step has ended with this training loss."""
+
+    def end(self) -> None:
+        """The run is over, whole or not."""
 
 
 @dataclass
@@ -55,14 +63,7 @@ class Run:
     heldout_loss: list[Loss] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     memory: StepMemory | None = None
-    plan: list[GemmEntry] = field(default_factory=list)
-    statistics: list[PlaneEntry] = field(default_factory=list)
-    drift: list[DriftEntry] = field(default_factory=list)
-    spreads: list[SpreadEntry] = field(default_factory=list)
-    products: list[ProductEntry] = field(default_factory=list)
-    operands: list[OperandEntry] = field(default_factory=list)
-    events: list[EventEntry] = field(default_factory=list)
-    modules: list[ModuleEntry] = field(default_factory=list)
+    observed: Observations = field(default_factory=observations)
     error: str | None = None
     stopped: bool = False
     abandoned: bool = False
@@ -117,7 +118,7 @@ def train(
     A checkpoint that cannot be written is a note, except the last one: a UserError.
     """
     progress = progress or Progress()
-    run.plan = [cast(GemmEntry, row.to_dict()) for row in trainer.plan()]
+    run.observed["plan"] = [cast(GemmEntry, row.to_dict()) for row in trainer.plan()]
     progress.begin(
         run.label or run.name,
         steps=trainer.config.steps,
@@ -131,7 +132,9 @@ def train(
         progress.end()
     if run.stopped and not run.abandoned:
         _heldout(trainer, run)
-    run.events += [EventEntry(step=trainer.done, text=line) for line in ([] if run.abandoned else trainer.ranks())]
+    ranks = [] if run.abandoned else trainer.ranks()
+    told = [EventEntry(step=trainer.done, text=line) for line in ranks]
+    run.observed["events"] = [*run.observed.get("events", ()), *told]
 
 
 def _steps(
@@ -175,11 +178,17 @@ def _steps(
             _heldout(trainer, run)
         run.stopped = number < steps and should_stop()
         _save(trainer, run, saving, progress)
-    run.statistics = cast(list[PlaneEntry], store.rows())
-    if run.is_observed and run.error is None and not run.stopped:
-        run.modules = _ledger(trainer)
-    run.drift, run.spreads, run.products = store.drift(), store.spreads(), store.products()
-    run.operands, run.events = store.operands.entries(), _events(trainer, store, broken)
+    is_whole = run.is_observed and run.error is None and not run.stopped
+    run.observed = {
+        "plan": run.observed["plan"],
+        "statistics": cast(list[PlaneEntry], store.rows()),
+        "drift": store.drift(),
+        "spreads": store.spreads(),
+        "products": store.products(),
+        "operands": store.operands(),
+        "events": _events(trainer, store, broken),
+        "modules": _ledger(trainer) if is_whole else [],
+    }
 
 
 def _events(trainer: Trainer, sampled: Journal, broken: Journal | None) -> list[EventEntry]:
@@ -223,7 +232,7 @@ def _ledger(trainer: Trainer) -> list[ModuleEntry]:
 
 def _first_step(run: Run) -> str:
     """Why the first step may take long."""
-    if all(row["a"] == row["b"] == "identity" for row in run.plan):
+    if all(row["a"] == row["b"] == "identity" for row in run.observed["plan"]):
         return "first step"
     return f"first step: {'compiling casts' if compiled_casts() else 'casts in plain torch'}"
 

@@ -1,7 +1,7 @@
 """The JSON document of a comparison or a training run, which the report page reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, Required, TypedDict
+from typing import Any, NotRequired, Required, TypedDict, cast
 
 Json = Mapping[str, object]
 Loss = tuple[int, float | None]
@@ -134,7 +134,25 @@ class Verdict(TypedDict, total=False):
     rank: int | None
 
 
-class RunEntry(Verdict):
+class Observations(TypedDict):
+    """What a run showed besides its losses. Results of earlier versions have the first two alone."""
+
+    plan: Sequence[GemmEntry]
+    statistics: Sequence[PlaneEntry]
+    drift: NotRequired[Sequence[DriftEntry]]
+    spreads: NotRequired[Sequence[SpreadEntry]]
+    products: NotRequired[Sequence[ProductEntry]]
+    operands: NotRequired[Sequence[OperandEntry]]
+    events: NotRequired[Sequence[EventEntry]]
+    modules: NotRequired[Sequence[ModuleEntry]]
+
+
+def observations(source: Mapping[str, Any] | None = None) -> Observations:
+    """Those of a run that has not started, or of an entry; what that does not have is empty."""
+    return cast(Observations, {key: [*(source or {}).get(key, ())] for key in Observations.__annotations__})
+
+
+class RunEntry(Verdict, Observations):
     """One recipe, its run under the first seed, and repeats under others. Numbers that do not exist are None."""
 
     name: str
@@ -151,14 +169,6 @@ class RunEntry(Verdict):
     peak_memory_bytes: int | None
     weight_bytes: int | None
     saved_activation_bytes: int | None
-    plan: Sequence[GemmEntry]
-    statistics: Sequence[PlaneEntry]
-    drift: NotRequired[Sequence[DriftEntry]]
-    spreads: NotRequired[Sequence[SpreadEntry]]
-    products: NotRequired[Sequence[ProductEntry]]
-    operands: NotRequired[Sequence[OperandEntry]]
-    events: NotRequired[Sequence[EventEntry]]
-    modules: NotRequired[Sequence[ModuleEntry]]
     error: str | None
 
 

@@ -15,8 +15,7 @@ from duotone.lab import checkpoint, comparison, continuation, meta
 from duotone.lab.data import Corpus
 from duotone.lab.gemm_options import Option, Size, options_of
 from duotone.lab.goal import Costs, Goal, Prediction, predict
-from duotone.lab.loop import Run, Saving, train
-from duotone.lab.progress import Progress
+from duotone.lab.loop import Progress, Run, Saving, train
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.lab.sensitivity import Effect, effects
 from duotone.lab.trainer import TrainConfig, Trainer

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from duotone.lab.journal import GEMMS
 from duotone.lab.schema import GemmEntry, PlaneEntry
+from duotone.recipes.roles import PLANES_OF_GEMM
 from duotone.report.module_names import compact
 
 # What a plan calls an operand that is not quantized.
@@ -27,7 +27,7 @@ def observed(plan: Sequence[GemmEntry], statistics: Sequence[PlaneEntry]) -> lis
     planes = {(entry["module"], entry["role"], entry["plane"]): entry for entry in statistics}
     rows: list[GemmEntry] = []
     for row in plan:
-        sides = [planes.get((row["module"], *side)) for side in GEMMS.get(row["gemm"] or "", ())]
+        sides = [planes.get((row["module"], *side)) for side in PLANES_OF_GEMM.get(row["gemm"] or "", ())]
         seen = [side for side in sides if side is not None]
         if len(seen) < 2:
             ran = "not observed"

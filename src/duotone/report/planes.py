@@ -5,8 +5,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from duotone.lab.journal import GEMMS
 from duotone.lab.schema import PlaneEntry, ProductEntry, RunEntry
+from duotone.recipes.roles import PLANES_OF_GEMM
 from duotone.report.axis import round_out
 from duotone.report.metrics import METRICS, Cell, Metric
 from duotone.report.module_names import pattern
@@ -139,7 +139,7 @@ def products(run: RunEntry) -> list[tuple[str, list[tuple[str, str]]]]:
         kinds[pattern(entry["module"])][entry["gemm"]].append(entry)
     rows = []
     for kind, by_gemm in kinds.items():
-        worst = [max(by_gemm[gemm], key=lambda entry: entry["error"], default=None) for gemm in GEMMS]
+        worst = [max(by_gemm[gemm], key=lambda entry: entry["error"], default=None) for gemm in PLANES_OF_GEMM]
         texts = [("", "") if one is None else _product(one) for one in worst]
         rows.append((kind, texts))
     return rows

@@ -1,18 +1,20 @@
 """The planes that lost most, why, and rules that give their GEMMs better formats, as a file to paste."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duotone import formats, recipes
 from duotone.errors import UserError
-from duotone.lab.journal import GEMMS
 from duotone.lab.schema import PlaneEntry, RunEntry
+from duotone.recipes.roles import PLANES_OF_GEMM
+from duotone.recipes.rules import DIRECTIONS
+from duotone.recipes.tables import text_of
 from duotone.report.numbers import finite, number, share
 
 Plane = tuple[str, str, str]
 """Module, role, direction."""
 
-READERS = {plane: gemm for gemm, planes in GEMMS.items() for plane in planes}
+READERS = {plane: gemm for gemm, planes in PLANES_OF_GEMM.items() for plane in planes}
 MOST = 5
 BETTER = 3.0
 """Decibels that another format must gain to be proposed; high precision is proposed otherwise."""
@@ -43,7 +45,7 @@ def _weak(entry: PlaneEntry, others: Sequence[RunEntry]) -> Weak:
     best: tuple[float, str, tuple[str, str]] | None = None
     for other in others:
         planes = {_key(plane): plane for plane in other["statistics"]}
-        pair = [planes.get((entry["module"], *side)) for side in GEMMS[gemm]]
+        pair = [planes.get((entry["module"], *side)) for side in PLANES_OF_GEMM[gemm]]
         signals = [side["snr_db"] for side in pair if side is not None and finite(side["snr_db"])]
         formats_read = tuple(side["format"] for side in pair if side is not None)
         if len(signals) == 2 and len(formats_read) == 2 and min(signals) > max(least, best[0] if best else least):
@@ -81,19 +83,16 @@ def rules(run: RunEntry, weak: Sequence[Weak]) -> str:
     current = {_key(entry): entry["format"] for entry in run["statistics"]}
     changed: dict[Plane, str] = {}
     for plane in weak:
-        for side, name in zip(GEMMS[plane.gemm], plane.operands, strict=True):
+        for side, name in zip(PLANES_OF_GEMM[plane.gemm], plane.operands, strict=True):
             changed[plane.entry["module"], *side] = name
     base = run["name"] if run["name"] in recipes.names() else f"{run['name']}.toml"
-    blocks = [f'name = "{run["name"]}-mended"\nbase = "{base}"']
-    for module, role in dict.fromkeys((module, role) for module, role, _ in changed):
-        blocks.append(_rule(module, role, current | changed))
-    return "\n\n".join(blocks) + "\n"
-
-
-def _rule(module: str, role: str, planes: Mapping[Plane, str]) -> str:
-    formats_of = {side: planes.get((module, role, side), "identity") for side in ("rowwise", "columnwise")}
-    lines = [f'{side} = "{name}"' for side, name in formats_of.items()]
-    return "\n".join(["[[rules]]", f'module = "{module}"', f'tensor_type = "{role}"', *lines])
+    planes = current | changed
+    tables = [
+        {"module": module, "tensor_type": role}
+        | {side: planes.get((module, role, side), "identity") for side in DIRECTIONS}
+        for module, role in dict.fromkeys((module, role) for module, role, _ in changed)
+    ]
+    return text_of({"name": f"{run['name']}-mended", "base": base, "rules": tables})
 
 
 def _key(entry: PlaneEntry) -> Plane:
