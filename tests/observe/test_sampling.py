@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import duotone
 from duotone import formats, recipes
-from duotone.observe.sampled_step import sampled_step
 from duotone.observe.sampling import Sampler, spread
+from duotone.observe.tapped_recipe import sampled_step
 from duotone.tensor import Plane
 
 BF16 = torch.bfloat16

@@ -208,13 +208,10 @@ def _events(trainer: Trainer, sampled: Journal, broken: Journal | None) -> list[
 
 def _ledger(trainer: Trainer) -> list[ModuleEntry]:
     """What each module holds in a step of the last recipe; none where a model cannot be watched."""
-    tokens, targets = trainer.corpus.batch(
-        trainer.config.seed, 0, count=trainer.config.preset.batch, context=trainer.config.preset.model.context
-    )
 
     def step() -> Tensor:
         with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.done - 1))):
-            return trainer.model(tokens.to(trainer.device), targets.to(trainer.device))
+            return trainer.loss(0)
 
     names = dict(trainer.model.named_modules())
     try:

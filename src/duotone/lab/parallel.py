@@ -189,7 +189,7 @@ class ParallelTrainer(Trainer):
             part.load_state_dict(whole.state_dict())
             model.set_submodule(name, part)
 
-    def _loss(self, done: int) -> Tensor:
+    def loss(self, done: int) -> Tensor:
         tokens, targets = (each.chunk(self.parts)[self.part].to(self.device) for each in self.batch(done))
         return self.model(tokens, targets)
 

@@ -86,13 +86,9 @@ def _turned(exact: Tensor, trial: Tensor) -> float:
 
 def _step(trainer: Trainer, recipe: Recipe, module: str) -> Step:
     """A forward and backward under `recipe` on the batch of the next step, which leaves no trace."""
-    config, model = trainer.config, trainer.model
-    tokens, targets = trainer.corpus.batch(
-        config.seed, trainer.done, count=config.preset.batch, context=config.preset.model.context
-    )
-    step, seeds = Step(), duotone.rng_state(model)
+    model, step, seeds = trainer.model, Step(), duotone.rng_state(trainer.model)
     with _watched(trainer, module, step), duotone.autocast(recipe=recipe):
-        loss = model(tokens.to(trainer.device), targets.to(trainer.device))
+        loss = trainer.loss(trainer.done)
     loss.backward()
     step.loss = loss.item()
     for name, parameter in model.named_parameters():

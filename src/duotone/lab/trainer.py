@@ -124,7 +124,7 @@ class Trainer:
         A loss that is not finite leaves the weights as they are.
         """
         with forward or nullcontext(), duotone.autocast(recipe=recipe or self.recipe, amax_reduction_group=self.group):
-            loss = self._loss(self.done)
+            loss = self.loss(self.done)
         value = self.mean(loss)
         if math.isfinite(value):
             loss.backward()
@@ -136,14 +136,15 @@ class Trainer:
     def look_again(self, recipe: Recipe) -> None:
         """Run the forward of the newest step once more, to see what its operands were."""
         with duotone.autocast(recipe=recipe):
-            self._loss(self.done - 1)
+            self.loss(self.done - 1)
 
     def batch(self, done: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of the step after `done` others."""
         preset = self.config.preset
         return self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
 
-    def _loss(self, done: int) -> Tensor:
+    def loss(self, done: int) -> Tensor:
+        """Of the step after `done` others, as a tensor with a gradient."""
         tokens, targets = self.batch(done)
         return self.model(tokens.to(self.device), targets.to(self.device))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
@@ -76,7 +76,7 @@ def advise(
     shapes = _shapes(capture.samples, size)
     linears = [_Linear(sample, shape, table) for sample, shape in zip(capture.samples, shapes, strict=True)]
     is_small = sum(sample.operands["weight"].numel() for sample in capture.samples) < COMPILE_FROM
-    with Uncompiled() if is_small else nullcontext():
+    with BaseTorchDispatchMode() if is_small else nullcontext():  # casts do not compile in a dispatch mode
         rows = [row for linear in linears for row in linear.rows(recipes)]
     counted = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
     ratios = {name: table.model_speed(name, shapes[0][0], counted).ratio for name in recipes}
@@ -90,19 +90,6 @@ def _shapes(samples: Sequence[LinearSample], size: tuple[int, int] | None) -> li
     if size is not None:
         return [(size[1], *linear) for linear in speeds.widened(linears, size[0])]
     return [(sample.tokens, *linear) for sample, linear in zip(samples, linears, strict=True)]
-
-
-class Uncompiled(TorchDispatchMode):
-    """Casts in plain torch: the compiler stays out of a dispatch mode."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)

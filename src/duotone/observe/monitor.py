@@ -14,8 +14,8 @@ from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.monitor_writers import JsonLines, Write, tracker
-from duotone.observe.sampled_step import sampled_step
 from duotone.observe.step_statistics import Sent, StepStatistics
+from duotone.observe.tapped_recipe import sampled_step
 from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 

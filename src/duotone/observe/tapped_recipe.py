@@ -1,18 +1,22 @@
-"""Statistics taps: a recipe that computes the same bits and records what they lost.
+"""Statistics taps: a recipe that computes the same bits and records what they lost, and a step under such recipes.
 
 Run sampled steps under `autocast(recipe=with_statistics(recipe, store))` and all others under the recipe itself: which
 steps are sampled is the caller's choice. Sums stay on the device, so a tapped step synchronises nothing; `Tap.rows`
 reads them.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.observe.sampling import Sampler
+from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -111,3 +115,32 @@ def with_statistics(recipe: RecipeLike, store: Sampler) -> TappedRecipe:
     evaluation = None if recipe.evaluation is None else with_statistics(recipe.evaluation, store)
     options = {field.name: getattr(recipe, field.name) for field in fields(Recipe)}
     return TappedRecipe(inner=recipe, store=store, **{**options, "evaluation": evaluation})
+
+
+@contextmanager
+def sampled_step(model: nn.Module, sampler: Sampler) -> Iterator[None]:
+    """Run the block, which computes the same bits, with a tap on every operand that linears of `model` encode.
+
+    Backward belongs into the block. Compiled code that holds such a linear runs eager in it: a graph cannot call a
+    sampler, and its guards see `tapped`. Nothing is compiled anew. Operands of attention products (`fp8_dpa`) are not
+    sampled, and CUDA graphs that replay give nothing.
+    """
+    recipes: dict[str, Recipe] = {}
+
+    def tapped(recipe: Recipe) -> Recipe:
+        if recipe.key not in recipes:
+            recipes[recipe.key] = with_statistics(recipe, sampler)
+        return recipes[recipe.key]
+
+    planners = [module.plans for module in model.modules() if isinstance(module, Planned)]
+    if any(planner.tapped is not None for planner in planners):
+        raise UserError("this step of the model is sampled already; close the other monitor first")
+    eager = torch.compiler.set_stance("eager_on_recompile") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager:
+        try:
+            for planner in planners:
+                planner.tapped = tapped
+            yield
+        finally:
+            for planner in planners:
+                planner.tapped = None
