@@ -14,17 +14,17 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34712
+LIBRARY_LINES = 34689
 TOOL_LINES = 7467
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2281, 21, 0),
+    "attention": (2280, 21, 0),
     "cli": (1536, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2439, 7, 0),
-    "conversion": (2714, 33, 0),
+    "conversion": (2715, 30, 0),
     "dispatch": (2648, 1, 0),
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
@@ -34,11 +34,11 @@ BUDGETS = {
     "linear": (1864, 5, 0),
     "modules": (683, 3, 3),
     "observe": (2211, 15, 0),
-    "ops": (1408, 5, 0),
+    "ops": (1401, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),
-    "pipeline": (1448, 64, 2),
-    "planned": (2671, 58, 4),
+    "pipeline": (1434, 5, 1),
+    "planned": (2669, 11, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
     "serving": (1233, 2, 0),

@@ -11,9 +11,8 @@ from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
-from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
+from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
-from duotone.pipeline.second_order import Refused
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
 from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
 from duotone.state.delayed_slot import DelayedSlot

@@ -16,9 +16,10 @@ from duotone.ops.activation import ActivationOp
 from duotone.ops.norm import NormOp
 from duotone.ops.packed_linear import Apart, PackedLinear, why_not_in_pipeline, why_not_packed
 from duotone.ops.sequential import is_hooked, run_modules
-from duotone.pipeline.autograd import is_transformed
+from duotone.pipeline.autograd import Outputs, is_transformed
 from duotone.pipeline.deferred import Defer, DeferredOutput
 from duotone.pipeline.op import Op, is_autocast, is_distributed, run
+from duotone.pipeline.stage import Gradients
 from duotone.recipes.recipe import Recipe
 
 CHANGED = "has another epsilon than when it was fused"
@@ -217,8 +218,8 @@ class NormReaders:
         return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())  # type: ignore[no-any-return]
 
     def read(
-        self, ops: Sequence[Any], x: DeferredOutput, extra: Sequence[object], first: bool | None, owner: object
-    ) -> Any:
+        self, ops: Sequence[Op], x: DeferredOutput, extra: Sequence[object], first: bool | None, owner: object
+    ) -> Outputs:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
         if x.is_watched:
             return run(ops, x.view_as(x), extra, first, owner)
@@ -242,7 +243,7 @@ class NormReaders:
     def compute(self, source: Tensor) -> Tensor:
         return plain_class(self.norm).forward(self.norm, source)  # type: ignore[no-any-return]
 
-    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Any]:
+    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Gradients:
         stage = self.op.stages[True]
         x, gamma, beta = inputs
         assert x is not None

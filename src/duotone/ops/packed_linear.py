@@ -12,7 +12,7 @@ from duotone.ops.sequential import is_hooked
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.planned.linear import PlannedLinear
-from duotone.planned.split_parameters import Joined
+from duotone.planned.split_parameters import joined
 from duotone.recipes.recipe import Recipe
 
 Linears = Sequence[PlannedLinear]
@@ -80,13 +80,6 @@ class PackedLinear(Op):
             if not torch.compiler.is_dynamo_compiling():
                 self.agreement[stage] = agree
         return agree
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
-    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
-        return torch.cat(list(parts))
-    return Joined.apply(*parts)  # type: ignore[no-any-return]
 
 
 def joined_biases(linears: Linears) -> Tensor | None:

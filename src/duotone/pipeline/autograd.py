@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,12 +11,17 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
-from duotone.pipeline.stage import Stage
+from duotone.pipeline.stage import Gradients, Stages, Value
 from duotone.tensor.plane import DeferredPlane, Plane
 
-Stages = tuple[Stage, ...]
+if TYPE_CHECKING:
+    from duotone.pipeline.second_order import Exact
 
-Shell = Any
+T = TypeVar("T")
+Outputs = Tensor | tuple[Value, ...]
+"""y, or (y, *extra outputs)."""
+
+Shell = Value
 """What is left of a saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
@@ -35,28 +40,6 @@ class PipelineContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class SecondOrder(Protocol):
-    """What makes gradients that can be differentiated again."""
-
-    marks = False
-    """Whether the last output is its own."""
-
-    def check(self) -> None:
-        """UserError where torch.func and forward-mode AD cannot go through."""
-
-    def transformed(self, forward: Stages, backward: "Backward", x: Tensor, *operands: Any) -> Any:
-        """What the pipeline gives under such a transform."""
-        ...
-
-    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
-        """Add what that needs to the first things that autograd holds, or to the last outputs."""
-        ...
-
-    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
-        """What `PipelineFunction.backward` gives, with a graph."""
-        ...
-
-
 class Backward(NamedTuple):
     """The stages of the backward pass, in the order of forward; they stand for the same basic stages.
 
@@ -64,14 +47,14 @@ class Backward(NamedTuple):
     """
 
     stages: Stages
-    again: SecondOrder | None = None
+    again: "Exact | Refused | None" = None
 
 
 class PipelineFunction(torch.autograd.Function):
     """x and the operands of all stages -> y, or (y, *extra outputs) where stages or `backward.again` have such."""
 
     @staticmethod
-    def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
+    def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
         saved: list[object] = []
         counts: list[int] = []
         outputs: list[Tensor] = []
@@ -93,7 +76,7 @@ class PipelineFunction(torch.autograd.Function):
         return (y, *outputs) if outputs else y
 
     @staticmethod
-    def backward(ctx: PipelineContext, *gradients: Any) -> Any:
+    def backward(ctx: PipelineContext, *gradients: Tensor) -> Gradients:
         run, again = run_backward, ctx.backward_of.again
         if again is not None and torch.is_grad_enabled():
             run = again.differentiate
@@ -104,14 +87,17 @@ class PipelineFunction(torch.autograd.Function):
             return run(ctx, gradients)
 
 
-def run_backward(ctx: PipelineContext, gradients: tuple[Any, ...], tensors: Sequence[Tensor] | None = None) -> Any:
+def run_backward(
+    ctx: PipelineContext, gradients: tuple[Tensor, ...], tensors: Sequence[Tensor] | None = None
+) -> Gradients:
     """The gradients of all arguments, from those of y and of the extra outputs of stages.
 
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
     needs, counts, extra = ctx.needs_input_grad, ctx.counts, ctx.extra
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
-    handed, outputs = [gradients[0]], gradients[1:]
+    handed: list[Value] = [gradients[0]]
+    outputs = gradients[1:]
     of_operands: list[Tensor | None] = []
     last, saved_last, at = len(counts), sum(counts), len(needs)
     for stage in reversed(ctx.backward_of.stages):
@@ -138,10 +124,10 @@ class Runner:
     """What runs a pipeline: `apply(forward, backward, x, *operands)`."""
 
     def __init__(self) -> None:
-        self.apply: Callable[..., Any] = PipelineFunction.apply
+        self.apply: Callable[..., Outputs] = PipelineFunction.apply
 
     @contextmanager
-    def watched(self, watch: Callable[..., Any]) -> Iterator[None]:
+    def watched(self, watch: Callable[..., Outputs]) -> Iterator[None]:
         """Run pipelines as `watch(apply, forward, backward, x, *operands)`: for an observer of one step."""
         apply = self.apply
         self.apply = partial(watch, apply)
@@ -175,10 +161,10 @@ def pack(saved: Sequence[object]) -> tuple[list[Shell], list[Tensor | None]]:
     return shells, tensors
 
 
-def unpack(shells: Sequence[Shell], tensors: Sequence[Any]) -> list[Any]:
+def unpack(shells: Sequence[Shell], tensors: Sequence[Value]) -> list[Value]:
     """The inverse of `pack`. A second backward may call it again."""
     at = 0
-    saved: list[Any] = []
+    saved: list[Value] = []
     for shell in shells:
         if shell is None or len(shell) == 1:
             saved.append(shell)
@@ -196,7 +182,34 @@ def unpack(shells: Sequence[Shell], tensors: Sequence[Any]) -> list[Any]:
     return saved
 
 
-class Refused(SecondOrder):
+class GradientContext(FunctionCtx):
+    """What the forward of `WithGradient` leaves to its backward."""
+
+    gradients: Callable[..., Gradients]
+    count: int
+
+
+class WithGradient(torch.autograd.Function):
+    """See `with_gradient`."""
+
+    @staticmethod
+    def forward(ctx: GradientContext, value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
+        ctx.gradients, ctx.count = gradients, len(x)
+        ctx.set_materialize_grads(False)
+        return value(*x)
+
+    @staticmethod
+    def backward(ctx: GradientContext, *gradients: Tensor | None) -> Gradients:
+        arrived = any(gradient is not None for gradient in gradients)
+        return None, None, *(ctx.gradients(*gradients) if arrived else (None,) * ctx.count)
+
+
+def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
+    """`value(*x)`. `gradients` gives those of each x from those of the outputs, unless no output has one."""
+    return WithGradient.apply(value, gradients, *x)  # type: ignore[no-any-return]
+
+
+class Refused:
     """Stages whose second derivative nobody has: taking it is an error, asking for a graph alone is none.
 
     An empty output of the pipeline stands in a graph for all that its gradients depend on, and holds no memory.
@@ -205,43 +218,25 @@ class Refused(SecondOrder):
     marks = True
 
     def __init__(self, reason: str) -> None:
-        self.message = refused(reason)
+        self.message = (
+            f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
+            "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
+        )
 
     def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
         mark = torch.empty(0)
         saved.append(mark)
         outputs.append(mark)
 
-    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
         saved = ctx.saved_tensors
-        return Once.apply(self.message, lambda _, *tensors: run_backward(ctx, tensors, saved), saved[-1], *gradients)
+        return with_gradient(lambda _, *dy: run_backward(ctx, dy, saved), self.check, saved[-1], *gradients)
 
-    def check(self) -> None:
+    def check(self, *gradients: Tensor) -> NoReturn:
         raise UserError(self.message)
 
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
-        raise UserError(self.message)
-
-
-class Once(torch.autograd.Function):
-    """`run(*tensors)`, which nobody differentiates: its backward raises a UserError of this message."""
-
-    @staticmethod
-    def forward(ctx: Any, message: str, run: Callable[..., Any], *tensors: Tensor) -> Any:
-        ctx.message = message
-        return run(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UserError(ctx.message)
-
-
-def refused(reason: str) -> str:
-    """The one line on what cannot be differentiated again."""
-    return (
-        f"{reason}, so it has no second derivative and none of torch.func or forward-mode AD; "
-        "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
-    )
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> NoReturn:
+        self.check()
 
 
 def is_transformed() -> bool:

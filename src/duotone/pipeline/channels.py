@@ -27,7 +27,7 @@ class Channels:
         _bind(self, OUTPUTS, self.extra_outputs, index, channel, (channel, output_to_caller))
 
 
-def _bind(op: object, kind: str, count: int, index: int, channel: str | None, value: Any) -> None:
+def _bind(op: object, kind: str, count: int, index: int, channel: str | None, value: object) -> None:
     what = {INPUTS: "inputs", OUTPUTS: "outputs"}[kind]
     if not isinstance(index, int) or not 0 <= index < count:
         raise UserError(f"{type(op).__name__} has {count} further {what}; got the index {index!r}")

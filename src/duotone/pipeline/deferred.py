@@ -1,22 +1,27 @@
 """DeferredOutput: the output of an op that runs in the pipeline of its reader, or as soon as anything else reads it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from duotone.errors import UserError
+from duotone.pipeline.autograd import Outputs
+from duotone.pipeline.stage import Gradients
+
+if TYPE_CHECKING:
+    from duotone.pipeline.op import Op
 
 
 class Reader(Protocol):
     """What knows the ops behind a deferred output, and who reads it."""
 
     def read(
-        self, ops: Sequence[Any], x: "DeferredOutput", extra: Sequence[object], first: bool | None, owner: object
-    ) -> Any:
+        self, ops: "Sequence[Op]", x: "DeferredOutput", extra: Sequence[object], first: bool | None, owner: object
+    ) -> Outputs:
         """The output of a pipeline of `ops` whose input is `x`."""
         ...
 
@@ -24,7 +29,7 @@ class Reader(Protocol):
         """The values of the output, without a graph."""
         ...
 
-    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Sequence[Any]:
+    def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Gradients:
         """The gradients of the inputs of `Defer`, the source first."""
         ...
 
@@ -94,10 +99,14 @@ class DeferredOutput(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(DeferredOutput, DeferredOutput.materialize, (args, kwargs or {}))
-        return function(*args, **kwargs)
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        plain, options = tree_map_only(DeferredOutput, DeferredOutput.materialize, (args, kwargs or {}))
+        return function(*plain, **options)
 
     def data_ptr(self) -> int:
         return self.materialize().data_ptr()
@@ -108,11 +117,19 @@ class DeferredOutput(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
+class DeferContext(FunctionCtx):
+    """What `Defer` leaves to its backward."""
+
+    reader: Reader
+    inputs: Unchanged
+    needs_input_grad: tuple[bool, ...]
+
+
 class Defer(torch.autograd.Function):
     """(reader, grad mode, source, *parameters) -> a deferred output, whose gradient goes through the op alone."""
 
     @staticmethod
-    def forward(ctx: Any, reader: Reader, tracks: bool, *inputs: Tensor | None) -> DeferredOutput:
+    def forward(ctx: DeferContext, reader: Reader, tracks: bool, *inputs: Tensor | None) -> DeferredOutput:
         # Saved tensors would be packed, as to offload them, though a backward through here is rare.
         ctx.reader, ctx.inputs = reader, Unchanged(inputs)
         assert inputs[0] is not None
@@ -120,5 +137,5 @@ class Defer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: DeferContext, dy: Tensor) -> Gradients:
         return None, None, *ctx.reader.differentiate(dy, ctx.inputs.tensors, ctx.needs_input_grad[2:])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.formats.format import require_dense
-from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, is_transformed
+from duotone.pipeline.autograd import RUNNER, Backward, Outputs, PipelineFunction, is_transformed
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
 from duotone.pipeline.rewrites import RULES, rewrite
@@ -163,11 +163,11 @@ class Op(Channels, KnownRoles):
         """
         return extra
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         state.pop("_rewritten", None)  # older pickles may have it, in another form
         getattr(super(), "__setstate__", self.__dict__.update)(state)
 
-    def _slow_forward(self, *inputs: object, **options: object) -> Any:
+    def _slow_forward(self, *inputs: object, **options: object) -> object:
         """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
         region = active_region()
         recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
@@ -182,7 +182,7 @@ class Op(Channels, KnownRoles):
             )
         return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
 
-    def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | None = None) -> Outputs:
         return run((self,), x, extra, is_first_microbatch, self)
 
 

@@ -7,9 +7,8 @@ each on the outcome of the one before; a fused stage has to stand for the same b
 from collections.abc import Callable, Sequence
 
 from duotone.errors import UserError
-from duotone.pipeline.stage import Stage
+from duotone.pipeline.stage import Stage, Stages
 
-Stages = tuple[Stage, ...]
 Rule = Callable[[Stages], Stages]
 
 

@@ -1,13 +1,12 @@
 """Second derivatives of a pipeline, torch.func and forward-mode AD: exact in high precision, one error elsewhere."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from duotone.pipeline.autograd import Backward, PipelineContext, Refused, SecondOrder, Stages, unpack
-from duotone.pipeline.stage import Saved, Stage
+from duotone.pipeline.autograd import Backward, Outputs, PipelineContext, Refused, unpack
+from duotone.pipeline.stage import Gradients, Saved, Stage, Stages, Value
 from duotone.tensor import QuantizedTensor
 
 
@@ -18,9 +17,12 @@ def second_order(stages: Stages, name: str) -> "Exact | Refused":
     return Refused(f"{name or 'a module'}: {refusal}") if refusal else Exact(basics)
 
 
-class Exact(SecondOrder):
+class Exact:
     """Stages in high precision. A backward under `create_graph` replays them in operations of torch, which autograd
     differentiates any number of times; an ordinary one only holds what that reads, which mostly is held anyway."""
+
+    marks = False
+    """Whether the last output is its own."""
 
     def __init__(self, stages: Stages) -> None:
         self.stages = stages
@@ -28,13 +30,15 @@ class Exact(SecondOrder):
         """Which of x and the operands decide gradients by their values; of the others, the shape is saved."""
 
     def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
+        """Add what a second backward needs to what autograd holds, or to the last outputs."""
         for value, reads in zip((x, *operands), self.reads, strict=True):
             if isinstance(value, Tensor):
                 saved.append(value if reads else (value.shape,))
             else:
                 saved.append((value,))
 
-    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Any:
+    def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
+        """What `PipelineFunction.backward` gives, with a graph."""
         saved, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
         start = sum(counts)
         pairs = zip(saved[start:], needs, strict=True)
@@ -47,7 +51,7 @@ class Exact(SecondOrder):
         of_inputs = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, **options))
         return None, None, *[next(of_inputs) if needed else None for needed in needs]
 
-    def run(self, x: Tensor, operands: Sequence[Any], saved: Sequence[Saved | None]) -> list[Tensor]:
+    def run(self, x: Tensor, operands: Sequence[Value], saved: Sequence[Saved | None]) -> list[Tensor]:
         """y and the extra outputs, from the operands of all stages and what each saved, None if none did."""
         extras: list[Tensor] = []
         at = 0
@@ -58,8 +62,11 @@ class Exact(SecondOrder):
             at += count
         return [x, *extras]
 
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Any) -> Any:
-        """What the pipeline gives, in operations of torch; called as `PipelineFunction.apply` is."""
+    def check(self) -> None:
+        """UserError where torch.func and forward-mode AD cannot go through."""
+
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+        """What the pipeline gives under such a transform; called as `PipelineFunction.apply` is."""
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))
         return (y, *extra) if extra else y
@@ -76,7 +83,7 @@ def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
     return later, *values
 
 
-def _input(value: Any, needed: bool, like: Tensor) -> Any:
+def _input(value: Value, needed: bool, like: Tensor) -> Value:
     """A saved input as a tensor apart from all others that stand for the same, so that gradients stay apart too."""
     if isinstance(value, Tensor):
         plain = value.dequantize(like.dtype) if isinstance(value, QuantizedTensor) else value

@@ -1,12 +1,11 @@
 """Roles of the slots of a module, and who consumes what crosses its boundaries."""
 
-from typing import Any
+from torch import nn
 
 from duotone.errors import UserError
 from duotone.recipes.roles import SLOTS, QuantizerRole, require_known
 
 Role = QuantizerRole | None
-Roles = tuple[Role, Role]
 
 
 class KnownRoles:
@@ -28,7 +27,7 @@ class KnownRoles:
         parts = [(name, child) for name, child in children if isinstance(child, KnownRoles)]
         return {f"{name}.{slot}": role for name, part in parts for slot, role in part.roles_of(mode).items()}
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name.endswith("_quantizer_role"):
             kind = type(self)
             if not hasattr(kind, name):
@@ -42,71 +41,59 @@ class KnownRoles:
 
 
 BOUNDARY_ROLES = ("output_quantizer_role", "grad_input_quantizer_role")
+OF_OUTPUT = "The role of the output at its consumer; a change takes effect at the next forward."
+OF_GRADIENT = "The role of the gradient of the inputs at its consumer."
+
+
+def _boundary_role(at: int, text: str) -> property:
+    def role(self: "BoundaryRoles") -> Role:
+        return self._roles[at]
+
+    def change(self: "BoundaryRoles", role: Role) -> None:
+        if role != self._roles[at]:
+            self._roles = (role, self._roles[1]) if at == 0 else (self._roles[0], role)
+            self.roles_changed()
+
+    return property(role, change, doc=text)
 
 
 class BoundaryRoles:
     """Mixed in before an nn.Module that asks recipes for its boundary slots. Roles are None where nobody is known."""
 
-    _roles: Roles = (None, None)
-
-    @property
-    def output_quantizer_role(self) -> Role:
-        """The role of the output at its consumer; a change takes effect at the next forward."""
-        return self._roles[0]
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: Role) -> None:
-        self._set_roles((role, self._roles[1]))
-
-    @property
-    def grad_input_quantizer_role(self) -> Role:
-        """The role of the gradient of the inputs at its consumer."""
-        return self._roles[1]
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: Role) -> None:
-        self._set_roles((self._roles[0], role))
-
-    def _set_roles(self, roles: Roles) -> None:
-        if roles != self._roles:
-            self._roles = roles
-            self.roles_changed()
+    _roles: tuple[Role, Role] = (None, None)
+    output_quantizer_role = _boundary_role(0, OF_OUTPUT)
+    grad_input_quantizer_role = _boundary_role(1, OF_GRADIENT)
 
     def roles_changed(self) -> None:
         """Ask recipes anew."""
         raise NotImplementedError
 
 
+def _inner_role(at: int, text: str) -> property:
+    name = BOUNDARY_ROLES[at]
+
+    def role(self: "InnerBoundaryRoles") -> Role:
+        return getattr(self.at_boundary[at], name, None)
+
+    def change(self: "InnerBoundaryRoles", role: Role) -> None:
+        module = self.at_boundary[at]
+        if not hasattr(type(module), name):
+            outer, inner = type(self).__name__, type(module).__name__
+            raise UserError(
+                f"{outer} has no slot for {name}: a {inner} stands at its boundary; put a duotone.Linear there"
+            )
+        setattr(module, name, role)
+
+    return property(role, change, doc=text)
+
+
 class InnerBoundaryRoles(KnownRoles):
     """Mixed in before an nn.Module whose boundary slots are those of modules inside of it."""
 
+    output_quantizer_role = _inner_role(0, OF_OUTPUT)
+    grad_input_quantizer_role = _inner_role(1, OF_GRADIENT)
+
     @property
-    def at_boundary(self) -> tuple[Any, Any]:
+    def at_boundary(self) -> tuple[nn.Module, nn.Module]:
         """The module that makes the output, and the one that makes the gradient of the input."""
         raise NotImplementedError
-
-    @property
-    def output_quantizer_role(self) -> Role:
-        """The role of the output of the last linear at its consumer."""
-        return getattr(self.at_boundary[0], "output_quantizer_role", None)
-
-    @output_quantizer_role.setter
-    def output_quantizer_role(self, role: Role) -> None:
-        self._pass_on(self.at_boundary[0], "output_quantizer_role", role)
-
-    @property
-    def grad_input_quantizer_role(self) -> Role:
-        """The role of the gradient of the first linear's input at its consumer."""
-        return getattr(self.at_boundary[1], "grad_input_quantizer_role", None)
-
-    @grad_input_quantizer_role.setter
-    def grad_input_quantizer_role(self, role: Role) -> None:
-        self._pass_on(self.at_boundary[1], "grad_input_quantizer_role", role)
-
-    def _pass_on(self, module: Any, name: str, role: Role) -> None:
-        if not hasattr(type(module), name):
-            own, other = type(self).__name__, type(module).__name__
-            raise UserError(
-                f"{own} has no slot for {name}: a {other} stands at its boundary; put a duotone.Linear there"
-            )
-        setattr(module, name, role)

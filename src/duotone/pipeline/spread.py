@@ -5,7 +5,7 @@ torch's own redistribution sums and gathers activations. Here only the placement
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from duotone.errors import UserError
 from duotone.pipeline import op as pipeline
-from duotone.pipeline.op import is_distributed
+from duotone.pipeline.autograd import with_gradient
+from duotone.pipeline.op import Op, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +65,7 @@ def placement_of(x: DTensor, name: str) -> Placement:
     return placements[0]
 
 
-def run_spread(ops: Sequence[Any], x: DTensor, extra: Sequence[object], first: bool | None, owner: object) -> Any:
+def run_spread(ops: Sequence[Op], x: DTensor, extra: Sequence[object], first: bool | None, owner: object) -> DTensor:
     """As `run`, for a DTensor: one op after the other, each on local tensors."""
     name = getattr(owner, "module_name", "") or type(owner).__name__
     if extra:
@@ -80,73 +81,47 @@ def run_spread(ops: Sequence[Any], x: DTensor, extra: Sequence[object], first: b
         y = pipeline.run((one,), local, (), first, owner, False, spread)
         if spread.dim and not spread.cuts_last and output.cuts_last:  # gathered: (ranks * first dimension, ...)
             y = y.unflatten(0, (-1, spread.shape[0])).movedim(0, spread.dim).flatten(spread.dim, spread.dim + 1)
-        x = FromLocal.apply(y, output)  # type: ignore[no-untyped-call]
+        x = from_local(y, output)
     return x
 
 
 def to_local(x: DTensor, gradient: Placement, stored: Placement | None = None) -> Tensor:
     """This rank's tensor. Its gradient is a DTensor placed like `gradient`, or redistributed to `stored`."""
-    return ToLocal.apply(x, gradient, stored or gradient)  # type: ignore[no-any-return, no-untyped-call]
+    mesh, shape, stride = x.device_mesh, x.shape, x.stride()
+
+    def value(x: DTensor) -> Tensor:
+        local = without_wait(x.to_local())
+        return local.view_as(local)
+
+    def gradients(dy: Tensor) -> tuple[DTensor]:
+        dx = DTensor.from_local(dy, mesh, (gradient,), run_check=False, shape=shape, stride=stride)
+        return (dx if stored in (None, gradient) else dx.redistribute(placements=(stored,)),)
+
+    return with_gradient(value, gradients, x)
+
+
+def from_local(y: Tensor, spread: Spread) -> DTensor:
+    """The DTensor whose local tensor on this rank is `y`."""
+    shape, placement = torch.Size(spread.shape), spread.placement
+    stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+    wanted = (Replicate() if isinstance(placement, Partial) else placement,)
+
+    def value(y: Tensor) -> DTensor:
+        return DTensor.from_local(y, spread.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+
+    def gradients(dy: DTensor) -> tuple[Tensor]:
+        return (without_wait((dy if dy.placements == wanted else dy.redistribute(placements=wanted)).to_local()),)
+
+    return with_gradient(value, gradients, y)
 
 
 def without_wait(x: Tensor) -> Tensor:
     """The tensor itself, after a collective that still fills it: kernels read its address."""
-    return Waited.apply(x) if hasattr(x, "trigger_wait") else x  # type: ignore[no-any-return, no-untyped-call]
+    if not hasattr(x, "trigger_wait"):
+        return x
 
-
-class Waited(torch.autograd.Function):
-    """The result of a collective, once it is there."""
-
-    @staticmethod
-    def forward(ctx: object, x: Any) -> Tensor:
-        result: Tensor = x.trigger_wait()
+    def value(x: Tensor) -> Tensor:
+        result: Tensor = x.trigger_wait()  # type: ignore[attr-defined]
         return result.view_as(result)
 
-    @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class ToLocal(torch.autograd.Function):
-    """The local tensor of a DTensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: DTensor, gradient: Placement, stored: Placement) -> Tensor:
-        ctx.mesh, ctx.shape, ctx.stride = x.device_mesh, x.shape, x.stride()
-        ctx.gradient, ctx.stored = gradient, stored
-        ctx.set_materialize_grads(False)
-        local = without_wait(x.to_local())
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[DTensor | None, None, None]:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None, None
-        dx = DTensor.from_local(
-            gradient, ctx.mesh, (ctx.gradient,), run_check=False, shape=ctx.shape, stride=ctx.stride
-        )
-        return dx if ctx.gradient == ctx.stored else dx.redistribute(placements=(ctx.stored,)), None, None
-
-
-class FromLocal(torch.autograd.Function):
-    """The DTensor whose local tensor on this rank is `y`."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, spread: Spread) -> DTensor:
-        ctx.spread = spread
-        ctx.set_materialize_grads(False)
-        shape = torch.Size(spread.shape)
-        stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-        return DTensor.from_local(y, spread.mesh, (spread.placement,), run_check=False, shape=shape, stride=stride)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Tensor | None, None]:
-        (gradient,) = gradients
-        if gradient is None:
-            return None, None
-        placement = ctx.spread.placement
-        wanted = (Replicate() if isinstance(placement, Partial) else placement,)
-        if gradient.placements != wanted:
-            gradient = gradient.redistribute(placements=wanted)
-        return without_wait(gradient.to_local()), None
+    return with_gradient(value, lambda dy: (dy,), x)

@@ -8,7 +8,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-Saved = tuple[Any, ...]
+Value = Any
+"""A tensor, a plane or None. What a stage takes and saves is in its own signatures."""
+
+Saved = tuple[Value, ...]
 """What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace."""
 
 Needs = tuple[bool, ...]
@@ -41,14 +44,14 @@ class Stage:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
 
-    def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Value], saved: Saved | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.
 
         `saved` is what `forward` saved, None if it did not run.
         """
         raise NotImplementedError
 
-    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
+    def forward(self, x: Tensor, *operands: Value) -> tuple[Value, ...]:
         """(y, saved, *extra outputs) of the input and the operands."""
         raise NotImplementedError
 
@@ -56,7 +59,7 @@ class Stage:
         """(dx, gradients of the operands...). `needs` says which of those autograd asks for, dx first."""
         raise NotImplementedError
 
-    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Value]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         """Forward over the operands of all basic stages: y, what each of those keeps, the extra outputs."""
         y, saved, *extra = self.forward(x, *operands)
         return y, (saved,), extra
@@ -67,3 +70,6 @@ class Stage:
         """Backward over what each basic stage saved: dx and the gradients of all operands."""
         dx, *gradients = self.backward(dy, saved[0], (True, *needs), *extra)
         return dx, gradients
+
+
+Stages = tuple[Stage, ...]

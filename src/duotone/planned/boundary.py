@@ -3,15 +3,13 @@
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from duotone.formats import IDENTITY
 from duotone.linear.plan import LinearPlan
-from duotone.pipeline.autograd import Once, refused
+from duotone.pipeline.autograd import Outputs, Refused, with_gradient
 from duotone.pipeline.op import Op, info_of, run
 from duotone.planned.planned import Planned
 from duotone.state import seeds
@@ -25,7 +23,7 @@ BOUNDARY = 1 << 62
 
 def run_with_boundary(
     ops: Sequence[Op], x: Tensor, first: bool | None, module: Planned, fp8_output: bool, fp8_grad: bool
-) -> Any:
+) -> Outputs:
     """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
     `fp8_grad`, which stays as it is under a backward override.
     """
@@ -41,7 +39,7 @@ def run_with_boundary(
         seed = (seeds.upcoming(buffer, plan.seeds) if plan.seeds else seeds.take(buffer, 1)) + BOUNDARY
     propagate = plan.input.context.propagate
     if fp8_grad:
-        x = QuantizedGradient.apply(x, plan.grad_input, seed, propagate)  # type: ignore[no-untyped-call]
+        x = quantized_gradient(x, plan.grad_input, QuantizeContext(seed=seed, propagate=propagate))
     y = run(ops, x, (), first, module)
     if not fp8_output:
         return y
@@ -52,23 +50,18 @@ def run_with_boundary(
     return (y, *more) if more else y
 
 
-class QuantizedGradient(Function):
-    """Identity in forward; backward quantizes."""
+def quantized_gradient(x: Tensor, quantizer: Quantizer, context: QuantizeContext) -> Tensor:
+    """x, whose gradient is quantized."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, seed: Tensor | None, propagate: bool) -> Tensor:
-        ctx.quantizer, ctx.context = quantizer, QuantizeContext(seed=seed, propagate=propagate)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        quantizer, (gradient,) = ctx.quantizer, gradients
+    def gradients(dy: Tensor) -> tuple[Tensor]:
         if not torch.is_grad_enabled():
-            return quantizer.make(gradient, ctx=ctx.context), None, None, None
+            return (quantizer.make(dy, ctx=context),)
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:
-            return quantizer.quantize(gradient), None, None, None
-        make = partial(quantizer.make, ctx=ctx.context)
-        return Once.apply(refused("the gradient at a boundary is quantized"), make, gradient), None, None, None
+            return (quantizer.quantize(dy),)
+        refusal = Refused("the gradient at a boundary is quantized")
+        return (with_gradient(partial(quantizer.make, ctx=context), refusal.check, dy),)
+
+    return with_gradient(lambda x: x.view_as(x), gradients, x)
 
 
 def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:

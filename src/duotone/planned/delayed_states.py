@@ -1,7 +1,7 @@
 """The delayed-scaling states of a planned module: two submodules, there only while a recipe needs them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def drop(module: "Planned") -> None:
         module._modules.pop(name, None)
 
 
-def set_aside(module: HoldsStates, state_dict: dict[str, Any], prefix: str) -> dict[str, dict[str, Tensor]]:
+def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -> dict[str, dict[str, Tensor]]:
     """Take the states out of a checkpoint that the module does not have (yet), by name."""
     states: dict[str, dict[str, Tensor]] = {}
     for name in STATES:

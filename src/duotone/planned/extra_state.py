@@ -9,7 +9,6 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ def _storage(data: bytes) -> object:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-ALLOWED: dict[str, Callable[..., Any]] = {
+ALLOWED: dict[str, Callable[..., object]] = {
     "builtins.getattr": Opaque,  # a member of an Enum, as Python 3.11 pickles it
     "collections.OrderedDict": OrderedDict,
     "torch._utils._rebuild_tensor_v2": _rebuild_tensor_v2,
@@ -50,7 +49,7 @@ ALLOWED: dict[str, Callable[..., Any]] = {
 class Unpickler(pickle.Unpickler):
     """Builds tensors and plain values alone. UserError for everything else that a pickle names."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module.partition(".")[0] in ("transformer_engine", "transformer_engine_torch"):
             return Opaque
         path = f"{module}.{name}"
@@ -59,7 +58,7 @@ class Unpickler(pickle.Unpickler):
         return ALLOWED[path]
 
 
-def read(extra: object) -> dict[str, Any]:
+def read(extra: object) -> dict[str, object]:
     """What an `_extra_state` holds, {} for nothing. UserError for what Transformer Engine does not write."""
     if isinstance(extra, Tensor):
         extra = io.BytesIO(extra.detach().cpu().numpy().tobytes())
@@ -85,17 +84,18 @@ def read(extra: object) -> dict[str, Any]:
     return extra
 
 
-def unpack(state_dict: dict[str, Any], prefix: str, linears: Sequence[str] = ("",), slots: Slots = LINEAR) -> None:
+def unpack(state_dict: dict[str, Tensor], prefix: str, linears: Sequence[str] = ("",), slots: Slots = LINEAR) -> None:
     """Replace `_extra_state` in a checkpoint by the delayed states of modules here; nothing stands for no state.
 
     `linears` are the prefixes of the modules, one for each linear of the module there. UserError if slots do not fit.
     """
     state = read(state_dict.pop(f"{prefix}_extra_state", None))
     for direction, short in PASSES.items():
-        parts: dict[str, Any] = {part: state.get(f"{part}_{short}") for part in PARTS}
-        if all(part is None for part in parts.values()):
+        saved = {part: state.get(f"{part}_{short}") for part in PARTS}
+        if all(part is None for part in saved.values()):
             continue
-        counts = {part.shape[-1] if isinstance(part, Tensor) and part.dim() else 0 for part in parts.values()}
+        parts = {part: tensor for part, tensor in saved.items() if isinstance(tensor, Tensor) and tensor.dim()}
+        counts = {parts[part].shape[-1] if part in parts else 0 for part in PARTS}
         count, *others = counts
         each = count // len(linears)
         if others or count % len(linears) or each <= max(slots[direction]):

@@ -16,7 +16,7 @@ from duotone.linear.sink import GRADIENT
 from duotone.pipeline.autograd import is_transformed
 from duotone.pipeline.op import Op, TensorInfo, info_of, require_fit, run
 from duotone.pipeline.stage import Stage
-from duotone.planned.output_buffers import PlacedGradient, PlacedOutput, check_place
+from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
 from duotone.planned.planned import Planned, holds_codes
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
@@ -26,6 +26,9 @@ from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.quantizer import quantizer_of
+
+Splits = Rows | Tensor | Sequence[int]
+"""The rows of each linear."""
 
 
 class PlannedGroup(Planned):
@@ -105,12 +108,12 @@ class PlannedGroup(Planned):
         plans = [
             plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
         ]
-        stage: Any = GroupedStage.of([LinearStage(one, GRADIENT) for one in plans], self.weights[0].shape)
+        stage = GroupedStage.of([LinearStage(one, GRADIENT) for one in plans], self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
 
-    def accept(self, stage: Any, signal: TensorInfo, extra: Sequence[Any]) -> Sequence[Any]:
+    def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
         (splits,) = extra
         if torch.compiler.is_dynamo_compiling():  # the op checks them
             splits = splits.count() if isinstance(splits, Rows) else splits
@@ -123,8 +126,15 @@ class PlannedGroup(Planned):
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
 
-    def operands(self, stage: Any, signal: TensorInfo, extra: Sequence[Any], *parameters: Any) -> Sequence[Any]:
-        (splits,), (weights, biases), dtype = extra, parameters, signal.dtype
+    def operands(
+        self,
+        stage: GroupedStage,
+        signal: TensorInfo,
+        extra: Sequence[Splits],
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> Sequence[object]:
+        (splits,), dtype = extra, signal.dtype
         if self.return_bias:
             biases = (None,) * self.num_gemms
         weights = self.whole_weights(weights)
@@ -179,7 +189,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        init_method: Callable[[Tensor], Any] | None = None,
+        init_method: Callable[[Tensor], object] | None = None,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         fuse_wgrad_accumulation: bool = False,
@@ -219,7 +229,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        m_splits: Any,
+        m_splits: Splits,
         *,
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
@@ -243,12 +253,13 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return (y, list(self.biases)) if self.return_bias else y
 
     def _run_placed(
-        self, x: Tensor, m_splits: Any, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
+        self, x: Tensor, m_splits: Splits, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
     ) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
         signal = info_of(x, self)
         stage, output, *_ = self.link(signal, first)
+        assert isinstance(stage, GroupedStage)
         if out is not None:
             check_place("out", out, x, output.dtype, (*x.shape[:-1], self.out_features))
         if dgrad_out is not None:
@@ -265,11 +276,11 @@ class GroupedLinear(PlannedGroup, nn.Module):
         if dgrad_out is None:
             rows = x.reshape(-1, x.shape[-1])[:total]
         else:
-            rows = PlacedGradient.apply(x, total, dgrad_out, counted)  # type: ignore[no-untyped-call]
+            rows = placed_gradient(x, total, dgrad_out, counted)
         y = run((self,), rows, (splits,), first, self)
         if out is None:
             return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
-        return PlacedOutput.apply(y, out, counted)  # type: ignore[no-any-return, no-untyped-call]
+        return placed_output(y, out, counted)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -323,7 +334,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
     def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
         return (self.weight,) if self.single_grouped_weight else (self.weights[member],)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         if self.all_gemms:
             theirs = set(range(self.all_gemms)).difference(range(self.first_gemm, self.first_gemm + self.num_gemms))
             for kind, i in itertools.product(("weight", "bias"), theirs):
@@ -338,11 +349,11 @@ class GroupedLinear(PlannedGroup, nn.Module):
                 state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         self._rename(destination, prefix, 0, self.first_gemm)
 
-    def _rename(self, state_dict: dict[str, Any], prefix: str, first: int, to: int) -> None:
+    def _rename(self, state_dict: dict[str, Tensor], prefix: str, first: int, to: int) -> None:
         """Move the entries of this rank's linears from the numbers `first`... to the numbers `to`..."""
         if first != to:
             for kind in ("weight", "bias"):
@@ -355,7 +366,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
 
 @torch.no_grad()
-def _packed(like: Any, members: list[Tensor]) -> Tensor:
+def _packed(like: Tensor | None, members: list[Tensor]) -> Tensor:
     """One tensor of the members, quantized as `like` is; bytes of the same formats stay as they are."""
     if not isinstance(like, QuantizedTensor):
         return torch.stack([m.dequantize() if isinstance(m, QuantizedTensor) else m for m in members])
@@ -365,7 +376,7 @@ def _packed(like: Any, members: list[Tensor]) -> Tensor:
     return whole
 
 
-def _leaves_splits(stage: Any, signal: TensorInfo) -> bool:
+def _leaves_splits(stage: GroupedStage, signal: TensorInfo) -> bool:
     """Whether row counts that lie on the device are left there."""
     return signal.device == "cuda" and stage.takes_device_splits
 

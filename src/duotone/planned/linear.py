@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import Layout, local_sizes, parallel_layout
+from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned import boundary, delayed_states, distributed_linear
@@ -52,7 +53,7 @@ class PlannedLinear(Planned):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> Any:
+    ) -> Outputs:
         """(*lead, in_features) -> (*lead, out_features). With `return_bias` the bias follows and is not added.
 
         `is_first_microbatch` keeps the planes of the weight: True encodes them, False takes the ones of before.
@@ -106,10 +107,10 @@ class PlannedLinear(Planned):
             delayed_states.save(self)
             self.forget_plans()
 
-    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         if self.saved_states and is_distributed(self._parameters.get("weight")):
             self.plans.prepare(self.recipe)  # states that `register_parameter` put aside
-        super()._save_to_state_dict(*args, **options)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def spread(self, x: "Spread") -> "Spread":
         return distributed_linear.placed(self, x).output
@@ -199,7 +200,7 @@ class Linear(PlannedLinear, nn.Linear):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("weight", "bias") and is_split(self) and name not in self._parameters:
-            return joined(self, name)
+            return joined(pieces(self, name))
         return super().__getattr__(name)
 
     def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:

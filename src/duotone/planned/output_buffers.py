@@ -1,12 +1,10 @@
 """Results in buffers of the caller: the output of a module, and the gradient of its input."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from duotone.errors import UserError
+from duotone.pipeline.autograd import with_gradient
 from duotone.tensor import QuantizedTensor
 
 
@@ -41,44 +39,40 @@ def _reach(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-class PlacedOutput(Function):
+def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
     """y (R, N), a place (*lead, N), and how many rows count, a tensor of one element, or None for all of y ->
     the place, whose rows are those of y; rows beyond stay as they are.
     """
+    count = y.shape[0]
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
-        ctx.rows, ctx.counted = y.shape[0], counted
-        rows = place.view(-1, place.shape[-1])[: y.shape[0]]
-        rows.copy_(y if counted is None else torch.where(_before(counted, rows), y, rows))
-        return place.detach()
+    def gradients(dy: Tensor) -> tuple[Tensor]:
+        rows = dy.reshape(-1, dy.shape[-1])[:count]
+        return (rows if counted is None else rows.masked_fill(~_before(counted, rows), 0),)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        rows = gradients[0].reshape(-1, gradients[0].shape[-1])[: ctx.rows]
-        return rows if ctx.counted is None else rows.masked_fill(~_before(ctx.counted, rows), 0), None, None
+    return with_gradient(lambda y: _write(y, place, counted), gradients, y)
 
 
-class PlacedGradient(Function):
+def placed_gradient(x: Tensor, count: int, place: Tensor, counted: Tensor | None) -> Tensor:
     """x (*lead, K), R, a place of x's shape, and how many rows count, likewise -> the first rows of x, (R, K).
 
     Their gradient goes to the place, whose other rows stay as they are, and the place is the gradient of x. Under
     `create_graph` the gradient of x is a new tensor with zeros there, because a graph must not be written over.
     """
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, place: Tensor, counted: Tensor | None) -> Tensor:
-        ctx.place, ctx.counted = place, counted
-        return x.reshape(-1, x.shape[-1])[:rows]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,), place = gradients, ctx.place
-        PlacedOutput.forward(ctx, gradient.detach(), place, ctx.counted)
+    def gradients(dy: Tensor) -> tuple[Tensor]:
+        placed = _write(dy.detach(), place, counted)
         if not torch.is_grad_enabled():
-            return place.detach(), None, None, None
-        left = place.numel() // place.shape[-1] - gradient.shape[0]
-        return torch.nn.functional.pad(gradient, (0, 0, 0, left)).view(place.shape), None, None, None
+            return (placed,)
+        left = place.numel() // place.shape[-1] - dy.shape[0]
+        return (torch.nn.functional.pad(dy, (0, 0, 0, left)).view(place.shape),)
+
+    return with_gradient(lambda x: x.reshape(-1, x.shape[-1])[:count], gradients, x)
+
+
+def _write(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
+    rows = place.view(-1, place.shape[-1])[: y.shape[0]]
+    rows.copy_(y if counted is None else torch.where(_before(counted, rows), y, rows))
+    return place.detach()
 
 
 def _before(counted: Tensor, rows: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +193,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         send_planes(self)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         """Delayed-scaling states that the module does not have wait for a recipe that needs them."""
         tell_shards(self._parameters.values())
         extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
@@ -204,16 +204,16 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
         send_planes(self)
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         mark_entries(destination, prefix, self._parameters)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Plans name states of this process, and a group by its name could be another one elsewhere.
         state = {name: value for name, value in super().__getstate__().items() if name != "plans"}
         return {**state, "layout": type(self.layout)("", self.layout.sequence_parallel)}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         state = {name: value for name, value in state.items() if name not in GONE}
         state["saved_states"] = state.pop("_saved", None) or state.get("saved_states", {})
         super().__setstate__(state)

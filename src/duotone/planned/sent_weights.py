@@ -6,7 +6,7 @@ Scales that span the weight are agreed on for all weights of a model in one coll
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from duotone.comm import ShardContext
 from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
+from duotone.pipeline.op import is_distributed
 from duotone.state.region import active_recipe
 from duotone.state.traced_stages import Call
 from duotone.tensor import QuantizedTensor
@@ -25,6 +26,8 @@ from duotone.tensor.shards import AnsweredShard, agree, ask, spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
 
     from duotone.planned.planned import Planned
 
@@ -52,16 +55,17 @@ def send_planes(module: "Planned") -> None:
         return
     weight = module.plans.plan(active_recipe() or module.recipe).weight
     for name, parameter in module.named_parameters(recurse=False):
-        holder: Any = parameter  # a DTensor, if it is sharded
-        shard = getattr(holder, "_local_tensor", None)
-        if shard is None or hasattr(shard, PRE) or not any(parameter is each for each in module.weights):
+        if not is_distributed(parameter) or not any(parameter is each for each in module.weights):
+            continue
+        shard = parameter._local_tensor
+        if hasattr(shard, PRE):
             continue
         if weight.quantizer.is_stochastic or any(weight.quantizer.delayed):
             raise UserError(
                 f"{module.module_name}: {weight.quantizer} does not encode a weight twice alike; use another recipe, "
                 "or quantized parameters (duotone.convert_parameters)"
             )
-        if reason := _refusal(holder, shard, weight):
+        if reason := _refusal(parameter, shard, weight):
             warnings.warn(f"{module.module_name}.{name} travels in high precision: {reason}", stacklevel=2)
             continue
         sent = SentWeight(module, shard)
@@ -69,7 +73,7 @@ def send_planes(module: "Planned") -> None:
         setattr(shard, POST, sent.after_gather)
 
 
-def _refusal(parameter: Any, shard: Tensor, weight: OperandPlan) -> str:
+def _refusal(parameter: "DTensor", shard: Tensor, weight: OperandPlan) -> str:
     """Why planes of a DTensor's shards do not travel, or ""."""
     dims = [at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     if len(dims) != 1 or not parameter.placements[dims[0]].is_shard(0) or weight.context.shard is not None:
@@ -99,7 +103,12 @@ class SentWeight:
         STEPS.register()
 
     def before_gather(
-        self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: Any
+        self,
+        mesh: "DeviceMesh",
+        outer_size: object,
+        outer_stride: object,
+        module: object,
+        mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[Tensor, ...], "SentWeight"]:
         del outer_size, outer_stride, module
         self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)

@@ -1,12 +1,13 @@
 """parameters_split: pieces of one weight become parameters that stay views of one buffer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.pipeline.autograd import with_gradient
 
 if TYPE_CHECKING:
     from duotone.planned.linear import Linear
@@ -63,29 +64,18 @@ def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
     return tuple(parameter for name in names if (parameter := module._parameters[name]) is not None)
 
 
-def joined(module: nn.Module, kind: str) -> Tensor:
-    """The whole weight or bias of pieces: a view where they still lie one after the other, else a copy."""
-    parts = pieces(module, kind)
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
     if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
-        return torch.cat(parts)
-    return Joined.apply(*parts)  # type: ignore[no-any-return]
+        return torch.cat(list(parts))
+    sizes = [part.shape[0] for part in parts]
 
+    def value(*parts: Tensor) -> Tensor:
+        first = parts[0].detach()
+        shape = (sum(sizes), *first.shape[1:])
+        return first.as_strided(shape, first.stride(), first.storage_offset()) if _adjacent(parts) else torch.cat(parts)
 
-class Joined(torch.autograd.Function):
-    """Pieces (n_i, *rest) -> (sum n_i, *rest)."""
-
-    @staticmethod
-    def forward(ctx: Any, *pieces: Tensor) -> Tensor:
-        ctx.sizes = [piece.shape[0] for piece in pieces]
-        if not _adjacent(pieces):
-            return torch.cat(pieces)
-        first = pieces[0].detach()
-        shape = (sum(ctx.sizes), *first.shape[1:])
-        return first.as_strided(shape, first.stride(), first.storage_offset())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        return tuple(gradients[0].split(ctx.sizes))
+    return with_gradient(value, lambda dy: dy.split(sizes), *parts)
 
 
 def _adjacent(pieces: Sequence[Tensor]) -> bool:

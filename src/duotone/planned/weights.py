@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace as replace_fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,7 @@ def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
     replace(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
 
 
-def mark_entries(state_dict: dict[str, Any], prefix: str, parameters: Iterable[str]) -> None:
+def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterable[str]) -> None:
     """Let code that saves a state_dict read the values of quantized parameters at their address."""
     for name in parameters:
         mark_entry(state_dict.get(prefix + name))
@@ -177,9 +177,9 @@ def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
 RECIPES = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
 
 
-def _require_same_recipe(module: Any, parameters: Iterable[Tensor | None]) -> None:
+def _require_same_recipe(module: "Planned") -> None:
     """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
-    meshes = [holder.device_mesh for holder in parameters if is_distributed(holder)]
+    meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
     answers = module.plans.answer(module.recipe) if meshes else {}
     formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
     names = [f"{module.module_name}: {module.recipe.name}", *formats]
@@ -215,10 +215,10 @@ class ShardedParameters:
             self._refuse(name)
         super().register_parameter(name, param)  # type: ignore[misc]
 
-    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+    def register_load_state_dict_post_hook(self, hook: Callable[..., object]) -> object:
         """As nn.Module. FSDP2 calls it as soon as it has replaced a parameter by its shard, which has to know so."""
         tell_shards(self._parameters.values())  # first: shards that it refuses would leave other ranks waiting
-        _require_same_recipe(self, self._parameters.values())
+        _require_same_recipe(self)  # type: ignore[arg-type]
         send_planes(self)  # type: ignore[arg-type]
         return super().register_load_state_dict_post_hook(hook)  # type: ignore[misc]
 
