@@ -16,7 +16,7 @@ def made(monkeypatch):
 
     def compile_for(self, given):
         compiled.append(given)
-        return lambda programs, stream, arguments: enqueued.append((programs, arguments))
+        return lambda programs, y, z, stream, *arguments: enqueued.append((programs, arguments)), ()
 
     monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(launch.Launch, "_compile", compile_for)

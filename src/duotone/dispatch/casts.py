@@ -39,7 +39,8 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
 
     `propagate` as of `Format.encode`.
     """
-    cast = _cast(row, col, x.dtype, propagate)
+    entry = _CASTS.get((id(row), id(col), x.dtype, propagate))
+    cast = _cast(row, col, x.dtype, propagate) if entry is None else entry[1]
     return None if cast is None or not _is_real(x) or not runs_kernels(x.get_device()) else cast
 
 

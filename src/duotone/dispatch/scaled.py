@@ -114,20 +114,22 @@ class ScaledProduct(GemmRule):
         if 0 in (rows, cols, a.shape[1]):
             return _empty_product(a, b, out_dtype, bias)
         left, right = _codes(a, 0, STEP), _codes(b, -cols % STEP, STEP)
-        scale_a, scale_b, kind = self._scales(a, b, rows, right.shape[0])
-        fused = _takes_bias(bias, cols, out_dtype)
-        direct = bias is None or fused
+        scale_a, scale_b, per_row = self._scales(a, b, rows, right.shape[0])
+        fused = bias is not None and _takes_bias(bias, cols, out_dtype)
+        dtype = out_dtype if bias is None or fused else torch.float32
+        if dtype is not torch.bfloat16:
+            dtype = dtype_of_product(dtype, per_row, scales_rows_to_fp32(left.get_device()))
         y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
             left,
             right.t(),
             scale_a=scale_a,
-            scale_b=scale_b.t(),
+            scale_b=scale_b.t() if per_row else scale_b,
             bias=bias if fused else None,
-            out_dtype=dtype_of_product(
-                out_dtype if direct else torch.float32, kind == ROW, scales_rows_to_fp32(left.get_device())
-            ),
+            out_dtype=dtype,
             use_fast_accum=self.fast,
         )
+        if y.dtype is out_dtype and right.shape[0] == cols and (bias is None or fused):
+            return y
         return _cut(y, cols, out_dtype, None if fused else bias)
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
@@ -135,7 +137,8 @@ class ScaledProduct(GemmRule):
         if cublas_writes(a.parts["codes"], out) and a.shape[1]:
             from duotone.kernels.cublas import Side, multiply
 
-            scale_a, scale_b, kind = self._scales(a, b, rows, cols)
+            scale_a, scale_b, per_row = self._scales(a, b, rows, cols)
+            kind = ROW if per_row else TENSOR
             left, right = Side(_codes(a, 0, STEP), scale_a, kind), Side(_codes(b, 0, STEP), scale_b, kind)
             if multiply(left, right, out, self.fast, adds):
                 return
@@ -182,12 +185,12 @@ class ScaledProduct(GemmRule):
     ) -> list[Tensor | None]:
         return products.columns_into(a, b, segments, self.fast, places)
 
-    def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, Block]:
-        """Decode scales, both of one element (TENSOR) or (rows, 1) and (cols, 1) (ROW)."""
+    def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, bool]:
+        """Decode scales, both of one element or, True, (rows, 1) and (cols, 1)."""
         scale_a, scale_b = a.parts["scale"], b.parts["scale"]
         if a.format.block.rows == b.format.block.rows == 0:
-            return scale_a, scale_b, TENSOR
-        return _per_row(scale_a, rows), _per_row(scale_b, cols), ROW
+            return scale_a, scale_b, False
+        return _per_row(scale_a, rows), _per_row(scale_b, cols), True
 
 
 class BlockScaledProduct(GemmRule):
@@ -214,7 +217,7 @@ class BlockScaledProduct(GemmRule):
         more = -a.shape[0] % STEP if a.format.block.rows == 1 else 0
         left, right = _codes(a, more, BLOCK), _codes(b, -cols % STEP, BLOCK)
         scales = _block_scales(a, left.shape[0]), _block_scales(b, right.shape[0])
-        fused = _takes_bias(bias, cols, out_dtype)
+        fused = bias is not None and _takes_bias(bias, cols, out_dtype)
         direct = out_dtype is torch.bfloat16 and (bias is None or fused)
         dtype = out_dtype if direct else torch.float32
         multiply = _block_mm if not torch.compiler.is_dynamo_compiling() else torch.ops.duotone.block_mm
@@ -235,9 +238,9 @@ class BlockScaledProduct(GemmRule):
         super().run_into(a, b, out, adds)
 
 
-def _takes_bias(bias: Tensor | None, cols: int, out_dtype: torch.dtype) -> bool:
+def _takes_bias(bias: Tensor, cols: int, out_dtype: torch.dtype) -> bool:
     """Whether the product adds the bias, which it does before it rounds."""
-    return bias is not None and out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
+    return out_dtype is bias.dtype is torch.bfloat16 and not cols % STEP
 
 
 def _cut(y: Tensor, cols: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.launch import kernel
+from duotone.kernels.launch import allocator, kernel
 
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
@@ -126,7 +126,7 @@ def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
     """fp32 (P,), P at most PARTIALS: partial amaxes of contiguous `x`. NaN counts as 0, or with `nan` as infinite."""
     count = x.numel()
     programs = min(-(-count // CHUNK), PARTIALS)
-    partial = torch.empty(programs, dtype=torch.float32, device=x.device)
+    partial = allocator(x)((programs,), (1,), torch.float32)
     _TENSOR[nan](programs, (x, partial), (count,))
     return partial
 

@@ -5,6 +5,7 @@ A plane's scale is given (delayed), follows from amaxes taken before (per tensor
 """
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from duotone.formats import ScaleCodec
 from duotone.formats.geometry import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
-from duotone.kernels.elements import ELEMENTS, is_packed, is_small
-from duotone.kernels.launch import Constants, Launch
+from duotone.kernels.elements import E2M1, ELEMENTS
+from duotone.kernels.launch import Constants, Launch, allocator
 from duotone.kernels.scaling import CODECS, HIDES
 from duotone.kernels.tile_scales import ABSENT, BLOCK, LINE, OUTSIDE, SHARED, TENSOR
 from duotone.kernels.tiles import cast_kernel
@@ -39,6 +40,17 @@ class PlaneSpec(NamedTuple):
     is_delayed: bool
 
 
+class Buffers(NamedTuple):
+    """Sizes and strides of the codes, uint8, and of the scales of a plane."""
+
+    codes: tuple[int, int]
+    codes_stride: tuple[int, int]
+    scale: tuple[int, ...]
+    scale_stride: tuple[int, ...]
+    dtype: torch.dtype
+    """That of scales."""
+
+
 LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
 """Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
 
@@ -48,6 +60,9 @@ ACTIVATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 2), BLOCKED: (128, 128, 4)}
 GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
 """Those of gated gradients, two tiles to a program."""
 
+
+SHAPES = 1024
+"""How many shapes a cast remembers."""
 
 Scales = tuple[Tensor | None, Tensor | None]
 MaybeParts = dict[str, Tensor] | None
@@ -64,10 +79,11 @@ class Cast:
         self.sources = _source(row), SHARED.value if shared else _source(col)
         self.needs_amax, self.needs_lines = TENSOR.value in self.sources, LINE.value in self.sources
         self.shares_scale = shared and self.sources[0] != BLOCK.value
+        self.is_random = False
         self.marks = propagate and OUTSIDE.value in self.sources
         self.tile = _tile(self.sources, row, col)
         self.floats = *_limits(row), *_limits(col)
-        self._launches: dict[tuple[bool, bool, tuple[int, int]], Launch] = {}
+        self._bound, self._prepared = cache(self._bind), lru_cache(maxsize=SHAPES)(self._prepare)
 
     def __call__(
         self,
@@ -75,13 +91,23 @@ class Cast:
         scales: Scales = (None, None),
         live: Tensor | None = None,
         shard: Shard | None = None,
+        amax: Tensor | None = None,
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K). `scales` are those of delayed planes, fp32 (1,).
 
         `live`, the bits of an fp32 amax as int32 (1,), becomes that of x if this is larger. If x is a shard,
-        amaxes of the sharded dimension are those of all shards.
+        amaxes of the sharded dimension are those of all shards. `amax` are partial amaxes of x, if they are known.
         """
-        return self._of(x, tensor_amax(x) if self.needs_amax else None, scales, live, shard)
+        count = 0
+        if self.needs_amax:
+            amax = tensor_amax(x) if amax is None else amax
+            scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
+        if self.needs_lines:
+            scales = self._with(scales, LINE.value, *line_amax(x))
+        if shard is not None:
+            scales = of_shards(shard, self.sources, scales, x.shape)
+            count = min(count, 1)
+        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
     def produced(
         self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
@@ -93,31 +119,13 @@ class Cast:
         amax = None
         if self.needs_amax and producer.norm is None:
             amax = torch.zeros(1, dtype=torch.int32, device=producer.x.device)
-            return self._of(materialize(producer, amax), amax.view(torch.float32), scales, live)
+            return self(materialize(producer, amax), scales, live, amax=amax.view(torch.float32))
         if self.needs_amax:
             amax = producer.norm.measure_amax()
         elif producer.norm is not None:
             producer.norm.measure()
         scales, count = self._with(scales, TENSOR.value, amax, amax), 0 if amax is None else amax.numel()
         return self._enqueue(producer.tensors, producer.shape, (producer.what, producer.act), (*scales, live), count)
-
-    def _of(
-        self,
-        x: Tensor,
-        amax: Tensor | None,
-        scales: Scales,
-        live: Tensor | None,
-        shard: Shard | None = None,
-    ) -> tuple[MaybeParts, MaybeParts]:
-        """The planes of x from its partial amaxes, if those are needed."""
-        scales = self._with(scales, TENSOR.value, amax, amax)
-        if self.needs_lines:
-            scales = self._with(scales, LINE.value, *line_amax(x))
-        count = 0 if amax is None else amax.numel()
-        if shard is not None:
-            scales = of_shards(shard, self.sources, scales, x.shape)
-            count = min(count, 1)
-        return self._enqueue((x, None, *NO_NORM), x.shape, (NOTHING.value, 0), (*scales, live), count)
 
     def _fits(self, producer: FusedProducer) -> bool:
         """Whether no tile lies in both halves of a gated gradient."""
@@ -137,24 +145,33 @@ class Cast:
         count: int,
     ) -> tuple[MaybeParts, MaybeParts]:
         m, k = shape
-        x = inputs[0]
-        assert x is not None
+        launch, programs, of_row, of_col = self._prepared(m, k, sources[2] is not None, what)
         row = col = row_codes = row_scale = col_codes = col_scale = None
-        if self.row is not None:
-            row_codes, row_scale = _empty(self.row, x, m, k)
+        assert inputs[0] is not None
+        empty = allocator(inputs[0])
+        if of_row is not None:
+            size, stride, *of_scale = of_row
+            row_codes, row_scale = empty(size, stride, torch.uint8), empty(*of_scale)
             row = {"codes": row_codes, "scale": row_scale}
-        if self.col is not None:
-            col_codes, col_scale = _empty(self.col, x, k, m, row_scale if self.shares_scale else None)
+        if of_col is not None:
+            size, stride, *of_scale = of_col
+            col_codes, col_scale = (
+                empty(size, stride, torch.uint8),
+                row_scale if self.shares_scale else empty(*of_scale),
+            )
             col = {"codes": col_codes, "scale": col_scale}
-        tm, tk, _ = tile = self._tile_for(what[0])
-        variant = (not (m % tm or k % tk), sources[2] is not None, what)
-        launch = self._launches.get(variant)
-        if launch is None:
-            launch = self._launches[variant] = self._bind(*variant, tile)
         tensors = (*inputs, row_codes, row_scale, col_codes, col_scale, *sources)
-        wide = k // 2 if what[0] == GATED_SLOPE.value else k
-        launch(-(-m // tm) * -(-wide // tk), tensors, (m, k, count), self.floats)
+        launch(programs, tensors, (m, k, count), self.floats)
         return row, col
+
+    def _prepare(
+        self, m: int, k: int, record: bool, what: tuple[int, int]
+    ) -> tuple[Launch, int, Buffers | None, Buffers | None]:
+        """The launch for a matrix of this shape, its programs, and what it writes."""
+        tm, tk, _ = tile = self._tile_for(what[0])
+        launch = self._bound(not (m % tm or k % tk), record, what, tile)
+        wide = k // 2 if what[0] == GATED_SLOPE.value else k
+        return launch, -(-m // tm) * -(-wide // tk), _buffers(self.row, m, k), _buffers(self.col, k, m)
 
     def _tile_for(self, what: int) -> tuple[int, int, int]:
         if what in (NOTHING.value, NORMED.value):
@@ -172,7 +189,7 @@ class Cast:
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
         # Masks, the statistics of norms, and elements that the hardware does not convert to take registers.
-        small = any(is_small(ELEMENTS[spec.element]) for spec in (self.row, self.col) if spec is not None)
+        small = any(isinstance(spec.element, str) for spec in (self.row, self.col) if spec is not None)
         return cast_kernel.bind(constants, 2 * warps if small or not even or what[0] == NORMED.value else warps)
 
 
@@ -234,17 +251,14 @@ def _limits(spec: PlaneSpec | None) -> tuple[float, float, float]:
     return (1.0, 1.0, 0.0) if spec is None else (spec.largest, spec.overflow, spec.epsilon)
 
 
-def _empty(spec: PlaneSpec, x: Tensor, m: int, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Codes and, unless given, scales of a plane (M, K); those of a column of 1 x C blocks lie together."""
-    device = x.device
-    width = -(-k // 2) if is_packed(ELEMENTS[spec.element]) else k
-    codes = torch.empty(m, width, dtype=torch.uint8, device=device)
-    if scale is not None:
-        return codes, scale
+def _buffers(spec: PlaneSpec | None, m: int, k: int) -> Buffers | None:
+    """Those of a plane (M, K); scales of a column of 1 x C blocks lie together."""
+    if spec is None:
+        return None
+    width = -(-k // 2) if ELEMENTS[spec.element] == E2M1.value else k
     dtype = torch.uint8 if spec.codec is ScaleCodec.E8M0 else torch.float32
     if spec.rows == 0:
-        return codes, torch.empty(1, dtype=dtype, device=device)
+        return Buffers((m, width), (width, 1), (1,), (1,), dtype)
     down, across = -(-m // spec.rows), -(-k // spec.cols) if spec.cols else 1
-    if spec.rows == 1 and across > 1:
-        return codes, torch.empty(across, down, dtype=dtype, device=device).t()
-    return codes, torch.empty(down, across, dtype=dtype, device=device)
+    stride = (1, down) if spec.rows == 1 and across > 1 else (across, 1)
+    return Buffers((m, width), (width, 1), (down, across), stride, dtype)

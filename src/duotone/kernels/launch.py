@@ -4,6 +4,8 @@ Triton's own call binds, types and hashes every argument each time, about 20 us;
 """
 
 from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Protocol
 
 import torch
 import triton
@@ -39,7 +41,7 @@ class Launch:
 
     def __init__(self, function: JITFunction[object], options: Constants, constants: int) -> None:
         self.function, self.options = function, options
-        self._compiled: dict[tuple[object, ...], Callable[..., None]] = {}
+        self._compiled: dict[tuple[object, ...], Compiled] = {}
         self._nothing = (None,) * constants
 
     def __call__(
@@ -61,36 +63,59 @@ class Launch:
                 *descriptors, *tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options
             )
             return None
-        addresses, joint = [], 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            joint |= address or 0
-        # What Triton specializes on: integers that are 1, divisible by 16, or wider than 31 bits.
-        hints = [n if n == 1 else (n & 15 == 0) + 2 * (n >> 31 == 0) + 4 for n in integers]
+        addresses, joint = [None if tensor is None else tensor.data_ptr() for tensor in tensors], 0
+        for address in addresses:
+            if address is not None:
+                joint |= address
         aligned = joint & 15 == 0 or tuple([address is None or address & 15 == 0 for address in addresses])
-        key = (first.dtype, aligned, index, *hints)
-        launch = self._compiled.get(key)
-        if launch is None:
-            launch = self._compiled[key] = self._compile((*descriptors, *tensors, *integers, *floats))
+        key = first.dtype, aligned, index, _specialized(*integers)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile((*descriptors, *tensors, *integers, *floats))
+        enqueue, of_kernel = compiled
         stream = torch._C._cuda_getCurrentRawStream(index)
-        launch(programs, stream, (*descriptors, *addresses, *integers, *floats, *self._nothing))
+        arguments = *descriptors, *addresses, *integers, *floats, *self._nothing
+        enqueue(programs, 1, 1, stream, *of_kernel, *arguments)
         return None
 
-    def _compile(self, arguments: tuple[object, ...]) -> Callable[..., None]:
+    def _compile(self, arguments: tuple[object, ...]) -> "Compiled":
         binary = self.function.run(*arguments, grid=(1,), warmup=True, **self.options)
         launcher = binary.run  # loads the binary, and so goes before `function`
-        handle, metadata = binary.function, binary.packed_metadata
-        enqueue, needs_scratch = launcher.launch, launcher.global_scratch_size or launcher.profile_scratch_size
-        modes = launcher.launch_cooperative_grid, launcher.launch_pdl
+        handle, metadata, hooks = binary.function, binary.packed_metadata, (None, None, None)
+        if launcher.global_scratch_size or launcher.profile_scratch_size:
+            return launcher, (handle, metadata, *hooks)
+        modes, no_scratch = (launcher.launch_cooperative_grid, launcher.launch_pdl), (None, None)
+        return launcher.launch, (handle, *modes, *no_scratch, metadata, *hooks)
 
-        def directly(programs: int, stream: int, arguments: tuple[object, ...]) -> None:
-            enqueue(programs, 1, 1, stream, handle, *modes, None, None, metadata, None, None, None, *arguments)
 
-        def with_scratch(programs: int, stream: int, arguments: tuple[object, ...]) -> None:
-            launcher(programs, 1, 1, stream, handle, metadata, None, None, None, *arguments)
+Compiled = tuple[Callable[..., None], tuple[object, ...]]
+"""What enqueues a compiled kernel, and its arguments between the stream and those of the kernel."""
 
-        return with_scratch if needs_scratch else directly
+
+@lru_cache(maxsize=4096)
+def _specialized(*integers: int) -> tuple[int, ...]:
+    """What Triton specializes on: integers that are 1, divisible by 16, or wider than 31 bits."""
+    return tuple([n if n == 1 else (n & 15 == 0) + 2 * (n >> 31 == 0) + 4 for n in integers])
+
+
+class Allocate(Protocol):
+    """An uninitialised tensor of this size, these strides and this dtype."""
+
+    def __call__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, /) -> Tensor: ...
+
+
+def allocator(x: Tensor) -> Allocate:
+    """Allocates on the device of `x`. On the current CUDA device as compiled code does, in half of the time."""
+    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
+        return _empty_cuda
+    return partial(_empty_on, x.device)
+
+
+_empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def _empty_on(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def kernel(

@@ -110,7 +110,7 @@ class LinearStage(Stage):
         return y if like.dim() == 2 else with_lead(y, like), saved
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs, *extra: Tensor) -> Gradients:
-        flat = as_matrix(dy)
+        flat = dy if dy.dim() == 2 else as_matrix(dy)
         return self.differentiate(flat, self.plan.gradient.encode(flat, saved[2][0]), dy, saved, needs)
 
     def differentiate(
@@ -127,9 +127,13 @@ class LinearStage(Stage):
         del dy_planes  # the memory of each plane is free as soon as its product is done
         dx = dw = db = None
         if saved_w is not None and row is not None:
-            row = layout.gather_grad(row, 0)
+            if layout.exchanges:
+                row = layout.gather_grad(row, 0)
             dx = plan.dgrad.rule.run(row, plan.weight.backward.restore(saved_w.materialize(), like.dtype), like.dtype)
-            dx = with_lead(layout.reduce_grad_input(dx), like)
+            if layout.exchanges:
+                dx = layout.reduce_grad_input(dx)
+            if like.dim() != 2:
+                dx = with_lead(dx, like)
         del row
         if saved_x is not None and col is not None and needs_weight:
             dw = self.sink.take(WeightGradient(self, col, saved), like)
@@ -169,8 +173,10 @@ class WeightGradient:
     def _operands(self, dtype: torch.dtype) -> tuple[Plane, Plane]:
         plan, layout = self.stage.plan, self.stage.plan.layout
         backward, saved = plan.input.backward, self.saved[0].materialize()
-        col = layout.gather_grad(self.dy, 1)
-        return col, backward.restore(layout.gather_input(saved, backward.token_dim), dtype)
+        col = self.dy
+        if layout.exchanges:
+            col, saved = layout.gather_grad(col, 1), layout.gather_input(saved, backward.token_dim)
+        return col, backward.restore(saved, dtype)
 
 
 def record(context: QuantizeContext, x: Tensor) -> None:

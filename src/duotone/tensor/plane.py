@@ -167,7 +167,7 @@ def encode_once(
     cast = one_read(row, col, x, ctx.propagate)
     if cast is None:
         return None
-    seed = _seed(row, col, x, ctx)
+    seed = _seed(row, col, x, ctx) if cast.is_random else ()
     if seed is None:
         return None
     scale = live = None
