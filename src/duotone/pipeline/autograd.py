@@ -36,6 +36,7 @@ class PipelineContext(FunctionCtx):
     counts: list[int]  # of things that each basic stage saved
     extra: int  # outputs after y
     shells: list[Shell]
+    _duotone_around: list[FunctionCtx]  # see `state.frames`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
 
@@ -48,6 +49,8 @@ class Backward(NamedTuple):
 
     stages: Stages
     again: "Exact | Refused | None" = None
+    alone: bool = False
+    """Whether the forward is not part of that of another autograd.Function."""
 
 
 class PipelineFunction(torch.autograd.Function):
@@ -55,6 +58,8 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+        if backward.alone:
+            ctx._duotone_around = []
         saved: list[object] = []
         counts: list[int] = []
         outputs: list[Tensor] = []

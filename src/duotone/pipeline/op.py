@@ -19,6 +19,7 @@ from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.state.rolling import roll_after
+from duotone.state.torch_private import is_forward_grad_enabled
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.quantizer import quantizer_of
 
@@ -214,7 +215,7 @@ def run(
     if torch.compiler.is_dynamo_compiling():
         forward, backward, rolls, apply = stages, Backward(stages), False, PipelineFunction.apply
     else:
-        forward, backward, rolls = _rewritten(stages, owner.__dict__)
+        forward, backward, rolls = _rewritten(stages, owner.__dict__, is_forward_grad_enabled())
         apply = RUNNER.apply
         if is_transformed():
             assert backward.again is not None
@@ -274,15 +275,18 @@ REMEMBERED = 64
 """Tuples of stages that a module remembers the rewritten form of; plans that were forgotten leave some behind."""
 
 
-def _rewritten(stages: tuple[Stage, ...], owner: dict[str, Any]) -> tuple[tuple[Stage, ...], Backward, bool]:
+def _rewritten(
+    stages: tuple[Stage, ...], owner: dict[str, Any], alone: bool
+) -> tuple[tuple[Stage, ...], Backward, bool]:
     """The stages of forward, the backward, and whether delayed scales of forward have nothing else to roll them."""
     cache: Rewritten = owner.setdefault("_rewritten", Rewritten())
-    key = (RULES.version, *stages)
+    key = (RULES.version, alone, *stages)
     entry = cache.get(key)
     if entry is None:
         if len(cache) >= REMEMBERED:
             cache.clear()
         forward, backward = rewrite(stages)
         again = second_order(stages, owner.get("module_name", ""))
-        entry = cache[key] = forward, Backward(backward, again), any(stage.rolls_forward_alone for stage in stages)
+        rolls = any(stage.rolls_forward_alone for stage in stages)
+        entry = cache[key] = forward, Backward(backward, again, alone), rolls
     return entry

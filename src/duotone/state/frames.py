@@ -11,7 +11,7 @@ microbatches and nested frames stay apart. Outside of frames nothing is kept.
 """
 
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from duotone.errors import UserError
 from duotone.state import torch_private
 from duotone.state.torch_private import is_forward_grad_enabled, top_saved_hooks
 
-NAME = "_duotone_record"
+NAME, AROUND = "_duotone_record", "_duotone_around"
 
 
 class Record:
@@ -79,7 +79,7 @@ def remember(key: Hashable, value: object) -> None:
 
 def is_trace_recomputed() -> bool:
     """In a trace: whether a checkpoint inside or outside of the graph runs again what is traced now."""
-    return torch_private.is_graph_recomputed() or next(_forward_holders(), None) is not None
+    return torch_private.is_graph_recomputed() or bool(_forward_holders())
 
 
 def recomputed() -> Record | None:
@@ -103,19 +103,42 @@ def recomputed() -> Record | None:
     return None
 
 
-def _forward_holders() -> Iterator[object]:
+def _forward_holders() -> list[object]:
     """The objects of all frames that run their forward: by the stack of hooks, and by Python's stack."""
-    for pack in _pack_hooks():
+    holders: list[object] = []
+    for pack in _pack_hooks() if top_saved_hooks(True) is not None else ():
         if getattr(pack, "__qualname__", "") == torch_private.PACK_HOOK:
-            yield dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))["frame"].cell_contents
-    if is_forward_grad_enabled():
-        return
-    frame: FrameType | None = sys._getframe(1)
+            cells = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))
+            holders.append(cells["frame"].cell_contents)
+    return holders if is_forward_grad_enabled() else [*holders, *_contexts()]
+
+
+def _contexts() -> list[FunctionCtx]:
+    """The contexts of every autograd.Function whose forward runs, except compiled ones.
+
+    The innermost of all remembers those around it, so that a forward walks up Python's stack once.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and (ctx := _ctx_of(frame)):
+            around: list[FunctionCtx] | None = getattr(ctx, AROUND, None)
+            if around is None:
+                around = _contexts_above(frame.f_back)
+                setattr(ctx, AROUND, around)
+            return around if torch_private.COMPILED in code.co_filename else [ctx, *around]
+        frame = frame.f_back
+    return []
+
+
+def _contexts_above(frame: FrameType | None) -> list[FunctionCtx]:
+    contexts: list[FunctionCtx] = []
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and torch_private.COMPILED not in code.co_filename and (ctx := _ctx_of(frame)):
-            yield ctx
+            contexts.append(ctx)
         frame = frame.f_back
+    return contexts
 
 
 def _pack_hooks() -> list[Any]:

@@ -23,15 +23,17 @@ class RollTable:
 
 def roll_all(states: Iterable[DelayedState]) -> None:
     """End a step of every state: one launch for all that share a history rule and a device and have a kernel."""
-    batches: dict[tuple[History, torch.device], list[DelayedState]] = {}
+    batches: dict[tuple[History, int], list[tuple[DelayedState, RollTable]]] = {}
     for state in states:
-        if history.has_kernel(state.amax_history, state.history):
-            batches.setdefault((state.history, state.amax_history.device), []).append(state)
+        amaxes, parameters = state._buffers["amax_history"], state.history  # past nn.Module's slow look-up
+        assert amaxes is not None
+        if history.has_kernel(amaxes, parameters):
+            batches.setdefault((parameters, amaxes.get_device()), []).append((state, _table_of(state)))
         else:
             state.roll()
     for (parameters, _), batch in batches.items():
-        before = _roll_in_one_kernel(parameters, [_table_of(state) for state in batch])
-        for state, past in zip(batch, before.split([state.scale.numel() for state in batch]), strict=True):
+        before = _roll_in_one_kernel(parameters, [table for _, table in batch])
+        for (state, _), past in zip(batch, before.split([len(state.largest) for state, _ in batch]), strict=True):
             state.end_step(past)
 
 
@@ -54,7 +56,7 @@ def _table_of(state: DelayedState) -> RollTable:
     """The table of one state, kept until one of its buffers moves. UserError if a capture comes before it."""
     from duotone.kernels.roll import addresses
 
-    buffers = (state.amax_history, state.scale, state.events)
+    buffers = [buffer for buffer in state._buffers.values() if buffer is not None]
     key = (*[buffer.data_ptr() for buffer in buffers], *state.largest, state.history.margin)
     if state.roll_table is None or state.roll_table[0] != key:
         if is_capturing():
@@ -63,5 +65,6 @@ def _table_of(state: DelayedState) -> RollTable:
                 "and backward before the capture, as torch.cuda.make_graphed_callables does by itself"
             )
         limits = history.limits(tuple(state.largest), state.history.margin, state.scale.device)
-        state.roll_table = key, RollTable(addresses(*buffers), limits)
+        where = addresses(state.amax_history, state.scale, state.events)
+        state.roll_table = key, RollTable(where, limits)
     return state.roll_table[1]

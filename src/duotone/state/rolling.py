@@ -45,8 +45,9 @@ class Pending:
 
     def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool) -> None:
         """A slot of the state was opened, a `backward` slot or not, while a backward is `running` or not."""
-        self.forget_failed()
-        if running:
+        if self.end is not None:
+            self.forget_failed()
+        if running and self.end is None:
             self.schedule()
         if recorded:
             region = None if running or backward else outermost_region()
@@ -67,11 +68,10 @@ class Pending:
 
     def schedule(self) -> None:
         """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
-        if self.end is None:
-            end = EndOfBackward(self)
-            torch_private.queue_callback(end)
-            self.end = weakref.ref(end)
-            self.has_backwards = True
+        end = EndOfBackward(self)
+        torch_private.queue_callback(end)
+        self.end = weakref.ref(end)
+        self.has_backwards = True
 
     def end_of_backward(self) -> None:
         self.end = None
@@ -154,7 +154,8 @@ def roll_after(gradient: Tensor) -> None:
     """A hook for the output of a module whose gradient is not delayed, so that no slot of its backward schedules."""
     waiting = pending()
     waiting.forget_failed()
-    waiting.schedule()
+    if waiting.end is None:
+        waiting.schedule()
 
 
 def roll(recorded: Recorded) -> None:
@@ -163,7 +164,8 @@ def roll(recorded: Recorded) -> None:
     Raises UserError on all ranks of a group, before any state moves, if they did not record the same states.
     """
     records = sorted(recorded)  # equal sets come in one order, and so share a table of what rolls together
-    living = {record.state: STATES[record.state] for record in records if record.state in STATES}
+    states = {number: STATES.get(number) for number in dict.fromkeys(record.state for record in records)}
+    living = {number: state for number, state in states.items() if state is not None}
     members: dict[str, list[DelayedState]] = {}
     for group in sorted({record.group for record in records if record.group and record.state in living}):
         states = [living[record.state] for record in records if record.group == group and record.state in living]

@@ -74,7 +74,7 @@ def in_pipeline(methods: frozenset[str]) -> bool:
 
 def is_capturing() -> bool:
     """Whether the current stream captures a CUDA graph. torch's own question raises without a driver."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
 
 
 def mark_effect(op: str) -> None:
