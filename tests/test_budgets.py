@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 34778
+LIBRARY_LINES = 35195
 TOOL_LINES = 7467
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2280, 21, 0),
+    "attention": (2317, 21, 0),
     "cli": (1536, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2439, 7, 0),
     "conversion": (2715, 30, 0),
-    "dispatch": (2652, 1, 0),
+    "dispatch": (2740, 1, 0),
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
     "integrations": (614, 32, 0),
-    "kernels": (3886, 0, 0),
+    "kernels": (4178, 0, 0),
     "lab": (3669, 19, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import duotone
 from bench.timing.case import Candidate, Case, Settings, Shape, Subject, Work, require_multiple, written
 from bench.timing.duel import clock_for
-from duotone.dispatch.attention import FORWARD_KERNEL
+from duotone.dispatch.attention import KERNEL
 from duotone.errors import UserError
 from duotone.recipes import Recipe
 
@@ -89,7 +89,7 @@ def of_kernel(heads: Heads, shape: Shape, tiles: tuple[int, int, int]) -> Work:
     scale = shape[-1] ** -0.5
 
     def call() -> object:
-        return attention.attend(operands, scales, None, scale, True, True, torch.bfloat16, tiles)
+        return attention.attend(operands, scales, None, (scale, True, True, torch.bfloat16), tiles)
 
     return Work(call, amount=flops(shape, 2))
 
@@ -117,7 +117,7 @@ def candidates(settings: Settings, shape: Shape, trains: bool) -> list[Candidate
         for recipe in settings.recipes
     ]
     kernels = [
-        Candidate(f"{FORWARD_KERNEL} kernel, {written(tiles)}", lambda tiles=tiles: of_kernel(heads, shape, tiles))
+        Candidate(f"{KERNEL} kernel, {written(tiles)}", lambda tiles=tiles: of_kernel(heads, shape, tiles))
         for tiles in TILES
         if settings.device == "cuda" and not trains
     ]

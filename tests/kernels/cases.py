@@ -19,6 +19,7 @@ from duotone.kernels import (
     adamw,
     amax,
     attention,
+    attention_backward,
     cast,
     decode,
     decode_nvfp4,
@@ -29,6 +30,7 @@ from duotone.kernels import (
     rows,
     segment_cast,
 )
+from duotone.kernels.attention_backward import BackwardOperands, Operand, Weights
 from duotone.kernels.launch import Launch
 
 
@@ -390,12 +392,38 @@ def attend(heads: int, groups: int, width: int, causal: bool, fast: bool, delaye
     codes, p_scale = (q, k, k.view(groups, width, 2, 4096)), one if delayed else None
     name = f"attention of width {width}{', causal' * causal}{', fast' * fast}{', delayed' * delayed}"
     scales = one, one, one
-    return launched(name, lambda: attention.attend(codes, scales, p_scale, 0.125, causal, fast, torch.bfloat16))
+    return launched(name, lambda: attention.attend(codes, scales, p_scale, (0.125, causal, fast, torch.bfloat16)))
+
+
+def differentiate(name: str, width: int, causal: bool, fast: bool, mix: str, ds: torch.dtype | None) -> list[Case]:
+    """Attention's backward over 4096 tokens, with these products in FP8."""
+    kind, heads, groups = torch.float8_e4m3fn, 32, 8
+    one = torch.ones(1)
+
+    def operand(product: str, count: int, over_tokens: bool = False) -> Operand:
+        shape = (count, width, 2, 4096) if over_tokens and product in mix.split() else (2, 4096, count, width)
+        return Operand(torch.empty(shape, dtype=kind if product in mix.split() else torch.bfloat16), one)
+
+    operands = BackwardOperands(
+        q_row=operand("S", heads), q_col=operand("dK", heads, True), k_row=operand("S", groups),
+        k_col=operand("dQ", groups, True), v_row=operand("dP", groups), do_row=operand("dP", heads),
+        do_col=operand("dV", heads, True), out=Operand(torch.empty(2, 4096, heads, width, dtype=kind), one),
+    )  # fmt: skip
+    weights = Weights(kind if "dV" in mix else None, ds, None, one if "delayed" in name else None)
+    options = 0.125, causal, fast, torch.bfloat16
+    logs = torch.empty(2, heads, 4096)
+    _, *cases = launched(name, lambda: attention_backward.differentiate(operands, weights, logs, options))
+    named = zip(("dV", "dK", "dQ"), cases, strict=True)
+    return [replace(case, name=f"attention, {what} of width {width}, {name}") for what, case in named]
 
 
 CASES += [
     *attend(32, 8, 128, True, True, False),
     *attend(32, 8, 128, True, False, True),
     *attend(16, 16, 64, False, True, False),
+    *launched("attention, D", lambda: attention_backward.deltas(*[Operand(torch.empty(2, 4096, 32, 128), None)] * 2)),
+    *differentiate("S and dV in FP8", 128, True, True, "S dV", None),
+    *differentiate("all in FP8, delayed", 128, True, True, "S dV dP dQ dK", torch.float8_e5m2),
+    *differentiate("high precision", 64, False, False, "", None),
 ]
 CASES += launched("census of a matrix", lambda: amax.tensor_census(matrix(256, 512)))

@@ -38,7 +38,7 @@ def checks(everything: bool) -> Check:
         (qc, qs, qv), (kc, ks, kv), (vc, vs, vv) = map(encoded, (q, k, v))
         columns = vc.permute(2, 3, 0, 1).contiguous()
         codes, scales = (qc, kc, columns), (qs, ks, vs)
-        out, lse = attention.attend(codes, scales, None, width**-0.5, causal, True, torch.float32, TILES)
+        out, lse = attention.attend(codes, scales, None, (width**-0.5, causal, True, torch.float32), TILES)
         blocks = Blocks(width**-0.5, causal, 0.0, None, None, torch.float32)
         heads5 = (x.permute(0, 2, 1, 3).unflatten(1, (groups, -1)) for x in (qv, kv, vv))
         same, logs = attend(*heads5, blocks, TileOperand(Quantizer(E4M3, E4M3), limit=1.0), None)

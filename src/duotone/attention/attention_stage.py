@@ -14,6 +14,7 @@ from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differ
 from duotone.attention.head_planes import HeadOperand, TileOperand
 from duotone.attention.heads import from_heads, to_heads, token_axis
 from duotone.dispatch import attention
+from duotone.dispatch.attention import KERNEL, AttentionProblem, Options, Rounding
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
@@ -76,10 +77,11 @@ class AttentionStage(Stage):
     dropout: float
     tracks: bool
     is_stochastic: bool
-    runs_kernel: bool
-    """Whether calls without a mask run forward in the FP8 kernel, and `runs_backward_kernel` backward in torch's."""
+    problem: AttentionProblem
+    """Decides what runs calls without a mask, by `forward_kernel` and `backward_kernel`; "" are blocks of keys."""
 
-    runs_backward_kernel: bool
+    forward_kernel: str
+    backward_kernel: str
     fast: bool
     layout: str
     groups: int
@@ -113,7 +115,8 @@ class AttentionStage(Stage):
         if not self.tracks:
             return y, ()
         saved_out = self.out.encode(out, ROWWISE, seed)
-        flat = [plane for each in (*planes, saved_out) for plane in each]
+        # Backward reads one plane of value: the columnwise one serves the product of forward alone.
+        flat = [plane for each in (*planes[:2], planes[2][:1], saved_out) for plane in each]
         return y, (*flat, lse, seen, (sizes,), (seed,), (row_scale if col_scale is None else col_scale,))
 
     def _encode(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
@@ -143,16 +146,13 @@ class AttentionStage(Stage):
         )
         return dq, dk, dv, None, None
 
-    def blocks(self, seen: Tensor | None, seed: Tensor | None, like: torch.dtype) -> Blocks:
-        return Blocks(self.scale, self.causal, self.dropout, seen, seed, like)
-
     def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":
         """The planes of query, key, value and, in backward, of the saved output and its gradient."""
         both = self.tracks
         wanted = [
             (self.query, sizes.query, Usage(True, both)),
             (self.key, sizes.key, Usage(True, both)),
-            (self.value, sizes.value, Usage(both, True)),
+            (self.value, sizes.value, ROWWISE if backward else Usage(both, True)),
         ]
         if backward:
             wanted += [(self.out, sizes.output, ROWWISE), (self.gradient, sizes.output, Usage(True, True))]
@@ -163,34 +163,47 @@ class AttentionStage(Stage):
         return planes
 
 
-def stage_of(number: str) -> AttentionStage:
-    stage = STAGES.get(number)
-    if stage is None:
-        raise UserError("compiled attention ran after its module was gone; keep the module")
-    return stage
+class OpCall(NamedTuple):
+    """What both ops get besides tensors of their own; `p_scale` is a delayed scale of probabilities."""
+
+    seen: Tensor | None
+    seed: Tensor | None
+    p_scale: Tensor | None
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    number: str
+
+    @property
+    def stage(self) -> AttentionStage:
+        stage = STAGES.get(self.number)
+        if stage is None:
+            raise UserError("compiled attention ran after its module was gone; keep the module")
+        return stage
+
+    @property
+    def options(self) -> Options:
+        return Options(self.stage.scale, self.stage.causal, self.stage.fast, self.dtype)
+
+    @property
+    def blocks(self) -> Blocks:
+        stage = self.stage
+        return Blocks(stage.scale, stage.causal, stage.dropout, self.seen, self.seed, self.dtype)
 
 
-def _attend(
-    parts: list[Tensor],
-    seen: Tensor | None,
-    seed: Tensor | None,
-    scale: Tensor | None,
-    sizes: list[int],
-    dtype: torch.dtype,
-    number: str,
-) -> tuple[Tensor, Tensor]:
-    stage, shape = stage_of(number), Sizes(*sizes)
+def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
+    call = OpCall(*arguments)  # type: ignore[arg-type]
+    stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value = stage.operands(parts, shape, backward=False)
-    if stage.runs_kernel and seen is None:
+    if stage.forward_kernel and call.seen is None:
         planes = query["rowwise"], key["rowwise"], value["columnwise"]
-        natural, logs = attention.forward(planes, shape[:-1], scale, stage.scale, stage.causal, stage.fast, dtype)
+        natural, logs = attention.forward(planes, shape[:-1], call.p_scale, call.options)
         out = natural.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4)
         return out, logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
     q = stage.query.values(query, shape.query, "rowwise")
     k = stage.key.values(key, shape.key, "rowwise")
     v = stage.value.values(value, shape.value, "columnwise")
-    out, lse = attend(q, k, v, stage.blocks(seen, seed, dtype), stage.weights, scale)
-    return as_projected(out.to(dtype)), lse
+    out, lse = attend(q, k, v, call.blocks, stage.weights, call.p_scale)
+    return as_projected(out.to(call.dtype)), lse
 
 
 def as_projected(heads: Tensor) -> Tensor:
@@ -198,20 +211,13 @@ def as_projected(heads: Tensor) -> Tensor:
     return heads.permute(0, 3, 1, 2, 4).contiguous().permute(0, 2, 3, 1, 4)
 
 
-def _attend_backward(
-    parts: list[Tensor],
-    lse: Tensor,
-    seen: Tensor | None,
-    seed: Tensor | None,
-    scale: Tensor | None,
-    sizes: list[int],
-    dtype: torch.dtype,
-    number: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    stage, shape = stage_of(number), Sizes(*sizes)
+def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tuple[Tensor, Tensor, Tensor]:
+    call = OpCall(*arguments)  # type: ignore[arg-type]
+    stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
-    if stage.runs_backward_kernel and seen is None and (dtype.itemsize == 2 or lse.is_cpu):
-        return _torch_backward(stage, shape, (query, key, value, out, gradient), lse, dtype)
+    if stage.backward_kernel and call.seen is None and (call.dtype.itemsize == 2 or lse.is_cpu):
+        run = _kernel_backward if stage.backward_kernel == KERNEL else _torch_backward
+        return run(call, shape, (query, key, value, out, gradient), lse)
     operands = BackwardOperands(
         stage.query.values(query, shape.query, "rowwise"),
         stage.query.values(query, shape.query, "columnwise"),
@@ -222,24 +228,50 @@ def _attend_backward(
         stage.gradient.values(gradient, shape.output, "columnwise"),
     )
     saved_out = stage.out.values(out, shape.output, "rowwise")
-    blocks = stage.blocks(seen, seed, dtype)
-    gradients = differentiate(operands, saved_out, lse, blocks, stage.weights, stage.scores_gradient, scale)
-    dq, dk, dv = (as_projected(each.to(dtype)) for each in gradients)
+    rounding = stage.weights, stage.scores_gradient, call.p_scale
+    dq, dk, dv = (
+        as_projected(each.to(call.dtype)) for each in differentiate(operands, saved_out, lse, call.blocks, *rounding)
+    )
     return dq, dk, dv
 
 
-def _torch_backward(
-    stage: AttentionStage, shape: Sizes, planes: tuple[dict[str, Plane], ...], lse: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+HeadPlanes = tuple[dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane]]
+"""Of query, key, value, the saved output and its gradient."""
+
+
+def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The products of backward in the FP8 kernel."""
+    problem, gradient = call.stage.problem, call.stage.scores_gradient
+    slots = [slot for slot in gradient.slots if slot is not None]
+    rounding = Rounding(
+        problem.products["P^T dO"][0], problem.products["dS K"][0], call.p_scale, lse.new_ones(1) if slots else None
+    )
+
+    arguments = planes, shape[:-1], problem.native, lse.flatten(1, 2).squeeze(-1), call.options
+    if slots:
+        if gradient.is_new:
+            *_, peak = attention.backward(rounding, *arguments)
+            gradient.start(peak.view(1))
+        scale, *_ = [slot.scale_for(lse.new_zeros((1, 1))) for slot in slots]
+        rounding = rounding._replace(ds_scale=scale)
+    *gradients, peak = attention.backward(rounding, *arguments)
+    for slot in slots:
+        slot.scale_for(peak.view(1, 1))
+    dq, dk, dv = (each.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4) for each in gradients)
+    return dq, dk, dv
+
+
+def _torch_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The products of backward in high precision, on what the planes hold."""
+    stage = call.stage
     operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
     shapes = shape.query, shape.key, shape.value, shape.output, shape.output
     q, k, v, out, gradient = (
-        operand.values(each, size, operand.serving or next(iter(each))).to(dtype).flatten(1, 2)
+        operand.values(each, size, operand.serving or next(iter(each)), call.dtype).flatten(1, 2)
         for operand, each, size in zip(operands, planes, shapes, strict=True)
     )
     logs = lse.flatten(1, 2).squeeze(-1)
-    dq, dk, dv = attention.backward(gradient, (q, k, v), out, logs, stage.scale, stage.causal)
+    dq, dk, dv = attention.torch_backward(gradient, (q, k, v), out, logs, call.options)
     of_query, of_key, of_value = (as_projected(each.unflatten(1, (shape.groups, -1))) for each in (dq, dk, dv))
     return of_query, of_key, of_value
 

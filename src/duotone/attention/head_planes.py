@@ -116,18 +116,20 @@ class HeadOperand:
                 at += len(names)
         return planes
 
-    def values(self, planes: dict[str, Plane], shape: Sequence[int], direction: str) -> Tensor:
-        """fp32 (batch, groups, heads, tokens, width): what a product multiplies that reads this direction."""
+    def values(
+        self, planes: dict[str, Plane], shape: Sequence[int], direction: str, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """(batch, groups, heads, tokens, width): what a product multiplies that reads this direction."""
         direction = self.serving or direction
         plane = planes[direction]
         batch, groups, heads, tokens, width = shape
         if self.is_whole:
-            values = plane.dequantize(torch.float32)
+            values = plane.dequantize(dtype)
             values = values if direction == "rowwise" else values.t()
             return values.reshape(batch, tokens, groups, heads, width).permute(0, 2, 3, 1, 4)
         if direction == "rowwise":
-            return as_heads(plane, shape)
-        return as_heads(plane, (batch, groups, heads, width, tokens)).mT
+            return as_heads(plane, shape).to(dtype)
+        return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
 
 
 def _padded(rows: int, fmt: Format) -> int:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
-from duotone.dispatch.attention import FORWARD, FORWARD_KERNEL, AttentionProblem
+from duotone.dispatch.attention import FORWARD, KERNEL, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -136,28 +136,31 @@ class AttentionFormats:
         """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow.
 
         `heads_lie` is the layout of heads and the number of groups."""
-        propagate, runs_kernel = recipe.propagate_nonfinite, not problem.forward_refusal()
+        propagate = recipe.propagate_nonfinite
+        forward = "" if problem.forward_refusal() else KERNEL
+        backward = "" if problem.backward_refusal() else problem.backward_kernel
 
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
             context = QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=propagate)
             operand = HeadOperand.of(getattr(self, tensor), context, stream)
             return replace(operand, serving=serving) if self.is_dequantized and serving else operand
 
-        value = heads("value", 2, "columnwise")
+        value, gradient = heads("value", 2, "columnwise"), heads("do", 3)
         return AttentionStage(
             name=name,
             query=heads("query", 0, "rowwise"),
             key=heads("key", 1, "rowwise"),
-            value=replace(value, serving="") if runs_kernel and value.serving == "rowwise" else value,
-            gradient=heads("do", 3),
+            value=replace(value, serving="") if forward and value.serving == "rowwise" else value,
+            gradient=replace(gradient, serving="") if backward == KERNEL else gradient,
             out=heads("output", 4),
             weights=TileOperand(self.s, slots.get("s", NO_SLOTS), 1.0, 0, propagate),
             scores_gradient=TileOperand(self.dp, slots.get("dp", NO_SLOTS), None, 1 << 20, propagate),
             scale=scale,
             causal=causal,
             dropout=problem.dropout,
-            runs_kernel=runs_kernel,
-            runs_backward_kernel=not problem.backward_refusal(),
+            problem=problem,
+            forward_kernel=forward,
+            backward_kernel=backward,
             fast=recipe.fprop_fast_accum,
             layout=heads_lie[0],
             groups=heads_lie[1],
@@ -177,8 +180,8 @@ def product_rows(problem: AttentionProblem, min_tokens: int | str) -> list[Produ
             reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
         else:
-            kernel = FORWARD_KERNEL if gemm in FORWARD else problem.backward_kernel
+            kernel = KERNEL if gemm in FORWARD else problem.backward_kernel
             reason = "calls with a mask run by blocks of keys"
             reason += f", those of fewer than {least} queries in high precision (dpa_min_tokens)" if least else ""
-            rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, gemm in FORWARD))
+            rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
     return rows

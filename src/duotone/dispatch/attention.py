@@ -1,8 +1,8 @@
-"""Which kernels run attention in low precision: forward over FP8 codes, and a backward in high precision by torch."""
+"""Which kernels run attention in low precision: over FP8 codes, and a backward in high precision by torch."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from duotone.dispatch.target import HOPPER, Target, cuda_target
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
 
+if TYPE_CHECKING:
+    from duotone.kernels.attention_backward import Operand as KernelOperand
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDTHS = (64, 128)
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
-FORWARD_KERNEL = "FP8 attention"
+KERNEL = "FP8 attention"
 # bench/results/2026-11-22-h200-attention.jsonl, casts included: slower at 4096 tokens, faster from 8192 on.
 LEAST_TOKENS: dict[tuple[int, int], int] = {HOPPER: 8192}
 """Queries of heads of width 128 from which the FP8 kernel pays for its casts, by compute capability."""
@@ -51,6 +54,8 @@ class AttentionProblem(NamedTuple):
             return f"the FP8 kernel takes heads of width {' or '.join(map(str, WIDTHS))}"
         if self.dropout:
             return "the FP8 kernel has no dropout"
+        if any(self.products[name][0].is_stochastic for name in ("PV", *BACKWARD) if name != "dO V^T"):
+            return "the FP8 kernel rounds P and dS to nearest"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
 
     def least_tokens(self, wanted: int | str) -> int:
@@ -60,28 +65,43 @@ class AttentionProblem(NamedTuple):
         return LEAST_TOKENS.get(self.target.arch, 0) if isinstance(wanted, str) else wanted
 
     @property
+    def native(self) -> frozenset[str]:
+        """The products with two operands in FP8."""
+        return frozenset(name for name, pair in self.products.items() if IDENTITY not in pair)
+
+    @property
     def backward_kernel(self) -> str:
-        """What runs the products of backward in high precision."""
+        """What runs the products of backward where none is refused."""
+        gradients = [self.products[name][0] for name in BACKWARD] + [self.products["P^T dO"][1]]
+        if any(fmt != IDENTITY for fmt in gradients):
+            return KERNEL
         return "cuDNN" if self.target.arch == HOPPER else "FlashAttention-2"
 
     def backward_refusal(self) -> str:
-        """Why torch's kernel does not run the products of backward, or ""."""
+        """Why no kernel runs the products of backward, or ""."""
         if refusal := self.forward_refusal():
             return refusal
-        gradients = [self.products[name][0] for name in BACKWARD] + [self.products["P^T dO"][1]]
-        if any(fmt != IDENTITY for fmt in gradients):
-            return "no kernel for gradients in low precision"
+        if self.products["dS K"][0] != self.products["dS^T Q"][0]:
+            return "the FP8 kernel takes one format of dS"
+        if self.backward_kernel == KERNEL and not self.target.has_large_blocks:
+            return "the FP8 kernel of backward needs the shared memory of Hopper or Blackwell (sm90, sm100)"
         return ""
+
+
+class Options(NamedTuple):
+    """Of a call: `scale` of scores, whether FP8 sums may have fewer bits (`fast`), and the dtype of results."""
+
+    scale: float
+    causal: bool
+    fast: bool
+    dtype: torch.dtype
 
 
 def forward(
     planes: tuple[Operand, Operand, Operand],
     sizes: tuple[int, ...],
     p_scale: Tensor | None,
-    scale: float,
-    causal: bool,
-    fast: bool,
-    dtype: torch.dtype,
+    options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, queries, heads, width) and log-sum-exp (batch, heads, queries) by the FP8 kernel.
 
@@ -97,18 +117,81 @@ def forward(
         for plane, shape in zip(planes, shapes, strict=True)
     ]
     q_scale, k_scale, v_scale = (plane.parts["scale"] for plane in planes)
-    return attention.attend(
-        (codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, scale, causal, fast, dtype
-    )
+    return attention.attend((codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, options)
+
+
+Planes = Mapping[str, Operand]
+"""Of one tensor by direction: "rowwise" (batch tokens, heads width), "columnwise" its transpose."""
+
+
+def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torch.dtype | None) -> "KernelOperand":
+    """A tensor (batch, tokens, heads, width) as the kernel reads it, in FP8 or in `dtype`."""
+    from duotone.kernels.attention_backward import Operand as KernelOperand
+
+    batch, tokens, heads, width = sizes
+    stored = direction if direction in planes else next(iter(planes))
+    plane, wanted = planes[stored], direction if dtype is None else "rowwise"
+    codes = plane.parts["codes"] if stored == wanted else plane.parts["codes"].t()
+    if plane.format.code_dtype in FP8:
+        codes = codes.view(plane.format.code_dtype)
+    codes = (codes if dtype is None else codes.to(dtype)).contiguous()
+    shape = (batch, tokens, heads, width) if wanted == "rowwise" else (heads, width, batch, tokens)
+    return KernelOperand(codes.view(shape), plane.parts.get("scale"))
+
+
+class Rounding(NamedTuple):
+    """Formats of P and dS in backward, and what their values are multiplied by, None without a delayed scale."""
+
+    p: Format
+    ds: Format
+    p_scale: Tensor | None
+    ds_scale: Tensor | None
 
 
 def backward(
-    gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, scale: float, causal: bool
+    rounding: Rounding,
+    planes: tuple[Planes, Planes, Planes, Planes, Planes],
+    sizes: tuple[int, ...],
+    native: frozenset[str],
+    lse: Tensor,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value (batch, tokens, heads, width), and the amax of dS if it has a delayed scale.
+
+    `planes` are those of query, key, value, the saved output and its gradient; `native` the products in FP8.
+    """
+    from duotone.kernels import attention_backward as kernels  # loads Triton
+
+    batch, groups, heads, queries, keys, width = sizes
+    of_queries, of_keys = (batch, queries, groups * heads, width), (batch, keys, groups, width)
+    query, key, value, out, gradient = planes
+
+    def read(planes: Planes, shape: tuple[int, ...], direction: str, product: str) -> kernels.Operand:
+        return _operand(planes, shape, direction, None if product in native else options.dtype)
+
+    operands = kernels.BackwardOperands(
+        q_row=read(query, of_queries, "rowwise", "QK^T again"),
+        q_col=read(query, of_queries, "columnwise", "dS^T Q"),
+        k_row=read(key, of_keys, "rowwise", "QK^T again"),
+        k_col=read(key, of_keys, "columnwise", "dS K"),
+        v_row=read(value, of_keys, "rowwise", "dO V^T"),
+        do_row=read(gradient, of_queries, "rowwise", "dO V^T"),
+        do_col=read(gradient, of_queries, "columnwise", "P^T dO"),
+        out=_operand(out, of_queries, "rowwise", None),
+    )
+    p, ds = (fmt.code_dtype if fmt.code_dtype in FP8 else None for fmt in rounding[:2])
+    weights = kernels.Weights(p, ds, rounding.p_scale, rounding.ds_scale)
+    return kernels.differentiate(operands, weights, lse.contiguous(), options)
+
+
+def torch_backward(
+    gradient: Tensor, heads: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value (batch, heads, tokens, width), which planes hold, by torch's kernels.
 
     `gradient` is that of `out`, in one dtype with all heads; `lse` is fp32 (batch, heads, queries).
     """
+    scale, causal, *_ = options
     # Kernels want rows of heads; a plane of values lies the other way.
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in heads)
     if query.is_cpu:

@@ -37,6 +37,11 @@ class Target:
         return self.arch >= KERNELS_SINCE and has_triton()
 
     @property
+    def has_large_blocks(self) -> bool:
+        """Whether a block of threads may have more than 200 KiB of shared memory."""
+        return self.arch[0] in (9, 10)
+
+    @property
     def has_new_cublas(self) -> bool:
         return self.cuda is None or self.cuda >= BLOCKS_SINCE
 

@@ -19,6 +19,10 @@ P_SCALE = 256.0
 TILES = {True: (64, 128, 4), False: (64, 64, 4)}
 """Queries and keys of a tile, and warps, by whether sums are fast: the fastest of five on an H200 from 8192 tokens on.
 Sums of more bits take a second accumulator, for which larger tiles have no registers."""
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+Options = tuple[float, bool, bool, torch.dtype]
+"""Of a call: the scale of scores, whether it is causal, whether sums may have fewer bits, and the dtype of results."""
+
 IMPRECISE = 32
 """Products that Hopper may add up with fewer bits where accumulation is not fast."""
 
@@ -105,7 +109,7 @@ def _launch(
     constants = {
         "H": heads, "G": groups, "D": width, "BM": queries, "BN": keys, "CAUSAL": causal,
         "FEW": None if fast else IMPRECISE, "P": P_SCALE,
-        "DTYPE": {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype],
+        "DTYPE": DTYPES[dtype],
     }  # fmt: skip
     return attend_kernel.bind(constants, warps)
 
@@ -114,19 +118,16 @@ def attend(
     codes: tuple[Tensor, Tensor, Tensor],
     scales: tuple[Tensor, Tensor, Tensor],
     p_scale: Tensor | None,
-    scale: float,
-    causal: bool,
-    fast: bool,
-    dtype: torch.dtype,
+    options: Options,
     tiles: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output (batch, queries, heads, width) in `dtype`, and fp32 log-sum-exp (batch, heads, queries).
+    """The output (batch, queries, heads, width), and fp32 log-sum-exp (batch, heads, queries).
 
     Codes are float8_e4m3fn: of query (batch, queries, heads, width), of key (batch, keys, groups, width), and of value
     (groups, width, batch, keys). `scales` are what codes are multiplied by, fp32 (1,), and `p_scale` what probabilities
-    are. `fast` allows sums of fewer bits.
+    are.
     """
-    q, k, v = codes
+    (q, k, v), (scale, causal, fast, dtype) = codes, options
     tiles = tiles or TILES[fast]
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
