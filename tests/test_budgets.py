@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35195
-TOOL_LINES = 7467
+LIBRARY_LINES = 35193
+TOOL_LINES = 7444
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2317, 21, 0),
-    "cli": (1536, 3, 0),
+    "cli": (1520, 3, 0),
     "comm": (156, 1, 0),
     "compat": (2439, 7, 0),
     "conversion": (2715, 30, 0),
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1480, 0, 0),
     "integrations": (614, 32, 0),
     "kernels": (4178, 0, 0),
-    "lab": (3669, 19, 1),
+    "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),
-    "observe": (2211, 15, 0),
+    "observe": (2209, 15, 0),
     "ops": (1401, 5, 0),
     "optim": (500, 10, 0),
     "package": (256, 1, 0),

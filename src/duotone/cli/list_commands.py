@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from duotone.recipes import Recipe, Schedule
+    from duotone.recipes import Recipe
 
 
 @click.command()
@@ -37,7 +37,10 @@ def recipes(name: str | None) -> None:
     click.echo()
     print_table(
         ("schedule", "phases"),
-        [[schedule, _phases(library.load_schedule(schedule))] for schedule in library.schedule_names()],
+        [
+            [name, ", ".join(f"{phase.recipe.name} from {phase.start}" for phase in library.load_schedule(name).phases)]
+            for name in library.schedule_names()
+        ],
     )
 
 
@@ -48,8 +51,3 @@ def _formats(recipe: "Recipe") -> list[str]:
     quantizers = [recipe(QuantizerRole("linear", tensor_type)) for tensor_type in TENSOR_TYPES]
     planes = [[plane.name for plane in (q.rowwise, q.columnwise) if plane is not None] for q in quantizers]
     return [" / ".join(dict.fromkeys(names)) for names in planes]
-
-
-def _phases(schedule: "Schedule") -> str:
-    """Each recipe of a schedule with its start."""
-    return ", ".join(f"{phase.recipe.name} from {phase.start}" for phase in schedule.phases)

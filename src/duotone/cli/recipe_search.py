@@ -41,7 +41,9 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     wanted = goal(typed["budget"], typed["max_gap"])
     require_solver()
     files.require_writable(folder)
-    _require_none(folder, bool(typed["force"]))
+    summary.require_none(folder, bool(typed["force"]))
+    if not typed["force"] and (folder / evidence.EVIDENCE).exists():
+        raise UserError(f"{folder} holds a search: continue it with --resume, or replace it with --force")
     names = cast(tuple[str, ...], typed["recipes"]) or UNIFORM
     recipes = [make_strict(recipe, bool(typed["strict"])) for recipe in load_candidates("search", names)]
     config = config_from(cast(Mapping[str, Typed], typed))
@@ -57,12 +59,6 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
         for path in checkpoint.steps(folder / CHECKPOINTS):
             files.remove_folder(path)
     return chosen, corpus
-
-
-def _require_none(folder: Path, force: bool) -> None:
-    summary.require_none(folder, force)
-    if not force and (folder / evidence.EVIDENCE).exists():
-        raise UserError(f"{folder} holds a search: continue it with --resume, or replace it with --force")
 
 
 def continued(folder: Path, typed: Options) -> tuple[Search, Corpus]:

@@ -2,16 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.observe.candidates import UNIFORM
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command(cls=options.ListCommand)

@@ -23,9 +23,9 @@ COLUMNS: dict[str, Callable[[RunEntry], str]] = {
     "rank": lambda run: str(run.get("rank") or ""),
     "recipe": lambda run: run["name"],
     "held-out": lambda run: _number(run.get("judged_loss", run["final_heldout_loss"]), ".4f"),
-    "gap %": lambda run: _gap(run),
+    "gap %": lambda run: "" if run["is_reference"] else _gap(run),
     "step ms": lambda run: "" if _is_emulated(run) else _number(run["step_ms"], ".1f"),
-    "peak MiB": lambda run: _mebibytes(run["peak_memory_bytes"]),
+    "peak MiB": lambda run: "" if (peak := run["peak_memory_bytes"]) is None else f"{peak / 2**20:,.1f}",
     "native": lambda run: _native(run),
 }
 
@@ -102,9 +102,7 @@ def _number(value: float | None, form: str) -> str:
 def _gap(run: RunEntry) -> str:
     """The mean gap, and half of its 95 % interval if there are several seeds."""
     width = run.get("gap_margin")
-    if run["is_reference"] or run["gap_percent"] is None:
-        return ""
-    return f"{run['gap_percent']:+.3f}" + ("" if width is None else f" ± {width:.3f}")
+    return _number(run["gap_percent"], "+.3f") + ("" if width is None else f" ± {width:.3f}")
 
 
 def _is_emulated(run: RunEntry) -> bool:
@@ -114,10 +112,6 @@ def _is_emulated(run: RunEntry) -> bool:
 
 def _quantized(run: RunEntry) -> list[GemmEntry]:
     return [row for row in run["plan"] if "identity" not in (row["a"], row["b"])]
-
-
-def _mebibytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 2**20:,.1f}"
 
 
 def _native(run: RunEntry) -> str:

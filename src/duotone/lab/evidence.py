@@ -87,23 +87,16 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read {path} ({error.strerror}): give the --out of a search") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): {remedy}") from error
-    like = {"settings": {}, "effects": []}
     wrong = "it is no table" if not isinstance(evidence, dict) else ""
-    for key, value in like.items():
-        wrong = wrong or meta.unlike(value, evidence.get(key), key)
-    wrong = wrong or meta.unlike(SETTINGS, evidence["settings"], "settings")
-    effects = [] if wrong else list(map(_with_infinity, evidence["effects"]))
+    wrong = wrong or meta.unlike(SETTINGS, evidence.get("settings"), "settings")
+    wrong = wrong or meta.unlike([], evidence.get("effects"), "effects")
+    effects = [] if wrong else evidence["effects"]
+    for effect in (effect for effect in effects if isinstance(effect, dict)):  # JSON has null for what is infinite
+        effect.update({key: math.inf for key, value in effect.items() if value is None})
     wrong = wrong or next(filter(None, (meta.unlike(EFFECT, effect, "an effect") for effect in effects)), "")
     if wrong:
         raise UserError(f"{path} is not the evidence of a search ({wrong}): {remedy}")
-    return {**evidence, "effects": effects}
-
-
-def _with_infinity(entry: Any) -> Any:
-    """An effect as it was before JSON, which has null for what is infinite."""
-    if not isinstance(entry, dict):
-        return entry
-    return {key: math.inf if value is None else value for key, value in entry.items()}
+    return evidence
 
 
 def resumed(path: Path, config: TrainConfig, evidence: dict[str, Any]) -> Search:

@@ -53,18 +53,18 @@ def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable
     shapes = {name: (tokens, *linear) for name, linear in zip(linears, sizes, strict=True)}
     work = sum(map(math.prod, shapes.values()))
     memory = sum(_kept(EXACT, kind, shape) for shape in shapes.values() for kind in PLANES_OF_GEMM)
+
+    def option(recipe: Recipe, gemm: Gemm, shape: Shape) -> Option:
+        names = formats_of(recipe, gemm)
+        ratio = 1.0 if recipe.name == REFERENCE else table.speed(recipe.name, shape).ratio
+        time = None if ratio is None else math.prod(shape) / work / len(PLANES_OF_GEMM) / ratio
+        return Option(recipe.name, names, time, _kept(names, gemm[1], shape) / memory)
+
     return {
-        (name, kind): [_option(recipe, (name, kind), table, shape, work, memory) for recipe in recipes]
+        (name, kind): [option(recipe, (name, kind), shape) for recipe in recipes]
         for name, shape in shapes.items()
         for kind in PLANES_OF_GEMM
     }
-
-
-def _option(recipe: Recipe, gemm: Gemm, table: SpeedTable, shape: Shape, work: int, memory: int) -> Option:
-    names = formats_of(recipe, gemm)
-    ratio = 1.0 if recipe.name == REFERENCE else table.speed(recipe.name, shape).ratio
-    time = None if ratio is None else math.prod(shape) / work / len(PLANES_OF_GEMM) / ratio
-    return Option(recipe.name, names, time, _kept(names, gemm[1], shape) / memory)
 
 
 def _kept(names: Formats, kind: str, shape: Shape) -> int:

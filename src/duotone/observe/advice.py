@@ -71,14 +71,11 @@ class AdviceRow:
 def with_pareto_marks(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
     """The rows of one GEMM, with marks. An unknown speed counts as the lowest."""
     costs = [(row.error, row.bytes, -(row.speed or 0.0)) for row in rows]
-    return [
-        replace(row, is_pareto=not any(_dominates(other, cost) for other in costs))
-        for row, cost in zip(rows, costs, strict=True)
+    better = [
+        [other for other in costs if other != cost and all(a <= b for a, b in zip(other, cost, strict=True))]
+        for cost in costs
     ]
-
-
-def _dominates(other: tuple[float, ...], cost: tuple[float, ...]) -> bool:
-    return other != cost and all(a <= b for a, b in zip(other, cost, strict=True))
+    return [replace(row, is_pareto=not others) for row, others in zip(rows, better, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,13 @@ class _Linear:
     def _row(self, kind: str, recipe: str, exact: Sequence[Tensor], product: Tensor, a: Plane, b: Plane) -> AdviceRow:
         formats, speed = (a.format.name, b.format.name), self.table.speed(recipe, self.shape)
         is_exact = formats == EXACT
-        lost = [] if is_exact else [_lost(x, plane) for x, plane in zip(exact, (a, b), strict=True)]
+        lost = []
+        for x, plane in () if is_exact else zip(exact, (a, b), strict=True):
+            sums, extremes = measure(*spread(x, plane, COUNTED))
+            lost.append(summary(sums.tolist(), extremes.tolist()))
+        underflow, saturation = (
+            max((side[share] or 0.0 for side in lost), default=0.0) for share in ("underflow", "saturation")
+        )
         tokens, inputs, outputs = self.shape
         rows, columns, depth = {
             "fprop": (tokens, outputs, inputs),
@@ -149,8 +155,8 @@ class _Linear:
             recipe,
             *formats,
             None if is_exact else _snr(product, a, b),
-            max((side["underflow"] or 0.0 for side in lost), default=0.0),
-            max((side["saturation"] or 0.0 for side in lost), default=0.0),
+            underflow,
+            saturation,
             plane_bytes(a.format, (rows, depth), dtype) + plane_bytes(b.format, (columns, depth), dtype),
             speed.ratio,
             speed.basis,
@@ -163,11 +169,6 @@ def _slot(fmt: Format | None, x: Tensor) -> Slot | None:
         return None
     amax = amax_of(x)
     return FixedScale(torch.where(amax == 0, 1.0, fmt.scale_limits(torch.float32)[0] / amax))
-
-
-def _lost(x: Tensor, plane: Plane) -> dict[str, float | None]:
-    sums, extremes = measure(*spread(x, plane, COUNTED))
-    return summary(sums.tolist(), extremes.tolist())
 
 
 def _snr(exact: Tensor, a: Plane, b: Plane) -> float | None:
