@@ -227,7 +227,7 @@ def test_the_plan_names_what_multiplies(monkeypatch) -> None:
 
 def test_tensors_that_calls_share_are_not_those_of_a_captured_graph(monkeypatch) -> None:
     """Or the graph would read addresses that the cache has let go of."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(segments, "is_capturing", lambda: True)
     monkeypatch.setattr(segments, "_TABLES", {})
     made = [segments._remembered((16, 32), torch.int32, torch.device("cpu")) for _ in range(2)]
     assert made[0] is not made[1] and made[0].tolist() == [16, 32] and not segments._TABLES

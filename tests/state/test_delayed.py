@@ -812,7 +812,7 @@ def test_a_slot_with_a_scale_or_a_history_from_a_checkpoint_is_not_new(field) ->
 
 def capturing(monkeypatch: pytest.MonkeyPatch, value: bool) -> None:
     """Let the library believe that a CUDA graph is captured, or not."""
-    for module in ("torch_private", "region", "delayed"):
+    for module in ("rolling", "region", "delayed"):
         monkeypatch.setattr(f"duotone.state.{module}.is_capturing", lambda: value)
 
 

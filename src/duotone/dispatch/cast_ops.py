@@ -3,21 +3,11 @@
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import is_two_level, one_read
+from duotone.dispatch.casts import one_read
 from duotone.formats import Format, get
 
 PARTS = ("codes", "scale", "amax")
-
-
-def traced_cast(
-    x: Tensor, row: Format | None, col: Format | None, propagate: bool, seed: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """`PARTS` of both planes, or the first two of them where no plane has an amax. `seed` as of `cast_two_level`."""
-    names = "" if row is None else row.name, "" if col is None else col.name
-    if is_two_level(row, col):
-        return torch.ops.duotone.cast_two_level(x, *names, propagate, seed)
-    return torch.ops.duotone.cast_planes(x, *names, propagate, None)
-
+"""What an op gives of each plane; the first two where no plane has an amax."""
 
 _LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 CAST = "Tensor x, str row, str col, bool propagate"

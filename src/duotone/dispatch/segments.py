@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def table(tensors: Sequence[Tensor]) -> "Table":
 
 def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """As `_on_device`, kept for the next call on the same stream; a graph that captures keeps tensors of its own."""
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return _on_device(values, dtype, device)
     key = (values, dtype, device.index, torch.cuda.current_stream(device).cuda_stream)
     tensor = _TABLES.get(key)
@@ -86,7 +87,7 @@ def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def _on_device(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Integers on the device, without waiting for it: the driver stages what is copied from pageable memory."""
-    if torch.cuda.is_current_stream_capturing():  # where such a copy is refused
+    if is_capturing():  # where such a copy is refused
         return torch.stack([torch.full((), n, dtype=dtype, device=device) for n in values])
     return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.dispatch.casts import has_kernels
 from duotone.formats import Format
 from duotone.formats.hadamard import SIZE as GROUP
@@ -47,7 +48,7 @@ class StepStatistics(Sampler):
         self._measured: list[tuple[list[int], Tensor]] = []
 
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if x.is_cuda and is_capturing():
             return  # every replay would measure again, and nobody would read it
         whole = count(x)
         sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))

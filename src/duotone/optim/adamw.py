@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
 from duotone.optim.update import Group, Rates, Saved, State, write
@@ -204,7 +205,7 @@ def refuse_distributed(parameter: Tensor, group: Group) -> None:
 
 def refuse_capture() -> None:
     """MissingPlaneError inside of a CUDA graph, which would replay the numbers of one step for ever."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise MissingPlaneError(
             "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
         )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.numbered import Numbered
 from duotone.state import history
 from duotone.state.region import AmaxMode
-from duotone.state.torch_private import is_capturing
 from duotone.tensor.history import History
 
 if TYPE_CHECKING:

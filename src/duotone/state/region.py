@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 
+from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.recipes.builtin import HighPrecision
 from duotone.recipes.recipe import Recipe
@@ -24,7 +25,6 @@ from duotone.state.torch_private import (
     SHAPES,
     graph_task_id,
     in_pipeline,
-    is_capturing,
     is_forward_grad_enabled,
     top_saved_hooks,
 )

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.errors import UserError
 from duotone.state import history
 from duotone.state.delayed import DelayedState
-from duotone.state.torch_private import is_capturing
 from duotone.tensor.history import History
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.state import history, torch_private
@@ -51,7 +52,7 @@ class Pending:
             self.schedule()
         if recorded:
             region = None if running or backward else outermost_region()
-            captured = torch_private.is_capturing()
+            captured = is_capturing()
             if region is not None and captured and not region.in_capture:
                 raise UserError(OLD_REGION)
             (self.backward if region is None else region.recorded).add(Recording(state, group, captured))
@@ -82,7 +83,7 @@ class Pending:
 
     def take(self) -> Recorded:
         """What rolls now. A capture rolls what it has recorded itself; the rest waits for a backward outside of it."""
-        captures = torch_private.is_capturing()
+        captures = is_capturing()
         finished = {recording for recording in self.backward if recording.in_capture or not captures}
         self.backward -= finished
         if not captures and any(recording.in_capture for recording in finished):

@@ -72,11 +72,6 @@ def in_pipeline(methods: frozenset[str]) -> bool:
     return False
 
 
-def is_capturing() -> bool:
-    """Whether the current stream captures a CUDA graph. torch's own question raises without a driver."""
-    return torch.cuda.is_initialized() and torch._C._cuda_isCurrentStreamCapturing()
-
-
 def mark_effect(op: str) -> None:
     """Keep calls of an op in graphs that read none of its outputs, in their order."""
     _register_effectful_op(op, _EffectType.ORDERED)

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from duotone.capture import is_capturing
 from duotone.compat.transformer_engine import recipe as their
 from duotone.dispatch.target import Version, target
 from duotone.errors import UserError
@@ -128,7 +129,7 @@ class FP8GlobalStateManager(metaclass=Manager):
 
     @staticmethod
     def fp8_graph_capturing() -> bool:
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return is_capturing()
 
     @staticmethod
     def is_fp8_enabled() -> bool:
