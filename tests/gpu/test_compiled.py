@@ -44,7 +44,10 @@ def test_a_compiled_linear_gives_the_bits_of_eager(name, backend) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("name", "op"), [("fp8-delayed", "traced_planes"), ("nvfp4", "cast_two_level")])
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("fp8-delayed", "traced_planes"), ("nvfp4", "cast_two_level"), ("nvfp4", "decoded_mm"), ("mxfp8", "decoded_mm")],
+)
 def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
     torch.compiler.reset()
     seen: list[str] = []
@@ -71,9 +74,17 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
 def test_ops_of_nvfp4_are_what_their_schemas_say(name) -> None:
     x, seed = torch.randn(100, 72, device="cuda").bfloat16(), torch.tensor([5], device="cuda")
     opcheck(torch.ops.duotone.cast_two_level.default, (x, name, name, True, seed))
-    parts = [*torch.ops.duotone.cast_two_level(x, name, "", True, seed)[:3]]
+    check_product([*torch.ops.duotone.cast_two_level(x, name, "", True, seed)[:3]], name)
+
+
+def check_product(parts: list[torch.Tensor], name: str) -> None:
     for bias in (torch.randn(100, device="cuda"), None):
         opcheck(torch.ops.duotone.decoded_mm.default, (parts, name, parts, name, torch.bfloat16, bias))
+
+
+def test_the_product_of_mxfp8_is_what_its_schema_says() -> None:
+    x = torch.randn(100, 64, device="cuda").bfloat16()
+    check_product([*torch.ops.duotone.cast_planes(x, "mxfp8_e4m3", "", True, None)[:2]], "mxfp8_e4m3")
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

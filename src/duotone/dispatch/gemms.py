@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.dispatch.products import (
+    EXACT_BF16,
     FP32_EPILOGUE,
     BlockPromotion,
     DecodeToHighPrecision,
-    ExactBf16,
     HighPrecision,
     Unrotate,
     finish,
@@ -112,7 +112,7 @@ RULES: list[GemmRule] = [
     BlockScaledProduct(),
     MXFP8,
     NVFP4,
-    ExactBf16(),
+    EXACT_BF16,
     FP32_EPILOGUE,
     BlockPromotion(),
     DecodeToHighPrecision(),

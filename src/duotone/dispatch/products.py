@@ -13,7 +13,8 @@ from torch import Tensor
 from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, decoded, has_kernels, is_two_level
 from duotone.dispatch.rule import GemmProblem, GemmRule, Operand
 from duotone.dispatch.stages import stages_for
-from duotone.formats import Epilogue, Factors, get
+from duotone.dispatch.target import decodes_in_kernels
+from duotone.formats import Epilogue, Factors, Format, get
 from duotone.formats.geometry import crop
 
 
@@ -124,6 +125,8 @@ class ExactBf16(GemmRule):
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is not None or out_dtype is not torch.bfloat16:
             return FP32_EPILOGUE.run(a, b, out_dtype, bias)
+        if _is_op(a):
+            return _as_op(a, b, out_dtype, None)
         left, right = _same_length(factors(a).values, factors(b).values)
         return torch.mm(left, right.t())
 
@@ -144,9 +147,8 @@ class Fp32Epilogue(GemmRule):
         return _other_transform(problem)
 
     def run(self, a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if torch.compiler.is_dynamo_compiling() and a.parts["codes"].is_cuda and is_two_level(a.format, b.format):
-            operands = ([*a.parts.values()], a.format.name, [*b.parts.values()], b.format.name)
-            return torch.ops.duotone.decoded_mm(*operands, out_dtype, bias)
+        if _is_op(a) and (is_two_level(a.format, b.format) or not _has_epilogue(a.format, b.format)):
+            return _as_op(a, b, out_dtype, bias)
         left, right = factors(a), factors(b)
         y = mm_fp32(*_same_length(left.values, right.values))
         if y.is_cuda and has_kernels(y) and out_dtype in DTYPES:
@@ -227,7 +229,7 @@ class Unrotate(GemmRule):
         return finish(torch.mm(a.dequantize(torch.float32), b.dequantize(torch.float32).t()), out_dtype, bias)
 
 
-FP32_EPILOGUE = Fp32Epilogue()
+EXACT_BF16, FP32_EPILOGUE = ExactBf16(), Fp32Epilogue()
 
 
 def _linear(a: Tensor, b: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -273,11 +275,26 @@ def _other_transform(problem: GemmProblem) -> str:
     return "" if problem.a.transform == problem.b.transform else "the operands' transforms differ"
 
 
+def _is_op(a: Operand) -> bool:
+    """Whether a graph calls the kernels that eager code runs. Else it would save decoded values, not codes."""
+    return torch.compiler.is_dynamo_compiling() and decodes_in_kernels(a.parts["codes"].get_device())
+
+
+def _as_op(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    operands = ([*a.parts.values()], a.format.name, [*b.parts.values()], b.format.name)
+    return torch.ops.duotone.decoded_mm(*operands, out_dtype, bias)
+
+
 def _decoded_mm(
     a: list[Tensor], format_a: str, b: list[Tensor], format_b: str, out_dtype: torch.dtype, bias: Tensor | None
 ) -> Tensor:
-    """`Fp32Epilogue` as an op of a graph: the parts of each operand, in the order of its format."""
-    return FP32_EPILOGUE.run(_operand(a, format_a), _operand(b, format_b), out_dtype, bias)
+    """`ExactBf16` and `Fp32Epilogue` as an op of a graph: the parts of each operand, in the order of its format."""
+    rule = FP32_EPILOGUE if _has_epilogue(get(format_a), get(format_b)) else EXACT_BF16
+    return rule.run(_operand(a, format_a), _operand(b, format_b), out_dtype, bias)
+
+
+def _has_epilogue(*formats: Format) -> bool:
+    return any(fmt.epilogue is not Epilogue.NONE for fmt in formats)
 
 
 def _operand(parts: list[Tensor], name: str) -> Any:

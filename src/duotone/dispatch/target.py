@@ -82,8 +82,14 @@ def scales_rows_to_fp32(index: int) -> bool:
     return index >= 0 and cuda_target(index).scales_rows_to_fp32
 
 
+def decodes_in_kernels(index: int) -> bool:
+    """`runs_kernels`, also in a trace."""
+    return runs_kernels(index)
+
+
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-scales_rows_to_fp32._dynamo_marked_constant = True  # type: ignore[attr-defined]
+for _function in (scales_rows_to_fp32, decodes_in_kernels):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
