@@ -121,8 +121,7 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
     p.grad = torch.ones(4)
     optimizer = AdamW([p])
     with (
-        mock.patch("torch.cuda.is_initialized", return_value=True),
-        mock.patch("torch.cuda.is_current_stream_capturing", return_value=True),
+        mock.patch("duotone.optim.adamw.is_capturing", return_value=True),
         pytest.raises(MissingPlaneError, match="CUDA graph"),
     ):
         optimizer.step()

@@ -147,7 +147,7 @@ def test_a_build_for_cuda_without_a_driver_trains(monkeypatch) -> None:
     def no_driver() -> bool:
         raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
 
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", no_driver, raising=False)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     train(model())
 
@@ -158,6 +158,6 @@ def test_an_evaluation_may_be_captured_anywhere(monkeypatch) -> None:
     before = duotone.recipe_state(m)
     with duotone.autocast(recipe=RECIPE), torch.no_grad():
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True, raising=False)
         m(torch.randn(8, 16))
     assert same(before, duotone.recipe_state(m))
