@@ -14,7 +14,7 @@ from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
 
 def prepare(
-    accelerator: Accelerator, *objects: Any, recipe: RecipeLike | None = None, rules: Sequence[Rule] = OUTPUT_HEAD
+    accelerator: Accelerator, *objects: object, recipe: RecipeLike | None = None, rules: Sequence[Rule] = OUTPUT_HEAD
 ) -> Any:
     """Convert the models among `objects` in place, and return what `accelerator.prepare(*objects)` returns.
 

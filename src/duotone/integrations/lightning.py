@@ -1,7 +1,6 @@
 """Lightning: precision plugins for its Trainer and for Fabric."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.pytorch.plugins import Precision as TrainerPrecision
@@ -35,10 +34,10 @@ class FabricDuotonePrecision(FabricPrecision):
             self.states.append(RunState(module))
         return module
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, dict[str, object]]:
         return {str(at): state.state_dict() for at, state in enumerate(self.states)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, dict[str, object]]) -> None:
         """UserError unless `state_dict` is of the same models and recipe."""
         if len(state_dict) != len(self.states):
             raise UserError(f"the checkpoint is of {len(state_dict)} models, and {len(self.states)} were set up")
@@ -55,7 +54,7 @@ class DuotonePrecision(TrainerPrecision, FabricDuotonePrecision):
     - The weights in a checkpoint are those of a plain model, so `load_from_checkpoint` works as before.
     """
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
         """UserError if the checkpoint was saved without this plugin."""
         if type(self).__qualname__ not in checkpoint:
             raise UserError("no DuotonePrecision saved the seeds and scales of this checkpoint; start from its weights")

@@ -4,7 +4,6 @@
 # torchtitan is in no extra that tests install.
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router
@@ -38,11 +37,11 @@ class DuotoneConverter(QuantizationConverter):
         as_recipe("DuotoneConverter", config.recipe)
         self.config = config
 
-    def convert(self, model_config: Any) -> Any:
+    def convert(self, model_config: BaseModel.Config) -> BaseModel.Config:
         """The config of a model whose class converts itself."""
         values = {field.name: getattr(model_config, field.name) for field in fields(model_config)}
         rules = (*self.config.rules, ROUTER) if any(model_config.traverse(Router.Config)) else self.config.rules
-        kind: Any = converted_class(type(model_config)._owner)
+        kind = converted_class(type(model_config)._owner)
         return kind.Config(**values, recipe=self.config.recipe, rules=rules)
 
 
@@ -53,17 +52,17 @@ class DuotoneTrainer(Trainer):
     class Config(Trainer.Config):
         pass
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {**super().state_dict(), KEY: [packed_state(part) for part in self.model_parts]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, list[str]]) -> None:
         """UserError if the seeds and scales are of another model or recipe."""
         super().load_state_dict(state_dict)
         for part, text in zip(self.model_parts, state_dict[KEY], strict=True):
             load_packed_state(part, text)
 
 
-def converted_class(kind: Any) -> type[BaseModel]:
+def converted_class(kind: type[BaseModel]) -> type[BaseModel]:
     """A class of models as `kind`, which build themselves converted."""
 
     class Converted(kind):  # type: ignore[misc]
@@ -72,7 +71,7 @@ def converted_class(kind: Any) -> type[BaseModel]:
             recipe: str
             rules: tuple[Rule, ...]
 
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: Config) -> None:
             super().__init__(config)
             super().verify_module_protocol()
             convert(self, config.recipe, config.rules)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from duotone.conversion import convert, convert_parameters, revert
 from duotone.errors import UserError
@@ -16,6 +17,7 @@ from duotone.integrations.run_state import (
     load_packed_state,
     load_planes,
     packed_state,
+    quantized_parameters,
     save_planes,
     without_states,
 )
@@ -26,7 +28,6 @@ from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.export_report import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
 from duotone.state.autocast_context import autocast
-from duotone.tensor import QuantizedTensor
 
 OLDEST = 5
 INSTALL = f"pip install 'transformers>={OLDEST}'"
@@ -37,8 +38,14 @@ except PackageNotFoundError:
 if int(VERSION.split(".")[0]) < OLDEST:
     raise UserError(f"transformers {VERSION} is too old: {INSTALL}")
 
-import transformers  # noqa: E402
 from safetensors import safe_open  # noqa: E402
+from transformers import (  # noqa: E402
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.core_model_loading import revert_weight_conversion  # noqa: E402
 from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: E402
 from transformers.quantizers.base import HfQuantizer  # noqa: E402
@@ -72,7 +79,7 @@ class DuotoneConfig(QuantizationConfigMixin):
         self.rules = tuple(rules)
         self.quantize_parameters = quantize_parameters
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         return {
             "quant_method": METHOD,
             "recipe": self.recipe.name,
@@ -118,24 +125,14 @@ class DuotoneQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_qat_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
+    is_trainable = is_qat_trainable = is_compileable = property(lambda self: True)
 
 
 register_quantization_config(METHOD)(DuotoneConfig)
 register_quantizer(METHOD)(DuotoneQuantizer)
 
 
-class DuotoneCallback(transformers.TrainerCallback):
+class DuotoneCallback(TrainerCallback):
     """For Trainer: converts its model, follows a schedule, and resumes with the bits of a run that went on.
 
     - `recipe` and `rules` are those of `duotone.convert`; None leaves the model as it is, converted before.
@@ -156,15 +153,17 @@ class DuotoneCallback(transformers.TrainerCallback):
         self.step = 0
         self.phase: Phase | None = None
         self.regions: list[autocast] = []
-        self.hooks: list[Any] = []
+        self.hooks: list[RemovableHandle] = []
 
-    def on_init_end(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+    def on_init_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
         if self.schedule is not None and self.recipe is None:
             self.recipe = self.schedule.phases[0].recipe
         if self.recipe is not None:
             convert(model, self.recipe, self.rules, schedule=self.schedule)
 
-    def on_train_begin(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object
+    ) -> None:
         if not any(isinstance(module, Planned) for module in model.modules()):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
         self.step = state.global_step
@@ -178,7 +177,7 @@ class DuotoneCallback(transformers.TrainerCallback):
         saved = state.stateful_callbacks.pop(KEY, None)
         if saved is not None:
             load_packed_state(model, saved)
-            if self._holds_planes(model) and not load_planes(model, _files(args, state), saved):
+            if quantized_parameters(model) and not load_planes(model, _files(args, state), saved):
                 warnings.warn(
                     f"{PLANES} of the checkpoint was not found, so planes were encoded again from its values; a run "
                     "that went on may have other bits",
@@ -187,34 +186,30 @@ class DuotoneCallback(transformers.TrainerCallback):
         elif state.global_step:
             raise UserError("no DuotoneCallback saved the seeds and scales of this checkpoint; start from its weights")
 
-    def on_step_begin(self, args: object, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
         self.step = state.global_step
         self._follow(model)
 
-    def on_step_end(self, args: object, state: Any, control: Any, model: Any = None, **kwargs: object) -> None:
+    def on_step_end(self, args: object, state: Any, control: TrainerControl, model: nn.Module, **_: object) -> None:
         if control.should_save:
             state.stateful_callbacks[KEY] = packed_state(model)
 
     on_epoch_end = on_step_end
 
-    def on_save(self, args: Any, state: Any, control: object, model: Any = None, **kwargs: object) -> None:
+    def on_save(self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object) -> None:
         saved = state.stateful_callbacks.pop(KEY, None)
         file = _files(args, state)[0]
-        if saved is not None and self._holds_planes(model) and state.is_world_process_zero and file.parent.is_dir():
+        if saved is not None and quantized_parameters(model) and state.is_world_process_zero and file.parent.is_dir():
             save_planes(model, file, saved)
 
-    def on_train_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         for hook in self.hooks:
             hook.remove()
-
-    @staticmethod
-    def _holds_planes(model: nn.Module) -> bool:
-        return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
     def _follow(self, model: nn.Module) -> None:
         """Convert quantized parameters where a phase begins that asks for it."""
         phase = None if self.schedule is None else self.schedule.phase(self.step)
-        if phase is not None and phase != self.phase and phase.convert_parameters and self._holds_planes(model):
+        if phase is not None and phase != self.phase and phase.convert_parameters and quantized_parameters(model):
             convert_parameters(model, phase.recipe)
         self.phase = phase
 
@@ -229,14 +224,17 @@ class DuotoneCallback(transformers.TrainerCallback):
             self.regions.pop().__exit__(*sys.exc_info())
 
 
-def _files(args: Any, state: Any) -> list[Path]:
+def _files(args: TrainingArguments, state: TrainerState) -> list[Path]:
     """Where the planes of the checkpoint of a step may be; the first is where they are saved."""
     place = f"checkpoint-{state.global_step}"
     resumed = args.resume_from_checkpoint
-    return [Path(args.output_dir) / place / PLANES, *([Path(resumed) / PLANES] if isinstance(resumed, str) else [])]
+    return [
+        Path(str(args.output_dir)) / place / PLANES,
+        *([Path(resumed) / PLANES] if isinstance(resumed, str) else []),
+    ]
 
 
-def export(model: transformers.PreTrainedModel, path: str | Path, **options: Any) -> ExportReport:
+def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportReport:
     """As `duotone.export`, in the layout of published checkpoints: with their names, and experts split into linears.
 
     UserError for a model whose layout joins several of its tensors.

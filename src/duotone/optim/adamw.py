@@ -3,12 +3,11 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError, UserError
@@ -37,7 +36,7 @@ class AdamW(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -63,7 +62,7 @@ class AdamW(Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
         All checks come before the first byte. Raises UserError where a gradient is sparse or a plane rounds
@@ -125,15 +124,15 @@ class AdamW(Optimizer):
             state.update({name: torch.zeros_like(like, memory_format=torch.preserve_format) for name in MOMENTS})
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Like torch's, but the state beside a master stays fp32, so that a resumed run has the same bits.
 
         A checkpoint of `torch.optim.AdamW` works too: a master that it lacks starts from the parameter. UserError,
         before anything changes, if a shape does not match or a hyperparameter is out of range.
         """
-        loaded: dict[str, Any] = {}
+        loaded: StateDict = {}
 
-        def check(_: Optimizer, changed: dict[str, Any]) -> None:
+        def check(_: Optimizer, changed: StateDict) -> None:
             for group in changed["param_groups"]:
                 check_group({**self.defaults, **group})
             for _group, parameter, saved in self._saved(changed):
@@ -155,14 +154,14 @@ class AdamW(Optimizer):
             if "master" in saved:
                 self._marks[parameter] = Mark.of(parameter, is_load=True)
 
-    def _saved(self, state_dict: dict[str, Any]) -> Iterator[tuple[Group, Tensor, Saved]]:
+    def _saved(self, state_dict: StateDict) -> Iterator[tuple[Group, Tensor, Saved]]:
         """Each parameter that a state dict has, with its group here and its state there."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
             for parameter, number in zip(group["params"], saved["params"], strict=False):
                 if number in state_dict["state"]:
                     yield group, parameter, state_dict["state"][number]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
         self._marks = {}
         for group in self.param_groups:
