@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35217
-TOOL_LINES = 7444
+LIBRARY_LINES = 35144
+TOOL_LINES = 7440
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -24,24 +24,24 @@ BUDGETS = {
     "cli": (1520, 3, 0),
     "comm": (157, 1, 0),
     "compat": (2440, 7, 0),
-    "conversion": (2715, 30, 0),
+    "conversion": (2663, 21, 0),
     "dispatch": (2754, 1, 0),
     "distributed": (432, 3, 1),
     "formats": (1480, 0, 0),
-    "integrations": (614, 32, 0),
+    "integrations": (610, 8, 0),
     "kernels": (4178, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),
     "observe": (2210, 15, 0),
     "ops": (1401, 5, 0),
-    "optim": (501, 10, 0),
+    "optim": (500, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1443, 5, 1),
     "planned": (2669, 11, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
-    "serving": (1233, 2, 0),
+    "serving": (1213, 1, 0),
     "state": (2067, 18, 1),
     "tensor": (2385, 16, 0),
 }

@@ -5,7 +5,6 @@ that are held as 3-D parameters keep those too.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -17,14 +16,13 @@ from duotone.conversion.forwards import close_fast_paths, open_fast_paths
 from duotone.conversion.left_alone import left_alone, refuse_left_alone
 from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
-from duotone.conversion.targets import CONVERTED, Target, original_class, parametrized_since, targets
+from duotone.conversion.targets import CONVERTED, original_class, parametrized_since, targets
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
-from duotone.tensor import Quantizer
 
 
 def convert(
@@ -52,7 +50,7 @@ def convert(
     phases = schedule.phases if schedule is not None else (Phase(recipe, 0),)
     all_rules = with_default_rules(rules, model, sites, [phase.recipe for phase in phases])
     left = left_alone(model)
-    planned = [(target, _checked(target, phases, all_rules)) for target in targets(model, left, sites)]
+    planned = [(target, target.check(phases, all_rules)) for target in targets(model, left, sites)]
     for phase in phases:
         for used in (phase.recipe, phase.recipe.evaluation):
             if used is not None and used.strict:
@@ -68,12 +66,6 @@ def convert(
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
     return fusing.fuse(model) if fuse else model
-
-
-def _checked(target: Target, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
-    """The quantizers of a target's slots in the first phase. Raises if a phase cannot run."""
-    slots = [target.check(phase, rules) for phase in phases]
-    return slots[0]
 
 
 def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:
@@ -104,21 +96,16 @@ def revert(model: nn.Module) -> nn.Module:
     for module in list(model.modules()):
         if issubclass(type(module), experts.PlannedExperts):
             experts.release_experts(module)
+        elif isinstance(module, experts.ExpertsLinear):
+            continue  # its owner lets go of it
+        elif isinstance(module, Planned) and module.__dict__.pop(CONVERTED, False):
+            module.release()
+            forwards.change_class(module, original_class(type(module)))
         elif isinstance(module, Planned):
-            _release(module)
+            module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
         elif isinstance(module, DotProductAttention):
             module.recipe = HIGH_PRECISION
     return model
-
-
-def _release(module: Any) -> None:
-    if isinstance(module, experts.ExpertsLinear):
-        return  # its owner lets go of it
-    if module.__dict__.pop(CONVERTED, False):
-        module.release()
-        forwards.change_class(module, original_class(type(module)))
-    else:
-        module.adopt(HIGH_PRECISION, (), module.module_name, module.site)
 
 
 def _validated(model: nn.Module, recipe: RecipeLike, rules: Sequence[Rule], schedule: Schedule | None) -> Recipe:

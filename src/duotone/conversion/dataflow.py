@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from duotone.conversion.fused_modules import plain_class
-
-DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
-"""What code reads of a tensor without its values."""
+from duotone.conversion.left_alone import DESCRIPTIONS
 
 Names = frozenset[str]
 NOTHING: Names = frozenset()

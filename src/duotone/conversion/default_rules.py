@@ -169,16 +169,17 @@ def _unwrapped(model: nn.Module) -> tuple[str, nn.Module]:
     """The module inside of wrappers (DistributedDataParallel, a compiled module...), which hold one module each."""
     name, root = "", model
     while True:
-        children = [(child, module) for child, module in root.named_children() if _holds_parameters(module)]
-        is_model = any(True for _ in root.parameters(recurse=False))
-        if is_model or len(children) != 1 or isinstance(children[0][1], nn.Linear):
+        children = [
+            (child, module) for child, module in root.named_children() if any(True for _ in module.parameters())
+        ]
+        if (
+            any(True for _ in root.parameters(recurse=False))
+            or len(children) != 1
+            or isinstance(children[0][1], nn.Linear)
+        ):
             return name, root
         child, root = children[0]
         name = f"{name}.{child}" if name else child
-
-
-def _holds_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
 
 
 @dataclass(frozen=True, kw_only=True)

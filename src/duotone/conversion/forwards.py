@@ -64,19 +64,14 @@ def rebuild(mixin: type, kind: type) -> nn.Module:
 
 def settle(module: Any) -> None:
     """Move seeds and states to the device on which hooks run an offloaded module, whose weights are on meta."""
-    device = _execution_device(module)
+    hook = module.__dict__.get("_owner", module).__dict__.get("_hf_hook")  # of experts, that of their owner
+    devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))]
+    device = next((torch.device(device) for device in devices if device is not None), None)
     if device is None or not module.weight.is_meta:
         return
     module._buffers[seeds.BUFFER] = seeds.initial_seed(module.module_name).to(device)
     for state in module.children():
         state._apply(lambda part: torch.empty_like(part, device=device) if part.is_meta else part.to(device))
-
-
-def _execution_device(module: nn.Module) -> torch.device | None:
-    hooked = module.__dict__.get("_owner", module)  # of experts
-    hook = hooked.__dict__.get("_hf_hook")
-    devices = (getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,)))
-    return next((torch.device(device) for device in devices if device is not None), None)
 
 
 SWITCH = {nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor"}

@@ -6,7 +6,6 @@ it cannot follow, the forward of the class runs as before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +55,23 @@ class MLPPipeline:
     @property
     def refusal(self) -> str:
         """Why the module runs its own forward, or ""."""
-        return (
-            self.closed or self._refuse_others() or (why_not_packed(self.packed) if len(self.pattern.first) > 1 else "")
-        )
+        if self.closed:
+            return self.closed
+        for name, child in children_of(self.owner).items():
+            if name not in self.linears and is_hooked(child):
+                return f"{name} has hooks"
+            if isinstance(child, nn.Dropout) and child.p and child.training:
+                return f"{name} is on"
+        return why_not_packed(self.packed) if len(self.pattern.first) > 1 else ""
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return *self.pattern.first, self.pattern.last
 
     @property
     def closed(self) -> str:
         """Why the linears cannot be in a pipeline, or ""."""
-        return refusal_of(self.owner, (*self.pattern.first, self.pattern.last))
-
-    def _refuse_others(self) -> str:
-        linears = (*self.pattern.first, self.pattern.last)
-        for name, child in children_of(self.owner).items():
-            if name not in linears:
-                if is_hooked(child):
-                    return f"{name} has hooks"
-                if isinstance(child, nn.Dropout) and child.p and child.training:
-                    return f"{name} is on"
-        return ""
+        return refusal_of(self.owner, self.linears)
 
     def row(self, recipe: Recipe | None) -> str:
         """What a plan says of the module."""
@@ -83,7 +81,7 @@ class MLPPipeline:
         first = " + ".join(self.pattern.first)
         return f"fused: {first}, {self.pattern.activation} and {self.pattern.last} are one pipeline"
 
-    def run(self, x: Tensor) -> Any:
+    def run(self, x: Tensor) -> object:
         """The output. Apart if the first linears have to run one by one."""
         return run(self.ops, x, (), None, self.owner)
 
@@ -121,7 +119,7 @@ class ChainPipeline:
         """What a plan says of the module."""
         return f"not fused: {self.refusal}" if self.refusal else f"fused: {len(self.parts)} children are one pipeline"
 
-    def run(self, x: Tensor) -> Any:
+    def run(self, x: Tensor) -> object:
         members = [
             self.ops.get(name, child)
             for name, child in children_of(self.owner).items()
@@ -134,10 +132,11 @@ class ChainPipeline:
 class FusedForward(Fused):
     """A module whose whole forward is a pipeline. Shallow copies, as of DataParallel, do not own it."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
+    def forward(self, *inputs: Tensor, **options: object) -> object:
         pipeline: MLPPipeline | ChainPipeline | None = self.__dict__.get(FUSED)  # a slice of a Sequential has none
         alone = len(inputs) == 1 and not options and not is_distributed(inputs[0])
-        if pipeline is not None and pipeline.owner is self and alone and not in_transform() and not pipeline.refusal:
+        transformed = not torch.compiler.is_dynamo_compiling() and is_transformed()  # torch.func follows plain code
+        if pipeline is not None and pipeline.owner is self and alone and not transformed and not pipeline.refusal:
             try:
                 return pipeline.run(inputs[0])
             except Apart:
@@ -178,12 +177,8 @@ class NormReaders:
         owner: nn.Module = self.parent
         for step in path.split(".") if path else ():
             child = owner._modules.get(step)
-            if (
-                child is None
-                or is_hooked(child)
-                or "forward" in child.__dict__
-                or child._compiled_call_impl is not None
-            ):
+            is_plain = child is not None and not is_hooked(child) and "forward" not in child.__dict__
+            if child is None or not is_plain or child._compiled_call_impl is not None:
                 return f"{path} is wrapped, or has hooks"
             owner = child
         if names:
@@ -224,21 +219,19 @@ class NormReaders:
         if x.is_watched:
             return run(ops, x.view_as(x), extra, first, owner)
         if len(ops) == 1 and first is None:
-            pack = next(
-                (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears)), None
-            )
+            packs = (pack for pack in self.packs.values() if any(ops[0] is linear for linear in pack.linears))
+            pack = next(packs, None)
             if pack is not None and not why_not_packed(pack):
-                key = (id(ops[0]), torch.is_grad_enabled())
+                tracks = torch.is_grad_enabled()
                 try:
-                    return x.outputs.pop(key) if key in x.outputs else self._run_pack(x, pack, key, owner)
+                    if (id(ops[0]), tracks) not in x.outputs:
+                        parts = pack.split(run((self.op, pack), x.source, (), None, owner))
+                        keys = [(id(linear), tracks) for linear in pack.linears]
+                        x.outputs.update(zip(keys, parts, strict=True))
+                    return x.outputs.pop((id(ops[0]), tracks))
                 except Apart:
                     pass
         return run((self.op, *ops), x.source, extra, first, owner)
-
-    def _run_pack(self, x: DeferredOutput, pack: PackedLinear, key: tuple[int, bool], owner: object) -> Tensor:
-        parts = pack.split(run((self.op, pack), x.source, (), None, owner))
-        x.outputs.update(((id(linear), key[1]), y) for linear, y in zip(pack.linears, parts, strict=True))
-        return x.outputs.pop(key)
 
     def compute(self, source: Tensor) -> Tensor:
         return plain_class(self.norm).forward(self.norm, source)  # type: ignore[no-any-return]
@@ -253,17 +246,12 @@ class NormReaders:
 class FusedNorm(Fused):
     """A norm that runs in the pipelines of the linears that read it."""
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
+    def forward(self, *inputs: Tensor, **options: object) -> object:
         readers: NormReaders = self.__dict__[FUSED]
         if not torch.compiler.is_dynamo_compiling() and readers.norm is self and len(inputs) == 1 and not options:
             if readers.takes(inputs[0]):
                 return readers.defer(inputs[0])
         return super().forward(*inputs, **options)  # type: ignore[misc]
-
-
-def in_transform() -> bool:
-    """Whether torch.func or forward-mode AD runs, for which the forward of the class is plain code."""
-    return not torch.compiler.is_dynamo_compiling() and is_transformed()
 
 
 def refusal_of(owner: nn.Module, names: Sequence[str]) -> str:

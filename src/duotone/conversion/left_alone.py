@@ -28,8 +28,8 @@ NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, Parametrizat
 """Modules whose matrices are looked up, or multiplied element by element, or another module's."""
 
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
-DESCRIPTION = ("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda")
-"""What code reads of a weight without multiplying by it."""
+DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
+"""What code reads of a tensor without its values."""
 FIELDS = (("weight",), ("bias",), ("in_features",), ("out_features",))
 FILLING = ("init", "reset")
 """In the names of methods that fill parameters."""
@@ -114,7 +114,7 @@ def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def _is_read(loaded: tuple[str, ...]) -> bool:
-    return loaded[:1] == ("weight",) and not (len(loaded) > 1 and loaded[1] in DESCRIPTION)
+    return loaded[:1] == ("weight",) and not (len(loaded) > 1 and loaded[1] in DESCRIPTIONS)
 
 
 def _code_of(member: object) -> Iterator[CodeType]:

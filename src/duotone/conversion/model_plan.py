@@ -190,7 +190,10 @@ def plan(
     require_model("plan", model)
     if recipe is not None:
         recipe = as_recipe("plan", recipe)
-        _require_converted(model)
+        if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
+            kind = type(model).__name__
+            remedy = "call duotone.convert(model, recipe) before, or leave the recipe out"
+            raise UserError(f"nothing in {kind} follows recipes: {remedy}")
     rows: list[PlanRow] = []
     left, trained = left_alone(model), trains(model)
     planned = [module for module in model.modules() if isinstance(module, Planned)]
@@ -203,7 +206,8 @@ def plan(
             )
         elif isinstance(module, DotProductAttention):
             place = device or (str(planned[0].weight.device) if planned else None)
-            rows.extend(_attention(name, module, recipe or module.recipe, place))
+            products = module.plan_rows(recipe or module.recipe, place)
+            rows.extend(PlanRow(name, **product._asdict()) for product in products)
         else:
             why = left.get(name) or _why(module)
             rows.extend([_row(name, why.text)] if why else [])
@@ -219,15 +223,6 @@ def plan(
     return Plan(tuple(rows))
 
 
-def _require_converted(model: nn.Module) -> None:
-    """UserError where no module would look at a recipe."""
-    if not any(isinstance(module, Planned | DotProductAttention) for module in model.modules()):
-        kind = type(model).__name__
-        raise UserError(
-            f"nothing in {kind} follows recipes: call duotone.convert(model, recipe) before, or leave the recipe out"
-        )
-
-
 def _rows(
     name: str, module: Planned, recipe: Recipe, device: str | None, dtype: torch.dtype | None, trained: bool
 ) -> Iterator[PlanRow]:
@@ -236,20 +231,8 @@ def _rows(
         recipe, Call(device or str(weight.device), dtype or weight.dtype, (trained, trained and weight.requires_grad))
     )
     for gemm in runs.gemms:
-        yield PlanRow(
-            name,
-            gemm.gemm,
-            gemm.a.name,
-            gemm.b.name,
-            module.kernel_of(runs, gemm),
-            gemm.rule.native,
-            gemm.reason,
-        )
-
-
-def _attention(name: str, module: DotProductAttention, recipe: Recipe, device: str | None) -> Iterator[PlanRow]:
-    for row in module.plan_rows(recipe, device):
-        yield PlanRow(name, row.gemm, row.a, row.b, row.kernel, row.native, row.reason)
+        kernel = module.kernel_of(runs, gemm)
+        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, kernel, gemm.rule.native, gemm.reason)
 
 
 def _row(name: str, reason: str) -> PlanRow:

@@ -96,7 +96,9 @@ def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], 
         for member, weight in enumerate(module.weight_parameters):
             key = id(weight)
             if key not in conversions:
-                _refuse_foreign_tie(name, quantizer, owners[key] - holders[key])
+                if owners[key] > holders[key] and not _is_plain(quantizer):
+                    other = f"the weight of {name} is tied to a module that is not converted"
+                    raise UserError(f"{other}; keep it in high precision")
                 ctx = delayed_states.weight_context(module, plan, member)
                 conversions[key] = _converted(name, weight, quantizer, ctx, (values.get(key), preserve))
                 module.refuse_held(conversions[key].new)
@@ -127,9 +129,7 @@ def _converted(
     values = weight.detach()
     if master is not None:  # copied: an Identity plane is an alias of what it encodes
         values = master.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
-    columnwise = False
-    if isinstance(weight, QuantizedTensor):
-        columnwise = weight.get_usages()["columnwise"]
+    columnwise = isinstance(weight, QuantizedTensor) and weight.get_usages()["columnwise"]
     if isinstance(values, QuantizedTensor):
         values = values.values(weight.dtype)
     if not _is_plain(quantizer):
@@ -158,11 +158,6 @@ def _publish(conversions: list[Conversion]) -> None:
 
 def _is_plain(quantizer: Quantizer) -> bool:
     return quantizer.rowwise == quantizer.columnwise == IDENTITY
-
-
-def _refuse_foreign_tie(name: str, quantizer: Quantizer, others: int) -> None:
-    if others > 0 and not _is_plain(quantizer):
-        raise UserError(f"the weight of {name} is tied to a module that is not converted; keep it in high precision")
 
 
 def _masters(model: nn.Module, weights: set[int], masters: Mapping[str, Tensor]) -> dict[int, Tensor]:

@@ -1,7 +1,7 @@
 """Targets: what convert makes follow plans. A linear, a module of Duotone, or the linears of a module of experts."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,15 +46,17 @@ class Target:
     parameter: str = ""
     grads: tuple[bool, bool] = (True, True)
 
-    def check(self, phase: Phase, rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
-        """The quantizers of the slots in one phase. Raises if its plan cannot be built."""
-        request = self._request(phase.recipe, rules)
-        slots = ask_recipe(request)
-        in_memory = None if phase.convert_parameters else quantizer_of(self.weight)
-        build_plan(replace(request, weight_held=in_memory), slots)
-        if phase.recipe.evaluation is not None:
-            build_plan(replace(request, recipe=phase.recipe.evaluation, weight_held=in_memory, input_grad=False))
-        return slots
+    def check(self, phases: Sequence[Phase], rules: tuple[Rule, ...]) -> dict[str, Quantizer]:
+        """The quantizers of the slots in the first phase. Raises if the plan of a phase cannot be built."""
+        slots: list[dict[str, Quantizer]] = []
+        for phase in phases:
+            request = self._request(phase.recipe, rules)
+            slots.append(ask_recipe(request))
+            in_memory = None if phase.convert_parameters else quantizer_of(self.weight)
+            build_plan(replace(request, weight_held=in_memory), slots[-1])
+            if phase.recipe.evaluation is not None:
+                build_plan(replace(request, recipe=phase.recipe.evaluation, weight_held=in_memory, input_grad=False))
+        return slots[0]
 
     def adopt(self, recipe: Recipe, rules: tuple[Rule, ...], slots: dict[str, Quantizer]) -> None:
         module = self._converted()
@@ -64,9 +66,15 @@ class Target:
 
     def _converted(self) -> Planned:
         """The module that follows plans, after a change of class where it needs one."""
-        if isinstance(self.module, Planned):
-            return self.module
-        return experts.adopt_experts(self.module)[self.parameter] if self.parameter else _change_class(self.module)
+        module: Any = self.module
+        if isinstance(module, Planned):
+            return module
+        if self.parameter:
+            return experts.adopt_experts(module)[self.parameter]
+        kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
+        forwards.change_class(module, kind)
+        module.__dict__[CONVERTED] = True
+        return module
 
     def _request(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
         device, dtype = str(self.weight.device), self.weight.dtype
@@ -111,13 +119,6 @@ def _experts(name: str, module: Any, site: Site) -> Iterator[Target]:
         shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
         full_name = f"{name}.{parameter}" if name else parameter
         yield Target(full_name, replace(site, shape=shape), "grouped_linear", weight, module, parameter)
-
-
-def _change_class(module: Any) -> Planned:
-    kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
-    forwards.change_class(module, kind)
-    module.__dict__[CONVERTED] = True
-    return module
 
 
 def converted_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -1,5 +1,6 @@
 """One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,7 +11,6 @@ from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.serving.export_report import ExportRow
-from duotone.serving.fused_linears import fused_with
 from duotone.serving.schemes import Scheme
 from duotone.serving.tensor_file import TensorSpec
 from duotone.tensor import Plane, QuantizedTensor
@@ -72,17 +72,14 @@ class ExportedWeight:
     def values_amax(self) -> Tensor:
         return self.values.abs().amax().float().reshape(1)
 
-    def refuse(self, allow_requantize: bool) -> None:
-        """UserError where the weight cannot be exported so."""
-        self.refuse_shape()
-        self.refuse_source(allow_requantize)
-
     def refuse_shape(self) -> None:
+        """UserError for a shape that the scheme cannot serve."""
         unfit = self.scheme.reason_unfit(self.shape)
         if unfit:
             raise UserError(f"{self.name} cannot be served as {self.scheme.name}: {unfit}; ignore={[self.name]!r}")
 
     def refuse_source(self, allow_requantize: bool) -> None:
+        """UserError for a master of another shape, and for a second rounding that is not allowed."""
         if self.master is not None and self.master.shape != self.weight.shape:
             shapes = tuple(self.master.shape), tuple(self.weight.shape)
             raise UserError(f"the master of {self.name} is {shapes[0]}, and its weight {shapes[1]}")
@@ -108,12 +105,19 @@ class ExportedWeight:
         return {f"{self.name}.{end}": tensor for end, tensor in tensors.items()}
 
 
+FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of linears of one module that servers multiply as one matrix, which has one global scale."""
+
+
 def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
     """Give linears that servers fuse one amax, unless the planes that they hold agree on one already."""
-    for members in set(fused_with(weights).values()):
-        group = [weights[name] for name in members]
-        if len(group) < 2 or not group[0].scheme.has_global_scale:
-            continue
+    groups: dict[tuple[str, int], list[ExportedWeight]] = defaultdict(list)
+    for name, weight in weights.items():
+        owner, _, child = name.rpartition(".")
+        for kind, members in enumerate(FUSED):
+            if child in members and weight.scheme.has_global_scale:
+                groups[owner, kind].append(weight)
+    for group in (group for group in groups.values() if len(group) > 1):
         amaxes = torch.cat([one.global_amax() for one in group])
         if any(one.plane is None for one in group) or bool((amaxes != amaxes[0]).any()):
             shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)

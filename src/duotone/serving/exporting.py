@@ -83,7 +83,8 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
             linear.input_amax = amaxes[name]
     share_global_scales({linear.name: linear for linear in linears.values()})
     for linear in linears.values():
-        linear.refuse(options.allow_requantize)
+        linear.refuse_shape()
+        linear.refuse_source(options.allow_requantize)
     notes = Notes([], {})
     for weight in weights.values():
         (weight if isinstance(weight, ExportedWeight) else weight.like).note = notes.note

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,19 @@ from duotone.planned.planned import Planned
 from duotone.planned.weights import replace
 from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
-from duotone.serving.tensor_file import TensorFile
+from duotone.serving.tensor_file import TensorFile, TensorSpec
 from duotone.state.delayed import DelayedState
 from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
+
+
+class StoredLinear(NamedTuple):
+    """A weight (N, K) that a checkpoint stores quantized: its scheme, the format that encoded it, its exact amax."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    format: Format
+    amax: Tensor | None
+    """None if the checkpoint does not tell."""
 
 
 class Checkpoint:
@@ -25,65 +35,39 @@ class Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.scheme = _scheme(read_text(path, CONFIG).get("quantization_config"), path)
+        scheme = _scheme(read_text(path, CONFIG).get("quantization_config"), path)
         self.files = open_files(path)
-        self.notes = read_text(path, NOTES) if (path / NOTES).exists() else {}
-        scale = "" if self.scheme is None else f".{self.scheme.names.scale}"
-        self.linears = {name.removesuffix(scale) for name in self.files if scale and name.endswith(scale)}
-        self.formats = {name: self._format(name) for name in self.linears}
-        self.shapes = {f"{name}.weight": self._shape(name) for name in self.linears}
-        stored = {
-            f"{name}.{end}" for name in self.linears for end in (*self._ends, "input_scale", "input_global_scale")
-        }
+        notes = read_text(path, NOTES) if (path / NOTES).exists() else {}
+        self.linears: dict[str, StoredLinear] = {}
+        stored: set[str] = set()
+        if scheme is not None:
+            scale = f".{scheme.names.scale}"
+            names = [name.removesuffix(scale) for name in self.files if name.endswith(scale)]
+            self.linears = {name: self._linear(name, scheme, notes) for name in names}
+            ends = *scheme.weight_specs((1, 128)), "input_scale", "input_global_scale"
+            stored = {f"{name}.{end}" for name in names for end in ends}
+        self.shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": one.shape for name, one in self.linears.items()}
         self.shapes |= {name: file.specs[name].shape for name, file in self.files.items() if name not in stored}
 
-    @property
-    def _ends(self) -> list[str]:
-        assert self.scheme is not None
-        return [end for end in self.scheme.specs((1, 128)) if not end.startswith("input")]
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the weight of a linear. UserError unless its tensors are those of the scheme."""
-        scheme = self.scheme
-        assert scheme is not None
-        codes = self._file(f"{name}.{scheme.names.codes}").specs[f"{name}.{scheme.names.codes}"]
+    def _linear(self, name: str, scheme: Scheme, notes: Mapping[str, object]) -> StoredLinear:
+        """UserError unless the tensors of the linear are those of the scheme."""
+        fmt, amax = self._format(name, scheme, notes)
+        codes = self._spec(f"{name}.{scheme.names.codes}")
         rows, cols = codes.shape if len(codes.shape) == 2 else (0, 0)
         shape = (rows, cols * (2 if scheme.format.precision == 4 else 1))
-        for end, spec in scheme.specs(shape).items():
-            if end.startswith("input"):
-                continue
-            stored = self._file(f"{name}.{end}").specs[f"{name}.{end}"]
+        for end, spec in scheme.weight_specs(shape).items():
+            stored = self._spec(f"{name}.{end}")
             is_float = spec.dtype == torch.float32 and stored.dtype.is_floating_point
             if stored.shape != spec.shape or not (stored.dtype == spec.dtype or is_float):
                 raise UserError(
                     f"{name}.{end} of {self.path} is {stored.shape}, {stored.dtype}, not as {scheme.name} has it"
                 )
-        return shape
+        return StoredLinear(scheme, shape, fmt, amax)
 
-    def _file(self, name: str) -> TensorFile:
-        if name not in self.files:
-            raise UserError(f"{self.path} lacks {name}; it is a checkpoint of another scheme than its {CONFIG} says")
-        return self.files[name]
-
-    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """A tensor, quantized where the scheme has it so; `dtype` is then its nominal dtype."""
-        linear = name.removesuffix(".weight")
-        if linear not in self.linears:
-            return self._file(name).read(name)
-        scheme = self.scheme
-        assert scheme is not None
-        tensors = {end: self._file(f"{linear}.{end}").read(f"{linear}.{end}") for end in self._ends}
-        fmt, amax = self.formats[linear]
-        shape = self.shapes[name]
-        plane = Plane(fmt, scheme.parts(fmt, tensors, amax), (shape[0], shape[1]))
-        return QuantizedTensor(Planes(plane, None), Quantizer(fmt, fmt), torch.Size(shape), dtype)
-
-    def _format(self, linear: str) -> tuple[Format, Tensor | None]:
+    def _format(self, linear: str, scheme: Scheme, notes: Mapping[str, object]) -> tuple[Format, Tensor | None]:
         """The format in which a weight was written, and its exact amax, as far as the notes tell."""
-        scheme = self.scheme
-        assert scheme is not None
         wrong = UserError(f"{self.path / NOTES} describes {linear} wrongly; remove the file, or export again")
-        names, amaxes = (self.notes.get(key, {}) for key in ("formats", "amaxes"))
+        names, amaxes = (notes.get(key, {}) for key in ("formats", "amaxes"))
         if not isinstance(names, dict) or not isinstance(amaxes, dict):
             raise wrong
         try:
@@ -92,12 +76,32 @@ class Checkpoint:
         except (RecipeError, TypeError, ValueError):
             raise wrong from None
         if amax is not None and scheme.has_global_scale:
-            name = f"{linear}.{GLOBAL}"
-            if not torch.equal(global_scale(amax, fmt), self._file(name).read(name).float()):
+            if not torch.equal(global_scale(amax, fmt), self._read(f"{linear}.{GLOBAL}").float()):
                 raise wrong
         # A plane whose scales were repeated for the scheme comes back in the format of the scheme.
         stays = scheme.agrees(fmt) and fmt.parts(256, 256) == scheme.format.parts(256, 256)
         return fmt if stays else scheme.format, amax
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self.files:
+            raise UserError(f"{self.path} lacks {name}; it is a checkpoint of another scheme than its {CONFIG} says")
+        return self.files[name]
+
+    def _spec(self, name: str) -> TensorSpec:
+        return self._file(name).specs[name]
+
+    def _read(self, name: str) -> Tensor:
+        return self._file(name).read(name)
+
+    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """A tensor, quantized where the scheme has it so; `dtype` is then its nominal dtype."""
+        linear = name.removesuffix(".weight")
+        if linear not in self.linears:
+            return self._read(name)
+        scheme, shape, fmt, amax = self.linears[linear]
+        tensors = {end: self._read(f"{linear}.{end}") for end in scheme.weight_specs(shape)}
+        plane = Plane(fmt, scheme.parts(fmt, tensors, amax), shape)
+        return QuantizedTensor(Planes(plane, None), Quantizer(fmt, fmt), torch.Size(shape), dtype)
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] | nn.Module:
@@ -155,7 +159,7 @@ def _write(target: Tensor, value: Tensor) -> None:
         target.copy_(value)
 
 
-def _scheme(config: Any, path: Path) -> Scheme | None:
+def _scheme(config: object, path: Path) -> Scheme | None:
     """The scheme of a quantization_config. None without one."""
     if config is None:
         return None

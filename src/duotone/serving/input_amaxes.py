@@ -1,7 +1,7 @@
 """Amaxes of activations: what linears read while a calibration runs."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,36 +10,30 @@ from duotone.errors import UserError
 from duotone.tensor.plane_tensor import plain
 
 
-@contextmanager
-def recorded(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """The largest magnitude that each linear reads meanwhile, fp32 (1,), by its name."""
-    amaxes: dict[str, Tensor] = {}
-
-    def note(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            amax = plain(inputs[0]).detach().abs().amax().float().reshape(1)
-            amaxes[name] = torch.maximum(amaxes[name], amax) if name in amaxes else amax
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in linears.items()]
-    try:
-        yield amaxes
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def calibrated(
     linears: Mapping[str, nn.Module], calibrate: Callable[[], object] | None, scheme: str
 ) -> dict[str, Tensor]:
-    """The amaxes of a calibration. UserError if there is none, or if a linear did not run or read no finite value."""
+    """The largest magnitude that each linear reads in a calibration, fp32 (1,), by its name.
+
+    UserError without a calibration, and for a linear that did not run or read no finite value.
+    """
     if calibrate is None:
         other = "NVFP4A16" if scheme == "NVFP4" else "FP8_DYNAMIC"
         remedy = f"give calibrate=lambda: model(batch), or export scheme {other}"
         raise UserError(f"scheme {scheme} stores the scales of activations; {remedy}")
-    with recorded(linears) as amaxes, torch.no_grad():
-        calibrate()
+    amaxes: dict[str, Tensor] = {}
+
+    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        amax = plain(inputs[0]).detach().abs().amax().float().reshape(1)
+        amaxes[name] = torch.maximum(amaxes.get(name, amax), amax)
+
+    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears.items()]
+    try:
+        with torch.no_grad():
+            calibrate()
+    finally:
+        for hook in hooks:
+            hook.remove()
     for name in linears:
         if name not in amaxes:
             raise UserError(f"{name} did not run while calibrate was called, so its activations have no scale")

@@ -71,19 +71,18 @@ class Scheme:
         return f"its {shape[1]} columns are no multiple of {cols}" if cols and shape[1] % cols else ""
 
     def specs(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
-        """What is stored for a weight (N, K), by the end of the name."""
-        fmt, names = self.format, self.names
-        parts = fmt.parts(*shape)
-        code_dtype = fmt.code_dtype or torch.uint8
+        """What is stored for a linear with a weight (N, K), by the end of the name."""
+        input_specs = {self.input_scale: TensorSpec((1,), torch.float32)} if self.input_scale else {}
+        return self.weight_specs(shape) | input_specs
+
+    def weight_specs(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        """What is stored for a weight (N, K) itself."""
+        parts = self.format.parts(*shape)
         specs = {
-            names.codes: TensorSpec(parts["codes"].shape, code_dtype),
-            names.scale: TensorSpec(parts["scale"].shape, self.scale_dtype),
+            self.names.codes: TensorSpec(parts["codes"].shape, self.format.code_dtype or torch.uint8),
+            self.names.scale: TensorSpec(parts["scale"].shape, self.scale_dtype),
         }
-        if self.has_global_scale:
-            specs[GLOBAL] = TensorSpec((1,), torch.float32)
-        if self.input_scale:
-            specs[self.input_scale] = TensorSpec((1,), torch.float32)
-        return specs
+        return specs | ({GLOBAL: TensorSpec((1,), torch.float32)} if self.has_global_scale else {})
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -92,7 +91,7 @@ class Scheme:
 
     def tensors(self, fmt: Format, parts: Parts, shape: tuple[int, int]) -> dict[str, Tensor]:
         """The parts of a plane in an agreeing format as this scheme stores them. No value changes."""
-        wanted, names = self.specs(shape), self.names
+        wanted, names = self.weight_specs(shape), self.names
         scale = _spread(parts["scale"], fmt.parts(*shape)["scale"], self.format, shape)
         tensors = {
             names.codes: parts["codes"].contiguous().view(wanted[names.codes].dtype),

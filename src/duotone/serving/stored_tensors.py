@@ -83,9 +83,6 @@ class ExportedExperts:
                     f"{like.name} holds what no server reads as weights of linears; ignore=[...] stores a module in "
                     "bf16, and duotone.integrations.transformers.export splits the experts of transformers"
                 )
-        is_rounded = like.source == "re-encoded"
+        whole = replace(like, master=None, is_rounded=like.source == "re-encoded")
         linears = {name.removesuffix(".weight"): piece for name, piece in pieces.items()}
-        return {
-            name: replace(like, name=name, weight=piece, master=None, is_rounded=is_rounded)
-            for name, piece in linears.items()
-        }
+        return {name: replace(whole, name=name, weight=piece) for name, piece in linears.items()}
