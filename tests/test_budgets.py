@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35144
+LIBRARY_LINES = 35179
 TOOL_LINES = 7440
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,14 +22,14 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (2317, 21, 0),
     "cli": (1520, 3, 0),
-    "comm": (157, 1, 0),
+    "comm": (162, 1, 0),
     "compat": (2440, 7, 0),
     "conversion": (2663, 21, 0),
     "dispatch": (2754, 1, 0),
     "distributed": (432, 3, 1),
-    "formats": (1480, 0, 0),
+    "formats": (1485, 0, 0),
     "integrations": (610, 8, 0),
-    "kernels": (4178, 0, 0),
+    "kernels": (4182, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (500, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1443, 5, 1),
-    "planned": (2669, 11, 4),
+    "planned": (2671, 11, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
     "serving": (1213, 1, 0),
     "state": (2067, 18, 1),
-    "tensor": (2385, 16, 0),
+    "tensor": (2404, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -121,6 +121,8 @@ def bits(t: Tensor) -> Tensor:
 class Twice:
     """A matrix that is one of two shards; the other has twice the amaxes."""
 
+    agreed = None
+
     def __init__(self, dim: int) -> None:
         self.dim = dim
 

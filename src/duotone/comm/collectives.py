@@ -124,6 +124,11 @@ class ShardContext:
     group: str
     dim: int = 0
 
+    @property
+    def agreed(self) -> Tensor | None:
+        """What the next `max` gives, if it is known before."""
+        return None
+
     def max(self, amax: Tensor) -> Tensor:
         """The maximum over the ranks; a rank without elements contributes 0."""
         return all_reduce(amax, "max", self.group)

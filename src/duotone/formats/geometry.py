@@ -104,6 +104,11 @@ class Shard(Protocol):
     @property
     def dim(self) -> int: ...
 
+    @property
+    def agreed(self) -> Tensor | None:
+        """What the next `max` gives, if it is known before. Then any amax may be passed."""
+        ...
+
     def max(self, amax: Tensor) -> Tensor:
         """The elementwise maximum over all shards."""
         ...

@@ -100,6 +100,7 @@ class Cast:
         """
         count = 0
         if self.needs_amax:
+            amax = shard.agreed if amax is None and shard is not None else amax
             amax = tensor_amax(x) if amax is None else amax
             scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
         if self.needs_lines:
@@ -201,12 +202,15 @@ def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Seq
     parts: dict[int, Tensor] = {}
     for plane, (source, amax) in enumerate(zip(sources, amaxes, strict=True)):
         if amax is not None and source == TENSOR.value:
-            parts[plane] = amax.max().reshape(1)
+            parts[plane] = amax.amax(0, keepdim=True)
         elif amax is not None and source == LINE.value and shard.dim == 1 - plane:
             parts[plane] = amax[: shape[plane]].view(torch.float32)
     if not parts:
         return amaxes
-    agreed = shard.max(torch.cat(list(parts.values()))).split([part.numel() for part in parts.values()])
+    if len(parts) == 1:
+        agreed = [shard.max(*parts.values())]
+    else:
+        agreed = shard.max(torch.cat(list(parts.values()))).split([part.numel() for part in parts.values()])
     for plane, part in zip(list(parts), agreed, strict=True):
         amax = amaxes[plane]
         assert amax is not None

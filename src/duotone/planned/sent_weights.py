@@ -114,7 +114,8 @@ class SentWeight:
         self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
         if self.stamp != self.writes:
             agree_on_amaxes([*self.of_model()])
-        self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
+        if not self.gathers.derives:
+            self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
         return self.gathers.send(mesh.size(), self.planes), self
 
     def after_gather(

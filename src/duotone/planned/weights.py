@@ -203,9 +203,10 @@ class ShardedParameters:
     """The parameters that may become DTensors otherwise than by FSDP2."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """As nn.Module. FSDP2 sets a shard like this where a module has a `__setattr__` that is not nn.Module's."""
-        if isinstance(value, nn.Parameter) and is_distributed(value) and name in self.__dict__.get("_parameters", ()):
-            self._parameters[name] = value  # type: ignore[assignment]
+        """As nn.Module. FSDP2 sets shards and whole parameters in turn, where this is not nn.Module's `__setattr__`."""
+        parameters = self.__dict__.get("_parameters", {}) if isinstance(value, nn.Parameter) else {}
+        if name in parameters and (is_distributed(value) or is_distributed(parameters[name])):
+            parameters[name] = value
         else:
             super().__setattr__(name, value)
 

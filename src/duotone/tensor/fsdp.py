@@ -38,7 +38,8 @@ class ShardHooks(PlaneTensor):
             self.gathers = Gathers(self.formats, self.derives_columnwise)
         gathers = self.gathers
         gathers.find(self)
-        gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
+        if not gathers.derives:
+            gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
         return gathers.send(mesh.size(), lambda usage: self.planes), (self, gathers)
 
     def fsdp_post_all_gather(

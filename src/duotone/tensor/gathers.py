@@ -54,6 +54,8 @@ class Gathers:
         """The planes that the last gather sent, and those that hold values since."""
         self.shard = self.whole = NOTHING
         """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
+        self.encoded: Plane | None = None
+        """The rowwise plane that was sent last, of formats whose shards keep it between writes."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
         self.names: dict[int, list[str]] = {}
@@ -83,6 +85,8 @@ class Gathers:
         rowwise, columnwise = self.sent
         self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
         self.shard = row, col = encode(BOTH if is_first or count == 1 else self.sent)
+        self.is_repeated = self.derives and row is self.encoded
+        self.encoded = row if self.derives else None
         if count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
             return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
@@ -135,7 +139,12 @@ class Gathers:
             self._build([output.view(-1) for output in outputs])
             return tuple(self.derived)
         for whole, shard, dim in zip(self.whole, self.shard, (ROW_DIM, COLUMN_DIM), strict=True):
-            if whole is not None and shard is not None and not (dim == COLUMN_DIM and self.derives):
+            if (
+                not self.is_repeated
+                and whole is not None
+                and shard is not None
+                and not (dim == COLUMN_DIM and self.derives)
+            ):
                 _refresh(whole, shard, self.names.get(dim, ()) if self.count > 1 else ())
         row, col = self.whole
         if self.derived and row is not None and col is not None and self.valid.columnwise:

@@ -64,16 +64,17 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[report
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[object, ...]]:
         planes = self.planes
-        kinds = tuple(None if p is None else (p.format, tuple(p.parts), p.shape) for p in planes)
+        aliased = planes.aliased
+        kinds = tuple([None if p is None else (p.format, tuple(p.parts), p.shape) for p in planes])
         flat = [
             f"{side}_{part}"
             for side, kind in zip(SIDES, kinds, strict=True)
-            if kind is not None and not (side == "columnwise" and planes.aliased)
+            if kind is not None and not (side == "columnwise" and aliased)
             for part in kind[1]
         ]
         for name in flat:
             _show(name)
-        return flat, (kinds, planes.aliased, self.quantizer, self.dtype, self.context, self.is_piece)
+        return flat, (kinds, aliased, self.quantizer, self.dtype, self.context, self.is_piece)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -100,6 +101,8 @@ class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[report
         """Whether a graph that was traced with one result of `__tensor_flatten__` serves another. Guards call it."""
         *before, context, is_piece = traced
         *now, current, is_piece_now = metadata
+        if context is current and context.slots == (None, None):
+            return (before, is_piece) == (now, is_piece_now)
         alike = replace(context, slots=current.slots) == current
         slots = zip(context.slots, current.slots, strict=True)
         return (before, is_piece, alike) == (now, is_piece_now, True) and all(
@@ -143,6 +146,9 @@ def _show(name: str) -> None:
     A property and no `__getattr__`: Dynamo reads no attribute of a tensor whose class has one.
     """
 
+    if hasattr(QuantizedTensor, name):
+        return
+
     def buffer(self: QuantizedTensor) -> Tensor:
         plane = self.planes[SIDES.index(side)]
         if plane is None or part not in plane.parts:
@@ -150,8 +156,7 @@ def _show(name: str) -> None:
         return plane.parts[part]
 
     side, _, part = name.partition("_")
-    if not hasattr(QuantizedTensor, name):
-        setattr(QuantizedTensor, name, property(buffer))
+    setattr(QuantizedTensor, name, property(buffer))
 
 
 for _side in SIDES:

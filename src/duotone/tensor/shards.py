@@ -38,6 +38,10 @@ class AnsweredShard(ShardContext):
 
     answers: list[Tensor] = field(default_factory=list[Tensor])
 
+    @property
+    def agreed(self) -> Tensor | None:
+        return self.answers[0] if self.answers else None
+
     def max(self, amax: Tensor) -> Tensor:
         return self.answers.pop(0).view(amax.shape) if self.answers else super().max(amax)
 
