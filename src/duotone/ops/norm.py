@@ -12,6 +12,7 @@ from duotone.errors import UserError
 from duotone.ops.basic import ProducerStage
 from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ class NormOp(Op):
         self.stages = {keeps: NormStage(NORMS[kind], eps, zero_centered, keeps) for keeps in (False, True)}
 
     def parameters(self) -> Parameters:
-        parameters = self.owner._parameters  # past nn.Module's slow look-up
-        return parameters.get(self.names[0]), parameters.get(self.names[1])
+        weight, bias = self.names
+        tensors = tensors_of(self.owner, weight)  # past nn.Module's slow look-up
+        return tensors.get(weight), tensors.get(bias)
 
     def make_parameters(self, width: int, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         """Register gamma, and beta for LayerNorm, on the owner, with their neutral values."""

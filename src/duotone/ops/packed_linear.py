@@ -12,7 +12,7 @@ from duotone.ops.sequential import is_hooked
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit
 from duotone.pipeline.stage import Stage
 from duotone.planned.linear import PlannedLinear
-from duotone.planned.split_parameters import joined
+from duotone.planned.split_parameters import joined, tensors_of
 from duotone.recipes.recipe import Recipe
 
 Linears = Sequence[PlannedLinear]
@@ -118,7 +118,7 @@ def why_not_in_pipeline(linear: nn.Module | None) -> str:
         return "is parametrized"
     if linear.return_bias:
         return "returns its bias"
-    weight = linear._parameters.get("weight")
+    weight = tensors_of(linear, "weight").get("weight")
     if type(weight) not in PLAIN and is_distributed(weight):
         return "is spread over a mesh, under FSDP between forwards only"
     if linear._compiled_call_impl is not None:
@@ -134,7 +134,7 @@ def class_name(module: nn.Module | None) -> str:
 def why_not_packed(packed: PackedLinear) -> str:
     """Why linears that can be in a pipeline cannot run as one, or ""."""
     for name, linear in zip(packed.names, packed.linears, strict=True):
-        weight, bias = linear._parameters.get("weight"), linear._parameters.get("bias")
+        weight, bias = (tensors_of(linear, kind).get(kind) for kind in ("weight", "bias"))
         if not linear.stored_weight:
             return f"{name} stores its weight transposed"
         if type(weight) not in PLAIN or type(bias) not in (*PLAIN, type(None)):

@@ -18,6 +18,7 @@ from duotone.pipeline.op import Op, TensorInfo, info_of, require_fit, run
 from duotone.pipeline.stage import Stage
 from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
 from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole
@@ -285,29 +286,32 @@ class GroupedLinear(PlannedGroup, nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         if not self.single_grouped_weight:
-            return tuple(self._parameters[f"weight{i}"] for i in range(self.num_gemms))  # type: ignore[misc]
+            tensors = tensors_of(self, "weight0")
+            return tuple(tensors[f"weight{i}"] for i in range(self.num_gemms))
         if is_transformed():  # torch.func knows no requires_grad_
-            return self._parameters["weight"].unbind(0)  # type: ignore
+            return tensors_of(self, "weight")["weight"].unbind(0)  # type: ignore[no-any-return]
         with torch.inference_mode(False), torch.no_grad():
-            members = self._parameters["weight"].unbind(0)  # type: ignore[union-attr]
-        return tuple(w.requires_grad_(self._parameters["weight"].requires_grad) for w in members)  # type: ignore
+            whole = tensors_of(self, "weight")["weight"]
+            members = whole.unbind(0)
+        return tuple(w.requires_grad_(whole.requires_grad) for w in members)
 
     def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         traced = torch.compiler.is_dynamo_compiling()  # which knows no question for inference mode
         members = self.single_grouped_weight and (traced or not torch.is_inference_mode_enabled())
-        return self._parameters["weight"].unbind(0) if members else weights  # type: ignore[union-attr]
+        return tensors_of(self, "weight")["weight"].unbind(0) if members else weights
 
     @property
     def biases(self) -> tuple[Tensor | None, ...]:
         if not self.use_bias:
             return (None,) * self.num_gemms
         if self.single_grouped_bias:
-            return tuple(self._parameters["bias"].unbind(0))  # type: ignore[union-attr]
-        return tuple(self._parameters[f"bias{i}"] for i in range(self.num_gemms))
+            return tuple(tensors_of(self, "bias")["bias"].unbind(0))
+        tensors = tensors_of(self, "bias0")
+        return tuple(tensors[f"bias{i}"] for i in range(self.num_gemms))
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and not self.__dict__.get("single_grouped_weight", True):
-            return self._parameters["weight0"]
+            return tensors_of(self, "weight0")["weight0"]
         return super().__getattr__(name)
 
     def reset_parameters(self) -> None:

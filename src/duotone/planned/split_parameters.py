@@ -1,7 +1,7 @@
 """parameters_split: pieces of one weight become parameters that stay views of one buffer."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,11 @@ def split_parameters(module: "Linear", splits: Splits, out_features: int) -> Non
     module.__dict__["_split_names"] = tuple(sizes)
 
 
+def tensors_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Where the tensor of a parameter is: FSDP1 makes it an attribute while the module runs."""
+    return module._parameters if name in module._parameters else module.__dict__
+
+
 def is_split(module: nn.Module) -> bool:
     """Whether the weight of a module is pieces."""
     return "_split_names" in module.__dict__
@@ -61,7 +66,7 @@ def is_split(module: nn.Module) -> bool:
 def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
     """The parameters that the "weight" or the "bias" is split into."""
     names = [f"{name}_{kind}" for name in module.__dict__["_split_names"]]
-    return tuple(parameter for name in names if (parameter := module._parameters[name]) is not None)
+    return tuple(parameter for name in names if (parameter := tensors_of(module, name)[name]) is not None)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
