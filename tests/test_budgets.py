@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35179
+LIBRARY_LINES = 35212
 TOOL_LINES = 7440
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2317, 21, 0),
     "cli": (1520, 3, 0),
     "comm": (162, 1, 0),
-    "compat": (2440, 7, 0),
+    "compat": (2454, 7, 0),
     "conversion": (2663, 21, 0),
     "dispatch": (2754, 1, 0),
     "distributed": (432, 3, 1),
@@ -34,11 +34,11 @@ BUDGETS = {
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),
     "observe": (2210, 15, 0),
-    "ops": (1401, 5, 0),
+    "ops": (1403, 5, 0),
     "optim": (500, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1443, 5, 1),
-    "planned": (2671, 11, 4),
+    "planned": (2688, 12, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
     "serving": (1213, 1, 0),

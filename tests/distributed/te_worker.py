@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from checks import check
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import duotone
 from duotone.compat import te as compat
@@ -91,6 +92,23 @@ def shards_are_filled_with_numbers_of_their_rank(folder: Path) -> None:
     shards = [torch.empty_like(linear.weight) for _ in range(2)]
     dist.all_gather(shards, linear.weight.detach())
     assert not torch.equal(*shards) and abs(linear.weight.std() / 0.023 - 1) < 0.2
+
+
+@check
+def shards_of_quantized_weights_come_from_meta(folder: Path) -> None:
+    """As the examples of Transformer Engine do it: built on meta, sharded, then filled."""
+    recipe = DelayedScaling(amax_history_len=2)
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        model = nn.Sequential(te.LayerNormMLP(WIDTH, WIDE, device="meta"), te.Linear(WIDTH, WIDTH, device="meta"))
+    fully_shard(model)
+    bases = [module for module in model.modules() if isinstance(module, te.TransformerEngineBaseModule)]
+    assert bases == list(model)
+    for module in bases:
+        module.reset_parameters()
+    with te.autocast(recipe=recipe):
+        model(torch.ones(TOKENS, WIDTH)).sum().backward()
+    weight = model[1].weight.full_tensor()
+    assert abs(weight.dequantize().std() / 0.023 - 1) < 0.2 and model[1].weight.grad.full_tensor().isfinite().all()
 
 
 if __name__ == "__main__":

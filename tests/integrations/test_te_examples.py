@@ -6,6 +6,7 @@ Pictures are synthetic. Examples that ask for a GPU run where one is.
 """
 
 import os
+import re
 import runpy
 import sys
 import warnings
@@ -21,11 +22,14 @@ pytestmark = pytest.mark.skipif(
     GIVEN is None, reason="TRANSFORMER_ENGINE=path pytest tests/integrations/test_te_examples.py, with a clone of it"
 )
 MNIST = ["mnist/main.py", "--epochs=1", "--batch-size=16", "--test-batch-size=32", "--log-interval=1", "--dry-run"]
+FSDP = ["fsdp/fsdp.py", *"-b 2 -s 32 -n 4 -d 32 -i 2 -k 2".split()]
 RUNS = {
     "mnist": [*MNIST, "--use-te"],
     "mnist in fp8": [*MNIST, "--use-fp8"],
     "mnist, inference in fp8": [*MNIST, "--use-fp8-infer"],
     "quantized weights": ["quantized_model_init/main.py"],
+    "fsdp in fp8": [*FSDP, "--layer-type=layernormmlp"],
+    "fsdp in mxfp8, recomputed": [*FSDP, "--precision=mxfp8", "--checkpoint-layer=transformerlayer"],
 }
 ON_CPU = {"mnist"}
 
@@ -58,9 +62,13 @@ def test_an_example_runs_unmodified(te, pictures, name: str, tmp_path, monkeypat
     if name not in ON_CPU and not torch.cuda.is_available():
         pytest.skip("this example asks for a GPU")
     script, *arguments = RUNS[name]
+    for variable, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29741}.items():
+        monkeypatch.setenv(variable, str(value))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    assert "loss" in capsys.readouterr().out.lower()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    assert re.search("loss|peak memory", capsys.readouterr().out.lower())

@@ -95,6 +95,19 @@ FROM_META = {
 }
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed"])
+def test_reset_parameters_brings_quantized_weights_and_their_scales_from_meta(recipe: str) -> None:
+    with duotone.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        module = duotone.LayerNormMLP(32, 64, device="meta")
+        real = duotone.LayerNormMLP(32, 64)
+    module.reset_parameters()
+    assert module.fc1.weight.get_high_precision_init_val() is None
+    module.load_state_dict(real.state_dict())
+    x = torch.randn(32, 32)
+    with duotone.autocast(recipe=recipe):
+        assert torch.equal(module(x), real(x))
+
+
 @pytest.mark.parametrize("name", FROM_META)
 def test_reset_parameters_brings_a_module_from_meta(name) -> None:
     with torch.device("meta"):

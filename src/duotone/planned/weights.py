@@ -15,6 +15,7 @@ from duotone.pipeline.op import is_distributed
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
+from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -36,10 +37,17 @@ def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], object] 
 
 
 def materialise(module: nn.Module) -> None:
-    """Bring parameters on meta to the default device, uninitialised; nothing happens while that is meta itself."""
+    """Bring what is on meta to the default device, or to that of its mesh, uninitialised but for delayed scales.
+
+    Nothing happens while the default device is meta itself.
+    """
     device = torch.get_default_device()
-    if device.type != "meta" and any(p.is_meta for p in module.parameters(recurse=False)):
-        module.to_empty(device=device, recurse=False)
+    absent = [p for p in module.parameters(recurse=False) if p.is_meta]
+    if not absent or device.type == "meta":
+        return
+    meshes = [p.device_mesh.device_type for p in absent if is_distributed(p)]
+    for part in (module, *(child for child in module.children() if isinstance(child, DelayedState))):
+        part.to_empty(device=meshes[0] if meshes else device, recurse=False)
 
 
 def initialise(module: nn.Module, default: Callable[[], None]) -> None:
@@ -70,12 +78,12 @@ def quantized_parameter(
 ) -> nn.Parameter:
     """A parameter over planes of `weight` alone; columnwise planes where gradients are enabled now, or asked for.
 
-    `preserve` keeps the high-precision values on the CPU: `get_high_precision_init_val()`.
+    `preserve` keeps the high-precision values, if it has some, on the CPU: `get_high_precision_init_val()`.
     """
     usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad
     parameter = nn.Parameter(quantizer.make(weight, usage, ctx), requires_grad=requires_grad)
-    if preserve:
+    if preserve and not weight.is_meta:
         setattr(parameter, INIT_VALUE, weight.detach().to("cpu", copy=True))
     return parameter
 

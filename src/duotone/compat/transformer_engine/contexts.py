@@ -312,6 +312,15 @@ def _set_state(state: Tensor) -> None:
     (torch.cuda.set_rng_state if torch.cuda.is_available() else torch.set_rng_state)(state)
 
 
+def device_supports_multicast(device: int = -1) -> bool:
+    """False: only user buffers use it, which Duotone does not have."""
+    return False
+
+
+def destroy_ub() -> None:
+    """Nothing: there are no user buffers."""
+
+
 def mark_not_offload(*_: Tensor) -> None:
     """Tensors are not offloaded one by one here."""
 

@@ -39,12 +39,12 @@ PYTORCH = {
     **_all(
         f"{HERE}.pytorch",
         "DotProductAttention GroupedLinear LayerNorm LayerNormLinear LayerNormMLP Linear MultiheadAttention RMSNorm "
-        "TransformerLayer",
+        "TransformerEngineBaseModule TransformerLayer",
     ),
     **_all(
         f"{HERE}.contexts",
         "CudaRNGStatesTracker FP8GlobalStateManager activation_recompute_forward autocast check_fp8_support "
-        "check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support checkpoint fp8_autocast "
+        "check_fp8_block_scaling_support check_mxfp8_support check_nvfp4_support checkpoint destroy_ub fp8_autocast "
         "get_cpu_offload_context get_default_recipe get_device_compute_capability is_bf16_available "
         "is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available "
         "make_graphed_callables mark_not_offload prepare_te_modules_for_fsdp quantized_model_init",
@@ -61,9 +61,9 @@ PYTORCH = {
     **_all("duotone.tensor", "prepare_for_saving restore_from_saved"),
     "align_size": "duotone.recipes:align_size",
     "fp8_model_init": f"{HERE}.contexts:quantized_model_init",
-    "TransformerEngineBaseModule": f"{HERE}.pytorch:TakesTheirArguments",
     "get_default_fp8_recipe": f"{HERE}.contexts:get_default_recipe",
 }
+EXTENSIONS = _all(f"{HERE}.contexts", "device_supports_multicast")
 PARTS = (
     "attention attention.dot_product_attention attention.dot_product_attention.dot_product_attention "
     "attention.inference attention.multi_head_attention attention.rope cpu_offload cpu_offload_v1 cross_entropy "
@@ -91,6 +91,7 @@ MODULES: dict[str, Mapping[str, str]] = {
     **{f"transformer_engine.pytorch.{part}": OPTIMIZERS for part in OPTIMIZER_PARTS.split()},
     **{f"transformer_engine.pytorch.{part}": PYTORCH for part in PARTS.split()},
     **{module: {} for module in MODULES_WITHOUT},
+    **dict.fromkeys(("transformer_engine_torch", "transformer_engine.pytorch.cpp_extensions"), EXTENSIONS),
 }
 """Each module with its names, and where they are: "module:name"."""
 

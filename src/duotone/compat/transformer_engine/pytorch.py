@@ -60,7 +60,7 @@ class TakesTheirArguments:
 
     def __init_subclass__(cls, further: tuple[type, ...] = (), **options: object) -> None:
         super().__init_subclass__(**options)
-        if TakesTheirArguments in cls.__bases__:
+        if cls.__module__ == __name__ and issubclass(cls.__bases__[-1], nn.Module):
             base = cls.__bases__[-1]
             cls.title = cls.__name__
             cls.constructor = constructor_arguments(base, *further)
@@ -99,6 +99,10 @@ class TakesTheirArguments:
         """Change arguments of a forward that mean something else here."""
 
 
+class TransformerEngineBaseModule(TakesTheirArguments):
+    """The linears, for `isinstance`."""
+
+
 class TakesGroupLater:
     """A linear whose `tp_size` comes without a group is cut at once, and gets its group before its first forward."""
 
@@ -132,15 +136,15 @@ class TakesGroupLater:
 CUT = {"column": "out_features", "row": "in_features"}
 
 
-class Linear(TakesGroupLater, TakesTheirArguments, modules.Linear):
+class Linear(TakesGroupLater, TransformerEngineBaseModule, modules.Linear):
     pass
 
 
-class LayerNormLinear(TakesGroupLater, TakesTheirArguments, modules.LayerNormLinear):
+class LayerNormLinear(TakesGroupLater, TransformerEngineBaseModule, modules.LayerNormLinear):
     pass
 
 
-class GroupedLinear(TakesTheirArguments, modules.GroupedLinear):
+class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
     pass
 
 
@@ -155,7 +159,7 @@ class RMSNorm(TakesTheirArguments, modules.RMSNorm):
 ALIASES = {f"{part}_{kind}": (part, kind) for part in ("fc1", "fc2") for kind in ("weight", "bias")}
 
 
-class LayerNormMLP(TakesTheirArguments, modules.LayerNormMLP):
+class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
     """Its parameters can be read and replaced as `fc1_weight` and so on, and a `state_dict` names them so."""
 
     def state_dict(self, *args: object, **options: object) -> dict[str, object]:
