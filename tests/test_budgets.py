@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35212
+LIBRARY_LINES = 35242
 TOOL_LINES = 7440
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (432, 3, 1),
     "formats": (1485, 0, 0),
     "integrations": (610, 8, 0),
-    "kernels": (4182, 0, 0),
+    "kernels": (4212, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),

@@ -28,10 +28,11 @@ from duotone.kernels.two_level import SEARCHES, scales, spread
 def nvfp4_amax_kernel(
     x, plain, row, col, M, K,
     PLAIN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
-    EVEN: tl.constexpr, NAN: tl.constexpr,
+    EVEN: tl.constexpr, EIGHTS: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
     """Partial amaxes of x, and of its bf16 Hadamard transforms along rows and along columns; NaN counts as 0, or as
     infinite where NAN."""
+    K = _multiple(K, EIGHTS)
     across = tl.cdiv(K, TK)
     of_plain = tl.zeros([TM // 16, TK], tl.float32)
     of_col = tl.zeros([TM // 16, TK], tl.float32)
@@ -57,6 +58,14 @@ def nvfp4_amax_kernel(
 
 
 @triton.jit
+def _multiple(K, EIGHTS: tl.constexpr):
+    """K. Where it is a multiple of 8 that the compiler does not know as such, so that loads take 16 bytes: EIGHTS."""
+    if EIGHTS:
+        K = K // 8 * 8
+    return K
+
+
+@triton.jit
 def _of_all(magnitudes, NAN: tl.constexpr):
     """The largest of a tile's magnitudes."""
     return amax_along(amax_along(magnitudes, 1, NAN), 0, NAN)
@@ -75,17 +84,29 @@ def _global(source, out, line, LINES, P, is_first, FROM: tl.constexpr, N: tl.con
 
 
 @triton.jit
-def _keep(out, low, high, at, line, LINES, group, GROUPS, WIDTH, WORDS: tl.constexpr):
-    """Store the codes of groups: whole, or the bytes within WIDTH of each line."""
-    if WORDS:
-        whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-        tl.store(out.to(tl.pointer_type(tl.uint64)) + at, whole, mask=(line < LINES) & (group < GROUPS))
-    else:
-        start = out + line.to(tl.int64) * WIDTH + 8 * group
-        for b in tl.static_range(8):
-            word = low if b < 4 else high
-            byte = ((word >> (8 * (b % 4))) & 0xFF).to(tl.uint8)
-            tl.store(start + b, byte, mask=(line < LINES) & (8 * group + b < WIDTH))
+def _keep(out, low, high, at, mask):
+    """Store the codes of whole groups."""
+    whole = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    tl.store(out.to(tl.pointer_type(tl.uint64)) + at, whole, mask=mask)
+
+
+@triton.jit
+def _keep_bytes(
+    out, low, high, start, LINES, group, WIDTH, L: tl.constexpr, G: tl.constexpr, TURNED: tl.constexpr
+):  # fmt: skip
+    """Store the codes of L lines from `start` and G groups from `group`: the bytes within WIDTH of each line.
+
+    Words are (L, G), or (G, L) where TURNED. Neighbouring threads store neighbouring bytes.
+    """
+    words = tl.join(low, high)
+    if TURNED:
+        words = tl.permute(words, [1, 0, 2])
+    words = tl.reshape(words, [L, 2 * G])[:, :, None] >> (8 * tl.arange(0, 4)).to(tl.uint32)[None, None, :]
+    line, byte = tl.arange(0, L)[:, None], 8 * group + tl.arange(0, 8 * G)[None, :]
+    result = tl.reshape((words & 0xFF).to(tl.uint8), [L, 8 * G])
+    tl.store(
+        out + start.to(tl.int64) * WIDTH + (line * WIDTH + byte), result, mask=(start + line < LINES) & (byte < WIDTH)
+    )
 
 
 @triton.jit
@@ -135,7 +156,10 @@ def _row_plane(
     tl.store(kept_scales + at, spread(byte, TM, G, SQUARE), mask=(m < M) & (g < wide))
     dither = _dithers(seed, v, m, g, K, 0, RANDOM, WORDS)
     low, high = packed(v, spread(q, TM, G, SQUARE), dither, RANDOM)
-    _keep(codes, low, high, at, m, M, g, wide, tl.cdiv(K, 2), WORDS)
+    if WORDS:
+        _keep(codes, low, high, at, (m < M) & (g < wide))
+    else:
+        _keep_bytes(codes, low, high, pm * TM, M, pk * G, tl.cdiv(K, 2), TM, G, False)
     return byte, q
 
 
@@ -164,7 +188,10 @@ def _col_plane(
     at = (pk * TK).to(tl.int64) * deep + pm * H + (ik * deep + ih)
     tl.store(kept_scales + at, spread(byte, H, TK, SQUARE), mask=(k < K) & (h < deep))
     low, high = packed(v, spread(q, H, TK, SQUARE), dither, RANDOM)
-    _keep(codes, low, high, at, k, K, h, deep, tl.cdiv(M, 2), WORDS)
+    if WORDS:
+        _keep(codes, low, high, at, (k < K) & (h < deep))
+    else:
+        _keep_bytes(codes, low, high, pk * TK, K, pm * H, tl.cdiv(M, 2), TK, H, True)
 
 
 @functools.partial(kernel, unspecialized=("P",))
@@ -175,9 +202,10 @@ def nvfp4_kernel(
     ROW_SEARCH: tl.constexpr, ROW_WORDS: tl.constexpr,
     COL: tl.constexpr, COL_SQUARE: tl.constexpr, COL_ROTATED: tl.constexpr, COL_RANDOM: tl.constexpr,
     COL_SEARCH: tl.constexpr, COL_WORDS: tl.constexpr,
-    TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, EIGHTS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """One tile of the planes that are not ABSENT. `row_top` and `col_top` are the largest element times block_max."""
+    K = _multiple(K, EIGHTS)
     across = tl.cdiv(K, TK)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # from the end, which the amaxes read last and L2 still holds
     pm, pk = tile // across, tile % across
@@ -259,7 +287,8 @@ class Cast:
         count, of_row, of_col = self._amaxes(x, shard)
         row, col = _empty(self.row, x, m, k, of_row), _empty(self.col, x, k, m, of_col)
         tm, tk, _ = TILE
-        variant = (not (m % tm or k % tk), *(_is_whole(*of) for of in ((self.row, k), (self.col, m))))
+        whole = (_is_whole(*of) for of in ((self.row, k), (self.col, m)))
+        variant = (not (m % tm or k % tk), k % 16 == 8, *whole)
         launch = self._launches.get(variant)
         if launch is None:
             launch = self._launches[variant] = self._bind(*variant)
@@ -280,7 +309,7 @@ class Cast:
             partial = tuple(
                 [part[:count] if want else None for part, want in zip(each.unbind(), self.wanted, strict=True)]
             )
-            _amax(*self.wanted, not (m % tm or k % tk), self.propagate)(count, (x, *partial), (m, k))
+            _amax(*self.wanted, not (m % tm or k % tk), k % 16 == 8, self.propagate)(count, (x, *partial), (m, k))
         elif plain:
             amax = tensor_amax(x, self.propagate)
             count, partial = amax.numel(), (amax, None, None)
@@ -297,12 +326,12 @@ class Cast:
         of_row, of_col = of_shards(shard, self.sources, (of_row, of_col), x.shape)
         return 1, of_row, of_row if self.sources[1] == SHARED.value else of_col
 
-    def _bind(self, even: bool, row_words: bool, col_words: bool) -> Launch:
+    def _bind(self, even: bool, eights: bool, row_words: bool, col_words: bool) -> Launch:
         tm, tk, warps = TILE
         constants = {
             **_constants("ROW", self.sources[0], self.row, 1, row_words),
             **_constants("COL", self.sources[1], self.col, 2, col_words),
-            **{"TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
+            **{"TM": tm, "TK": tk, "EVEN": even, "EIGHTS": eights, "N": PARTIALS},
         }
         return nvfp4_kernel.bind(constants, warps, options=SEPARATE)
 
@@ -312,9 +341,10 @@ SEPARATE = {"enable_fp_fusion": False}
 
 
 @functools.cache
-def _amax(plain: bool, row: bool, col: bool, even: bool, nan: bool) -> Launch:
+def _amax(plain: bool, row: bool, col: bool, even: bool, eights: bool, nan: bool) -> Launch:
     tm, tk, warps = AMAX_TILE
-    constants = {"PLAIN": plain, "ROW": row, "COL": col, "TM": tm, "TK": tk, "EVEN": even, "NAN": nan}
+    constants = {"PLAIN": plain, "ROW": row, "COL": col, "TM": tm, "TK": tk}
+    constants |= {"EVEN": even, "EIGHTS": eights, "NAN": nan}
     return nvfp4_amax_kernel.bind(constants, warps)
 
 
