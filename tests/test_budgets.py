@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35242
+LIBRARY_LINES = 35260
 TOOL_LINES = 7440
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -26,7 +26,7 @@ BUDGETS = {
     "compat": (2454, 7, 0),
     "conversion": (2663, 21, 0),
     "dispatch": (2754, 1, 0),
-    "distributed": (432, 3, 1),
+    "distributed": (450, 3, 1),
     "formats": (1485, 0, 0),
     "integrations": (610, 8, 0),
     "kernels": (4212, 0, 0),

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import checks
@@ -184,6 +185,24 @@ def what_cannot_be_loaded_is_one_line_on_all_ranks_and_changes_nothing(folder: P
         assert "holds a checkpoint" in str(error), error
     else:
         raise AssertionError("a checkpoint was overwritten")
+
+
+@check
+def plain_weights_of_another_recipe_load_and_a_warning_names_both(folder: Path) -> None:
+    if takes_part(2):
+        group, path = meshes()[2].get_group(), folder / "resumed" / "nvfp4" / "step-2"
+        m = network("nvfp4", 2, seed=1)
+        duotone.convert(m, recipes.load("fp8-delayed"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            load(path, m, group=group)
+            load(path, network("nvfp4", 2), group=group)
+        told = [str(one.message) for one in caught if "goes on" in str(one.message)]
+        assert len(told) == 1 and "was saved under nvfp4 and goes on under fp8-delayed" in told[0], told
+        want = network("nvfp4", 2, seed=1)
+        load(path, want, group=group)
+        for got, right in zip(m.parameters(), want.parameters(), strict=True):
+            same(local(got.detach()), local(right.detach()))
 
 
 @check

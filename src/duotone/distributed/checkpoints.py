@@ -4,6 +4,7 @@ A checkpoint is a folder. torch writes its `.metadata` last, so a folder without
 """
 
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -31,9 +32,12 @@ from duotone.distributed.entries import (
 )
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 
 METADATA = ".metadata"
+RECIPE = "recipe"
+"""The key of the names of recipes, as bytes."""
 T = TypeVar("T")
 Stored = tuple[torch.Size, torch.dtype]
 STEP = re.compile(r"step-[0-9]+")
@@ -91,14 +95,16 @@ def load(
 
     On as many ranks as were saved, training goes on with the bits of a run that did not stop. On others, every rank
     takes the largest amaxes and the smallest delayed scales of all, and the seeds of one. UserError on all ranks,
-    before anything changes, if the checkpoint is damaged, or of another model or recipe.
+    before anything changes, if the checkpoint is damaged, or of another model. Quantized parameters have the formats
+    that were saved. Plain ones go on under any recipe: a warning names both recipes if they differ.
     """
     entries, stored = _matching(Path(path), model, group)
     ranks = len({key.split(".")[1] for key in stored if key.startswith("ranks.")})
     mine, together = f"ranks.{_rank(group) % ranks}.", ranks != _world(group)
     tensors = {key: entry.empty() for key, entry in entries.items()}
     for key, (size, dtype) in stored.items():
-        if key.startswith((mine, "extra.")) or (together and key.startswith("ranks.") and ".delayed." in key):
+        of_others = together and key.startswith("ranks.") and ".delayed." in key
+        if key.startswith((mine, "extra.", RECIPE)) or of_others:
             tensors[key] = torch.empty(size, dtype=dtype)
     if optimizer is not None:
         tensors.update(_empty_optimizer(model, optimizer, stored))
@@ -106,7 +112,12 @@ def load(
         dcp.load(tensors, checkpoint_id=path, process_group=group, no_dist=not dist.is_initialized())  # type: ignore
     except (CheckpointException, OSError, RuntimeError, EOFError) as error:
         raise UserError(f"the checkpoint {path} is damaged: {_first_cause(error)}; load an earlier one") from None
-    load_recipe_state(model, _delayed(tensors, mine, together=together))
+    before, now = bytes(tensors[RECIPE].tolist()).decode() if RECIPE in tensors else "", _recipe_of(model)
+    if before in ("", now):
+        load_recipe_state(model, _delayed(tensors, mine, together=together))
+    else:
+        words = f"was saved under {before} and goes on under {now or 'no recipe'}; delayed scales start anew"
+        warnings.warn(f"the checkpoint {path} {words}", stacklevel=2)
     if optimizer is not None:
         optimizer.load_state_dict(_optimizer_state(model, optimizer, tensors))
     for key, entry in entries.items():
@@ -142,6 +153,8 @@ def _tensors(
     mine = f"ranks.{_rank(group)}"
     tensors |= {f"{mine}.seeds.{key}": seed for key, seed in rng_state(model).items()}
     tensors |= {f"{mine}.delayed.{key}": value for key, value in recipe_state(model).items()}
+    if recipe := _recipe_of(model):
+        tensors[RECIPE] = torch.frombuffer(bytearray(recipe.encode()), dtype=torch.uint8)
     tensors[f"{mine}.generator"] = torch.get_rng_state()
     if torch.cuda.is_available():
         tensors[f"{mine}.cuda_generator"] = torch.cuda.get_rng_state()
@@ -168,6 +181,11 @@ def _matching(
     if first := next(filter(None, _from_all(problem, group)), None):
         raise UserError(first)
     return entries, stored
+
+
+def _recipe_of(model: nn.Module) -> str:
+    """The names of the recipes that modules follow outside of regions."""
+    return ", ".join(sorted({module.recipe.name for module in model.modules() if isinstance(module, Planned)}))
 
 
 def _from_all(value: T, group: dist.ProcessGroup | None) -> list[T]:
