@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 35260
-TOOL_LINES = 7440
+TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (2754, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1485, 0, 0),
-    "integrations": (610, 8, 0),
+    "integrations": (620, 9, 0),
     "kernels": (4212, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),

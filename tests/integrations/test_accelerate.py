@@ -69,6 +69,16 @@ def test_prepare_converts_and_a_fresh_run_resumes_with_the_bits_of_one_that_went
     assert_same_bits(duotone.recipe_state(fresh[1]), duotone.recipe_state(model))
 
 
+@pytest.mark.parametrize("other", ["fp8-current", "nvfp4", "fp8-delayed"])
+def test_a_checkpoint_of_another_recipe_names_both(other: str, tmp_path) -> None:
+    """fp8-current has no seeds and no delayed scales that could tell."""
+    run("mxfp8", False)[0].save_state(tmp_path)
+    with pytest.raises(
+        duotone.UserError, match=rf"^the checkpoint was saved under mxfp8, [^\n]* follows {other};[^\n]*$"
+    ):
+        run(other, False)[0].load_state(tmp_path)
+
+
 def test_prepare_refuses_in_one_line(monkeypatch) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(duotone.UserError, match=r"^none of the objects is a model[^\n]*$"):

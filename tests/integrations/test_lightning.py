@@ -120,6 +120,10 @@ def test_checkpoints_without_states_or_of_another_recipe_are_one_line(tmp_path) 
     fit(DuotonePrecision("mxfp8"), tmp_path / "mxfp8")
     with pytest.raises(duotone.UserError, match=r"^the checkpoint has planes of other parameters or formats[^\n]*$"):
         fit(DuotonePrecision("mxfp8"), tmp_path, Module("mxfp8"), f"{tmp_path}/mxfp8/step=2.ckpt")
+    with pytest.raises(
+        duotone.UserError, match=r"^the checkpoint was saved under mxfp8, and the model follows fp8-cur"
+    ):
+        fit(DuotonePrecision("fp8-current"), tmp_path, checkpoint=f"{tmp_path}/mxfp8/step=2.ckpt")
     with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
         DuotonePrecision("mxfp9")
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 from duotone.tensor import QuantizedTensor
 
@@ -20,21 +21,30 @@ KEY = "duotone"
 
 
 def packed_state(model: nn.Module) -> str:
-    """`rng_state` and `recipe_state` of a model."""
+    """`rng_state` and `recipe_state` of a model, and the names of its recipes."""
     buffer = io.BytesIO()
-    torch.save({"rng": rng_state(model), "recipe": recipe_state(model)}, buffer)
+    torch.save({"rng": rng_state(model), "recipe": recipe_state(model), "names": recipe_names(model)}, buffer)
     return base64.b64encode(zlib.compress(buffer.getvalue())).decode("ascii")
+
+
+def recipe_names(model: nn.Module) -> str:
+    """The recipes that the modules of a model follow."""
+    return " and ".join(sorted({module.recipe.name for module in model.modules() if isinstance(module, Planned)}))
 
 
 def load_packed_state(model: nn.Module, text: str) -> None:
     """Restore what `packed_state` gave. UserError if the text is damaged or belongs to another model or recipe."""
     try:
-        states: dict[str, dict[str, Tensor]] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
+        states: dict[str, Any] = torch.load(io.BytesIO(zlib.decompress(base64.b64decode(text))))
         rng, recipe = states["rng"], states["recipe"]
     except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zlib.error) as error:
         raise UserError(f"the seeds and scales of a checkpoint cannot be read ({error!r}); save it again") from None
+    now, then = recipe_names(model), states.get("names")
+    if then not in (None, now):  # None: a file of version 0.1
+        remedy = "convert it as it was saved, or start from the weights"
+        raise UserError(f"the checkpoint was saved under {then}, and the model follows {now}; {remedy}")
     if recipe_state(model).keys() - recipe.keys() or rng_state(model).keys() != rng.keys():
-        raise UserError("the checkpoint has seeds and scales of another model or recipe; convert it as it was saved")
+        raise UserError("the checkpoint has seeds and scales of another model; convert it as it was saved")
     load_recipe_state(model, recipe)
     load_rng_state(model, rng)
 
