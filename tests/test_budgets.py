@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35260
+LIBRARY_LINES = 35282
 TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -33,7 +33,7 @@ BUDGETS = {
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (683, 3, 3),
-    "observe": (2210, 15, 0),
+    "observe": (2232, 15, 0),
     "ops": (1403, 5, 0),
     "optim": (500, 2, 0),
     "package": (264, 1, 0),

@@ -15,7 +15,7 @@ from duotone.errors import UserError
 from duotone.observe.alarms import Alarm, Alarms
 from duotone.observe.monitor_writers import JsonLines, Write, tracker
 from duotone.observe.step_statistics import Sent, StepStatistics
-from duotone.observe.tapped_recipe import sampled_step
+from duotone.observe.tapped_recipe import TappedRecipe, sampled_step
 from duotone.planned.planned import Planned
 from duotone.state.delayed import DelayedState
 
@@ -65,7 +65,7 @@ class Monitor:
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
         self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
-        self._statistics: StepStatistics | None = None
+        self._statistics, self._recipes, self._is_sampling = StepStatistics(), dict[str, TappedRecipe](), False
         self._sent: deque[tuple[int, Sent]] = deque()
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(lambda *_: self.step())
         if not any(isinstance(module, Planned) for module in model.modules()):
@@ -88,11 +88,11 @@ class Monitor:
         if self._is_closed:
             raise UserError("this monitor is closed; make a new one, with start= the number of steps that are done")
         self.steps += 1
-        if self._statistics is not None:
+        if self._is_sampling:
             self._open.close()
             states = [module for module in self._model.modules() if isinstance(module, DelayedState)]
             self._sent.append((self.steps, self._statistics.send(states)))
-            self._statistics = None
+            self._is_sampling = False
         while self._sent and (len(self._sent) > 1 or self._sent[0][1].is_there()):
             self._write()
         self._begin()
@@ -101,7 +101,6 @@ class Monitor:
         """Write what is not written yet, and leave the model alone. A step that is not done is not written."""
         self._is_closed = True
         self._open.close()
-        self._statistics = None
         if self._hook is not None:
             self._hook.remove()
         while self._sent:
@@ -112,8 +111,8 @@ class Monitor:
         """Sample the next step if it is its turn."""
         number = self.steps + 1
         if number == self._first or number % self._every == 0:
-            self._statistics = StepStatistics()
-            self._open.enter_context(sampled_step(self._model, self._statistics))
+            self._open.enter_context(sampled_step(self._model, self._statistics, self._recipes))
+            self._is_sampling = True
 
     def _write(self) -> None:
         step, sent = self._sent.popleft()

@@ -38,12 +38,17 @@ class Sample(NamedTuple):
 
 
 class StepStatistics(Sampler):
-    """What the encodes of a step lost. `send` ends the step."""
+    """What the encodes of a step lost. `send` ends the step, and the next one may begin."""
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.keys: list[tuple[Key, float]] = []
         """Of each plane, with the largest element of its format."""
         self._whole: list[Tensor] = []
+        self._twins: dict[int, int] = {}
+        """Planes that are the transposes of others, which are measured for both."""
         self._waiting: dict[tuple[int, Format | None], list[tuple[int, Sample]]] = {}
         self._measured: list[tuple[list[int], Tensor]] = []
 
@@ -57,7 +62,9 @@ class StepStatistics(Sampler):
                 key = role.name, role.tensor_type, direction, plane.format.name
                 self.keys.append((key, plane.format.largest))
                 self._whole.append(whole)
-                if math.isfinite(plane.format.largest) and matrix.numel():
+                if direction == "columnwise" and is_transposed(*planes):
+                    self._twins[len(self.keys) - 1] = len(self.keys) - 2
+                elif math.isfinite(plane.format.largest) and matrix.numel():
                     self._wait(plane.format, sample(matrix, plane))
 
     def send(self, states: Sequence[DelayedState]) -> "Sent":
@@ -69,7 +76,9 @@ class StepStatistics(Sampler):
         slots = [slot for state in states for slot in slots_of(state)]
         device = tensors[0].device if tensors else torch.device("cpu")
         numbers = torch.cat([t.to(device, non_blocking=True) for t in tensors]) if tensors else torch.empty(0)
-        return Sent(self.keys, places, slots, numbers)
+        sent = Sent(self.keys, places, self._twins, slots, numbers)
+        self._begin()
+        return sent
 
     def _wait(self, fmt: Format, taken: Sample) -> None:
         """Keep a sample of the newest plane. Those of one size are measured together, whatever their formats."""
@@ -116,6 +125,11 @@ def count(x: Tensor) -> Tensor:
     return torch.stack([each.double() for each in (amax, x.isnan().sum(), x.isinf().sum())])
 
 
+def is_transposed(row: Plane | None, col: Plane | None) -> bool:
+    """Whether the columnwise plane has the codes of the rowwise one, in another order."""
+    return row is not None and col is not None and row.format == col.format and row.format.is_derivable
+
+
 def sample(x: Tensor, plane: Plane) -> Sample:
     """About `SAMPLE` elements of an operand that lies as the plane does; of a transform whole groups alone."""
     elements, part = spread(x.detach(), plane, SAMPLE)
@@ -129,8 +143,15 @@ def sample(x: Tensor, plane: Plane) -> Sample:
 class Sent:
     """The numbers of a step on their way to the host."""
 
-    def __init__(self, keys: list[tuple[Key, float]], places: list[int], slots: list[str], numbers: Tensor):
-        self._keys, self._places, self._slots = keys, places, slots
+    def __init__(
+        self,
+        keys: list[tuple[Key, float]],
+        places: list[int],
+        twins: dict[int, int],
+        slots: list[str],
+        numbers: Tensor,
+    ):
+        self._keys, self._places, self._twins, self._slots = keys, places, twins, slots
         self._numbers = numbers.to("cpu", non_blocking=True)
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
@@ -152,6 +173,7 @@ class Sent:
         samples, rest = numbers[: WIDTH * len(self._places)], numbers[WIDTH * len(self._places) :]
         wholes, are_new = rest[: 3 * len(self._keys)].reshape(-1, 3), rest[3 * len(self._keys) :]
         measured = dict(zip(self._places, samples.reshape(-1, WIDTH).tolist(), strict=True))
+        measured |= {twin: measured[place] for twin, place in self._twins.items() if place in measured}
         groups: dict[Key, list[int]] = {}
         for place, (key, _) in enumerate(self._keys):
             groups.setdefault(key, []).append(place)

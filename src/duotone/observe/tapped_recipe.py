@@ -118,14 +118,15 @@ def with_statistics(recipe: RecipeLike, store: Sampler) -> TappedRecipe:
 
 
 @contextmanager
-def sampled_step(model: nn.Module, sampler: Sampler) -> Iterator[None]:
+def sampled_step(model: nn.Module, sampler: Sampler, recipes: dict[str, TappedRecipe] | None = None) -> Iterator[None]:
     """Run the block, which computes the same bits, with a tap on every operand that linears of `model` encode.
 
     Backward belongs into the block. Compiled code that holds such a linear runs eager in it: a graph cannot call a
     sampler, and its guards see `tapped`. Nothing is compiled anew. Operands of attention products (`fp8_dpa`) are not
-    sampled, and CUDA graphs that replay give nothing.
+    sampled, and CUDA graphs that replay give nothing. `recipes` holds tapped recipes for the next step with this
+    sampler: plans of modules then stay.
     """
-    recipes: dict[str, Recipe] = {}
+    recipes = {} if recipes is None else recipes
 
     def tapped(recipe: Recipe) -> Recipe:
         if recipe.key not in recipes:
