@@ -16,6 +16,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
+os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for the processes that tests start
 gc.disable()  # until all tests are collected: what imports and collection make stays
 
 
