@@ -44,7 +44,7 @@ def load_packed_state(model: nn.Module, text: str) -> None:
         remedy = "convert it as it was saved, or start from the weights"
         raise UserError(f"the checkpoint was saved under {then}, and the model follows {now}; {remedy}")
     if recipe_state(model).keys() - recipe.keys() or rng_state(model).keys() != rng.keys():
-        raise UserError("the checkpoint has seeds and scales of another model; convert it as it was saved")
+        raise UserError("the checkpoint has seeds and scales of another model or recipe; convert it as it was saved")
     load_recipe_state(model, recipe)
     load_rng_state(model, rng)
 
