@@ -102,6 +102,27 @@ def test_weights_of_a_model_that_was_not_converted_are_not_passed_over() -> None
     assert isinstance(m[0].weight, duotone.QuantizedTensor)
 
 
+def test_what_weights_cannot_become_is_refused_before_anything_changes() -> None:
+    """Ties to a module that stays, to another format, and masters that fit no weight."""
+    tied = nn.Sequential(nn.Embedding(32, 32), nn.Linear(32, 32, bias=False), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    duotone.convert(tied, MXFP8, rules=())
+    with pytest.raises(UserError, match="weight of 1 is tied to a module that is not converted; keep it in high prec"):
+        duotone.convert_parameters(tied, MXFP8)
+    pair = stack()
+    pair[1].weight = pair[0].weight
+    duotone.convert(pair, MXFP8, rules=(Rule(module="1", format="identity"),))
+    with pytest.raises(UserError, match="the weight of 1 is tied to one of another format"):
+        duotone.convert_parameters(pair, MXFP8)
+    plain = duotone.convert(stack(), MXFP8)
+    with pytest.raises(UserError, match=r"masters has '7.weight', which is no weight of a converted module"):
+        duotone.convert_parameters(plain, MXFP8, masters={"7.weight": torch.zeros(32, 32)})
+    with pytest.raises(UserError, match=r"a master of shape \(2, 2\) for the weight of 0, which is \(32, 32\)"):
+        duotone.convert_parameters(plain, MXFP8, masters={"0.weight": torch.zeros(2, 2)})
+    weights = (tied[2].weight, pair[0].weight, plain[0].weight)
+    assert not any(isinstance(weight, duotone.QuantizedTensor) for weight in weights)
+
+
 def test_a_plan_of_a_plain_model_does_not_pass_over_the_recipe() -> None:
     m = stack()
     assert {row.reason for row in duotone.plan(m)} == {"not converted"}

@@ -128,6 +128,30 @@ class FeedForward(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class Classic(nn.Module):
+    """An MLP whose activation and dropout are children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 96), nn.Linear(96, 64)
+        self.act, self.drop = nn.ReLU(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.act(self.up(x))))
+
+
+def test_hooks_of_an_activation_and_a_dropout_that_is_on_keep_the_forward_of_the_class() -> None:
+    m, x, seen = duotone.fuse(duotone.convert(Classic(), "mxfp8")), hidden_states(), []
+    assert rows(m)[""] == "not fused: drop is on"
+    m.eval()
+    assert rows(m)[""].startswith("fused") and pipelines(m, x) == 1
+    hook = m.act.register_forward_hook(lambda module, inputs, y: seen.append(y.shape))
+    m(x)
+    assert seen == [(2, 16, 96)] and rows(m)[""] == "not fused: act has hooks"
+    hook.remove()
+    assert pipelines(m, x) == 1
+
+
 class LowRank(nn.Module):
     """A linear with an adapter."""
 

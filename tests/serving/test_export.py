@@ -77,6 +77,16 @@ def test_fp8_stores_the_scale_of_activations(tmp_path) -> None:
     assert torch.equal(saved["layers.0.q_proj.input_scale"], (normed.abs().max() / 448).reshape(1))
 
 
+def test_the_scale_of_activations_is_that_of_the_largest_batch(tmp_path) -> None:
+    model, batches = toy(), [TOKENS, TOKENS + 16]
+    normed = [model.layers[0].norm(model.embed(batch)).detach().abs().max() for batch in batches]
+    assert normed[0] != normed[1]
+    for order in (batches, batches[::-1]):
+        duotone.export(model, tmp_path / "x", scheme="FP8", calibrate=lambda order=order: [model(x) for x in order])
+        saved = load_file(tmp_path / "x" / "model.safetensors")
+        assert torch.equal(saved["layers.0.q_proj.input_scale"], (max(normed) / 448).reshape(1))
+
+
 @pytest.mark.parametrize(
     ("fmt", "scheme"),
     [
