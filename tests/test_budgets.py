@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35282
+LIBRARY_LINES = 35264
 TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2317, 21, 0),
     "cli": (1520, 3, 0),
     "comm": (162, 1, 0),
-    "compat": (2454, 7, 0),
+    "compat": (2451, 7, 0),
     "conversion": (2663, 21, 0),
     "dispatch": (2754, 1, 0),
     "distributed": (450, 3, 1),
@@ -32,7 +32,7 @@ BUDGETS = {
     "kernels": (4212, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
-    "modules": (683, 3, 3),
+    "modules": (676, 3, 0),
     "observe": (2232, 15, 0),
     "ops": (1403, 5, 0),
     "optim": (500, 2, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (2688, 12, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
-    "serving": (1213, 1, 0),
+    "serving": (1205, 1, 0),
     "state": (2067, 18, 1),
     "tensor": (2404, 16, 0),
 }

@@ -87,9 +87,7 @@ class QuantizerHandle:
         seed: Tensor | None = None,
     ) -> QuantizedTensor:
         """(*lead, K) -> a quantized tensor. With `out`, rewrite and return it. `dtype` is ignored."""
-        if out is not None:
-            return self.update_quantized(tensor, out, ctx=ctx, seed=seed)
-        return self.value.quantize(tensor, usage=self._usage, ctx=self._context(ctx, seed))
+        return self.value.quantize(tensor, out=out, usage=self._usage, ctx=self._context(ctx, seed))
 
     __call__ = quantize
 

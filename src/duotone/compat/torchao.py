@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from duotone import formats
+from duotone.compat.quantizers import fp8_element
 from duotone.conversion import convert
 from duotone.conversion.left_alone import left_alone
 from duotone.conversion.naming import require_model, sites_of
@@ -117,7 +118,6 @@ TENSORS = {
 }
 """The fields of the casts to the rowwise and the columnwise plane, and the element where none is named."""
 
-ELEMENTS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 GRANULARITIES = {"tensorwise": "tensor", "axiswise": "row"}
 
 
@@ -169,7 +169,6 @@ def convert_to_float8_training(
 def _format(cast: Any, element: str, power_of_two: bool) -> str:
     if cast.scaling_type.value == ScalingType.DISABLED.value:
         return formats.IDENTITY.name
-    if cast.target_dtype is not None:
-        element = ELEMENTS[cast.target_dtype]
+    element = element if cast.target_dtype is None else fp8_element(cast.target_dtype)
     stem = f"fp8_{element}_{GRANULARITIES[cast.scaling_granularity.value]}"
     return formats.with_floor(stem + "_pow2" * power_of_two, FLOOR)

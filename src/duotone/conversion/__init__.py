@@ -1,4 +1,4 @@
-"""Models of others to low precision in place, back again, and the table of what will run."""
+"""Converts existing models to low precision in place and back, and shows what will run."""
 
 from duotone.conversion.converting import convert, revert
 from duotone.conversion.fusing import fuse

@@ -1,4 +1,4 @@
-"""Who reads what in the forward of a module, from its source. Nothing runs, so a branch counts whether it is taken."""
+"""Who reads which value in the forward of a module, from its source. Nothing runs, so every branch counts."""
 
 import ast
 import inspect
@@ -36,7 +36,7 @@ class Flow:
 
 
 class SequentialFlow(Flow):
-    """That of nn.Sequential: each child reads the one before it."""
+    """The flow of nn.Sequential: each child reads the output of the one before it."""
 
     def __init__(self, children: Sequence[str]) -> None:
         self.parameters = ["input"]
@@ -46,7 +46,7 @@ class SequentialFlow(Flow):
 
 
 class CodeFlow(Flow):
-    """That of the source of a module's forward."""
+    """The flow that the source of a module's forward shows."""
 
     def __init__(self, function: ast.FunctionDef, module: nn.Module) -> None:
         self.module = module

@@ -1,6 +1,6 @@
-"""What the default rules of convert keep in high precision besides what they name: output heads and adapters.
+"""Output heads and adapters, which the default rules of convert keep in high precision, and how they are recognised.
 
-And the table of all reasons why a module stays in high precision, which plans and warnings show.
+`Reason` lists all reasons why a module stays in high precision, as plans and warnings show them.
 """
 
 import re
@@ -60,7 +60,7 @@ FULL = ("base_layer", "modules_to_save", "original_module")
 """What PEFT's layers hold besides adapters: linears of the model."""
 
 LOW = 4
-"""How many times a rank fits into the sizes of the linear beside it, at least."""
+"""The sizes of the linear beside an adapter are at least this many times its rank."""
 
 Linears = dict[str, nn.Linear]
 
@@ -108,7 +108,7 @@ NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to
 """What the last linear of a whole model is called where it is its head."""
 
 PARTS = ("attention", "attn", "mlp", "feedforward", "ffn")
-"""How names of parts of a layer end: one that is all that a model holds is a part still, and no wrapper of a model."""
+"""How the names of parts of a layer end. Such a part is no wrapper of a model, even if it is all that a model holds."""
 
 
 def heads(model: nn.Module) -> dict[str, str]:

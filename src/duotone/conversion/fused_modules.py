@@ -1,7 +1,7 @@
-"""Modules of others that run as pipelines of ops: mixins for their classes, which keep parameters, names and hooks.
+"""Mixins that let an existing module run as a pipeline of ops. It keeps its parameters, names and hooks.
 
-Each call looks whether its parts are still linears under plans, without hooks or adapters. If not, or in a trace that
-it cannot follow, the forward of the class runs as before.
+Each call checks that the parts are still linears under plans, without hooks or adapters. If they are not, or in a trace
+that a pipeline cannot follow, the forward of the class runs as before.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from duotone.recipes.recipe import Recipe
 
 CHANGED = "has another epsilon than when it was fused"
 FUSED = "_fused"
-"""Of a fused module: its pipeline."""
+"""The attribute of a fused module that holds its pipeline."""
 
 
 class Fused:
@@ -146,9 +146,9 @@ class FusedForward(Fused):
 
 @dataclass
 class NormReaders:
-    """A norm, and the linears and fused modules below `parent` that read it: the paths of their owners, their names.
+    """A norm, and the linears and fused modules below `parent` that read it.
 
-    A name without linears, "", stands for the owner itself, a fused module.
+    `groups` are pairs: the path of an owner, and the names of its linears. Without names the owner is a fused module.
     """
 
     norm: nn.Module
@@ -198,7 +198,7 @@ class NormReaders:
         return f"fused: it runs in the pipeline of {' and '.join(readers)}"
 
     def takes(self, x: object) -> bool:
-        """Whether an input is one for which the norm may be put off."""
+        """Whether the norm of this input may run later, in the pipeline of its reader."""
         if type(x) is not Tensor or not x.is_contiguous() or not x.numel() or is_autocast(x.device.type):
             return False
         if x.is_inference():  # it has no version that would tell of a write

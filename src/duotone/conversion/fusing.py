@@ -30,7 +30,7 @@ from duotone.state.autocast_context import autocast
 
 NOTHING = "no norm that linears read and no MLP"
 LEFT_ALONE = "_left_unfused"
-"""Of a module that has the parts of a pattern: why it is left alone."""
+"""The attribute of a module with the parts of a pattern that says why it is left alone."""
 
 Pipeline = MLPPipeline | ChainPipeline | NormReaders
 Groups = tuple[tuple[str, tuple[str, ...]], ...]

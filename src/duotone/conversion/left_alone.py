@@ -1,4 +1,4 @@
-"""What convert leaves as it is although it may multiply by a matrix, and why."""
+"""The modules that convert does not change although they may multiply by a matrix, and the reasons."""
 
 import dis
 import functools
@@ -25,7 +25,7 @@ from duotone.recipes.rules import Rule
 from duotone.tensor import Quantizer
 
 NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, ParametrizationList)
-"""Modules whose matrices are looked up, or multiplied element by element, or another module's."""
+"""Modules whose matrices are looked up, are multiplied element by element, or belong to another module."""
 
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})

@@ -27,7 +27,7 @@ CONVERTED = "_converted"
 """Marks a module whose class convert changed."""
 
 PARAMETRIZED = "_parametrized_class"
-"""Of a class that convert gave to a parametrized module: the one that torch gave it."""
+"""The attribute of a class that convert made for a parametrized module: the class that torch had given it."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +128,9 @@ def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _parametrized_class(module: Any) -> type[nn.Module]:
-    """The class of a module that torch gave a class of its own, with a property for each parametrized tensor.
+    """The planned class of a parametrized module, to which torch gave a class with a property for each tensor.
 
-    Torch removes a property from the class of the module, and leaves it the first base: that is the converted one.
+    When torch removes the parametrizations, it gives the module the first base of its class: the converted class.
     """
     kind = type(module)
     members = {name: vars(kind)[name] for name in _properties(kind)}

@@ -25,7 +25,7 @@ from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
-from duotone.serving.export_report import ExportReport
+from duotone.serving.exported_weight import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
 from duotone.state.autocast_context import autocast
 

@@ -1,7 +1,9 @@
 """Expert parallelism: tokens go to the ranks of their experts as codes and scales, results come back as they are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +11,29 @@ from torch import Tensor
 from duotone.comm import ShardContext, all_to_all, group_size
 from duotone.errors import UserError
 from duotone.linear.row_counts import Rows
-from duotone.modules.row_move import move
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage, sharded_parts, to_wire
 from duotone.tensor.quantizer import Quantizer
+
+Map = Callable[[Tensor], Tensor]
+
+
+class RowMove(torch.autograd.Function):
+    """See `move`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
+        ctx.backward_map = backward_map
+        return forward_map(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_map(gradients[0]), None, None
+
+
+def move(rows: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
+    """`forward_map(rows)`, whose gradient is `backward_map` of the output's gradient."""
+    return RowMove.apply(rows, forward_map, backward_map)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +75,11 @@ class Exchange(Rows):
     def count(self) -> Tensor:
         return self.counts
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send(self, rows: Tensor) -> Tensor:
         """Rows by expert of all ranks -> those that this rank's experts have, by expert."""
         return all_to_all(rows, self.sent, self.received, self.group)[self.order]
 
-    def back(self, rows: Tensor) -> Tensor:
+    def send_back(self, rows: Tensor) -> Tensor:
         return all_to_all(rows[self.inverse], self.received, self.sent, self.group)
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer) -> Tensor:
@@ -67,17 +88,17 @@ class Exchange(Rows):
         A scale that spans rows is agreed on by all ranks. The bytes of a row travel together. Gradients come back as
         they are.
         """
-        return move(rows, partial(self._send, quantizer), self.back)
+        return move(rows, partial(self._send_codes, quantizer), self.send_back)
 
     def combine(self, y: Tensor) -> Tensor:
         """The results of local experts -> rows by expert of all ranks, where their tokens are."""
-        return move(y, self.back, self.there)
+        return move(y, self.send_back, self.send)
 
-    def _send(self, quantizer: Quantizer, rows: Tensor) -> Tensor:
+    def _send_codes(self, quantizer: Quantizer, rows: Tensor) -> Tensor:
         plane = quantizer.encode(rows, Usage(True, False), QuantizeContext(shard=ShardContext(self.group))).rowwise
         assert plane is not None
         names, parts = sharded_parts(plane, 0), to_wire(plane, 0)
-        wire = self.there(torch.cat([as_bytes(part) for part in parts], 1))
+        wire = self.send(torch.cat([as_bytes(part) for part in parts], 1))
         pieces = wire.split([as_bytes(part).shape[1] for part in parts], 1)
         received = {
             name: piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])

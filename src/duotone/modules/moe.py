@@ -17,9 +17,8 @@ from duotone import formats
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.linear.row_counts import Rows
-from duotone.modules.expert_exchange import Exchange, check_dispatch, experts_of
+from duotone.modules.expert_exchange import Exchange, check_dispatch, experts_of, move
 from duotone.modules.fused_module import ModuleGroup
-from duotone.modules.row_move import move
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
 from duotone.planned.grouped_linear import GroupedLinear

@@ -1,6 +1,6 @@
 """What was trained, as files that servers read, and back."""
 
-from duotone.serving.export_report import ExportReport, ExportRow
+from duotone.serving.exported_weight import ExportReport, ExportRow
 from duotone.serving.exporting import export
 from duotone.serving.importing import load
 

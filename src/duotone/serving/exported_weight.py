@@ -1,6 +1,6 @@
-"""One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme."""
+"""One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme. And the report."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,11 +10,44 @@ from torch import Tensor
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
 from duotone.formats import Format
-from duotone.serving.export_report import ExportRow
 from duotone.serving.schemes import Scheme
 from duotone.serving.tensor_file import TensorSpec
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.plane_tensor import plain
+from duotone.text import aligned
+
+
+@dataclass(frozen=True)
+class ExportRow:
+    """One exported weight. `source` is "planes", "encoded" or "re-encoded".
+
+    `error` is the relative error ||decoded - values|| / ||values||: 0 from planes.
+    """
+
+    weight: str
+    format: str
+    source: str
+    error: float
+
+
+@dataclass(frozen=True, repr=False)
+class ExportReport:
+    """The rows of an export, its scheme and the bytes of its tensors. `str(report)` is a table."""
+
+    scheme: str
+    rows: tuple[ExportRow, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        cells = [(row.weight, row.format, row.source, f"{row.error:.3e}") for row in self.rows]
+        return "\n".join(aligned([("weight", "format", "source", "error"), *cells], [False, False, False, True]))
+
+    def __repr__(self) -> str:
+        counts = Counter(row.source for row in self.rows)
+        sources = ", ".join(f"{count} {source}" for source, count in counts.items())
+        return (
+            f"ExportReport({self.scheme}, {len(self.rows)} weights{': ' * bool(sources)}{sources}, {self.bytes} bytes)"
+        )
 
 
 @dataclass

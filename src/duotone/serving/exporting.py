@@ -3,20 +3,27 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from duotone.conversion.naming import require_model
 from duotone.errors import UserError
-from duotone.serving.export_report import ExportReport, ExportRow
-from duotone.serving.exported_weight import ExportedWeight, share_global_scales
+from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
 from duotone.serving.folder import CONFIG, NOTES, Item, write_folder
-from duotone.serving.input_amaxes import calibrated
 from duotone.serving.schemes import BF16, Scheme, get_scheme
 from duotone.serving.selection import Weights, refuse_arguments, refuse_model, scheme_of_recipe, selected_weights
-from duotone.serving.stored_tensors import ExportedExperts, PlainTensor, StoredNames, own_name, stored_name
-from duotone.state.delayed import DelayedState
+from duotone.serving.stored_tensors import (
+    ExportedExperts,
+    PlainTensor,
+    StoredNames,
+    own_name,
+    stored_name,
+    stored_tensors,
+)
+from duotone.tensor.plane_tensor import plain
 
 
 def export(
@@ -78,7 +85,7 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
             weight.refuse(options.allow_requantize)
     if scheme is not None and scheme.input_scale:
         modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in linears}
-        amaxes = calibrated(modules, options.calibrate, scheme.name)
+        amaxes = _calibrated(modules, options.calibrate, scheme.name)
         for name, linear in linears.items():
             linear.input_amax = amaxes[name]
     share_global_scales({linear.name: linear for linear in linears.values()})
@@ -94,6 +101,38 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
         path, items, options.max_shard_bytes, lambda: {CONFIG: json.dumps(config, indent=2), **notes.texts(model)}
     )
     return ExportReport(BF16 if scheme is None else scheme.name, tuple(notes.rows), total)
+
+
+def _calibrated(
+    linears: Mapping[str, nn.Module], calibrate: Callable[[], object] | None, scheme: str
+) -> dict[str, Tensor]:
+    """The largest magnitude that each linear reads in a calibration, fp32 (1,), by its name.
+
+    UserError without a calibration, and for a linear that did not run or read no finite value.
+    """
+    if calibrate is None:
+        other = "NVFP4A16" if scheme == "NVFP4" else "FP8_DYNAMIC"
+        remedy = f"give calibrate=lambda: model(batch), or export scheme {other}"
+        raise UserError(f"scheme {scheme} stores the scales of activations; {remedy}")
+    amaxes: dict[str, Tensor] = {}
+
+    def note(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        amax = plain(inputs[0]).detach().abs().amax().float().reshape(1)
+        amaxes[name] = torch.maximum(amaxes.get(name, amax), amax)
+
+    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears.items()]
+    try:
+        with torch.no_grad():
+            calibrate()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name in linears:
+        if name not in amaxes:
+            raise UserError(f"{name} did not run while calibrate was called, so its activations have no scale")
+        if not 0 < amaxes[name].item() < float("inf"):
+            raise UserError(f"{name} read an amax of {amaxes[name].item()} while calibrate was called; give real data")
+    return amaxes
 
 
 @dataclass(frozen=True)
@@ -119,10 +158,9 @@ class Notes:
 
 def _items(model: nn.Module, weights: Weights, names: StoredNames) -> Iterator[Item]:
     """What is stored, in the order of the state_dict. Tied tensors are stored once, delayed-scaling states never."""
-    states = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor) and not name.startswith(states) and id(tensor) not in seen:
+    for name, tensor in stored_tensors(model).items():
+        if id(tensor) not in seen:
             seen.add(id(tensor))
             yield weights.get(name) or PlainTensor(name, tensor, names)
 

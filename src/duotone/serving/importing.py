@@ -15,8 +15,8 @@ from duotone.planned.planned import Planned
 from duotone.planned.weights import replace
 from duotone.serving.folder import CONFIG, NOTES, open_files, read_text
 from duotone.serving.schemes import GLOBAL, Scheme, global_scale, scheme_of_group
+from duotone.serving.stored_tensors import stored_tensors
 from duotone.serving.tensor_file import TensorFile, TensorSpec
-from duotone.state.delayed import DelayedState
 from duotone.tensor import Plane, Planes, QuantizedTensor, Quantizer
 
 
@@ -116,7 +116,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
     if model is None:
         return {name: checkpoint.read(name) for name in checkpoint.shapes}
     require_model("load", model)
-    targets = _targets(model)
+    targets = stored_tensors(model)
     _refuse_other(checkpoint, targets)
     with torch.no_grad():
         for name, target in targets.items():
@@ -126,12 +126,6 @@ def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] 
         if isinstance(module, Planned):
             module.forget_plans()
     return model
-
-
-def _targets(model: nn.Module) -> dict[str, Tensor]:
-    states = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
-    tensors = model.state_dict(keep_vars=True)
-    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and not name.startswith(states)}
 
 
 def _refuse_other(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> None:

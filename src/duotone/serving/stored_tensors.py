@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
 from duotone.serving.tensor_file import TensorSpec
+from duotone.state.delayed import DelayedState
 from duotone.tensor.plane_tensor import plain
 
 StoredNames = Callable[[str, Tensor], Mapping[str, Tensor]]
@@ -23,6 +24,13 @@ def own_name(name: str, tensor: Tensor) -> Mapping[str, Tensor]:
 def stored_name(names: StoredNames, name: str) -> str:
     """The name under which a matrix is stored."""
     return next(iter(names(name, torch.empty(2, 2, device="meta"))))
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a state_dict but for the states of delayed scaling. Parameters are the objects themselves."""
+    states = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
+    tensors = model.state_dict(keep_vars=True)
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and not name.startswith(states)}
 
 
 @dataclass(frozen=True)
