@@ -37,6 +37,7 @@ ALLOWED = {
     "attention.meeting._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,
     "conversion.left_alone.bypassed_children": PURE,
+    "dispatch.cast_ops._cast_of": PURE,
     "dispatch.casts._CASTS": PURE,
     "dispatch.casts._DECODERS": PURE,
     "dispatch.casts._segment_cast": LAUNCH,

@@ -1,10 +1,17 @@
 """Casts as ops of a graph, so that a compiler sees shapes and not kernels."""
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from duotone.dispatch.casts import one_read
+from duotone.dispatch.casts import cast_of
 from duotone.formats import Format, get
+
+if TYPE_CHECKING:
+    from duotone.kernels.cast import Cast
+    from duotone.kernels.nvfp4 import Cast as TwoLevelCast
 
 PARTS = ("codes", "scale", "amax")
 """What an op gives of each plane; the first two where no plane has an amax."""
@@ -23,17 +30,23 @@ def cast_planes(
     """
     if x.numel() == 0:
         return tuple(part.fill_(0) for part in empty_planes(x, row, col))
-    kernel = one_read(_format(row), _format(col), x, propagate)
-    delayed = row and get(row).is_delayed
-    scales = (scale, None) if delayed else (None, scale)
-    assert kernel is not None
-    planes = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
+    kernel, row_delayed = _cast_of(row, col, x.dtype, propagate)
+    scales = (scale, None) if row_delayed else (None, scale)
+    of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
     parts: list[Tensor] = []
-    for one in planes:
+    for one in (of_row, of_col):
         parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
-    if planes[0] is not None and planes[1] is not None and planes[0]["scale"] is planes[1]["scale"]:
+    if of_row is not None and parts[1] is parts[3]:
         parts[3] = x.new_empty(0)  # results of an op may not share memory
     return tuple(parts)
+
+
+@functools.cache
+def _cast_of(row: str, col: str, dtype: torch.dtype, propagate: bool) -> "tuple[Cast | TwoLevelCast, bool]":
+    """The cast to formats of these names, and whether the rowwise plane has a delayed scale."""
+    cast = cast_of(_format(row), _format(col), dtype, propagate)
+    assert cast is not None
+    return cast, row != "" and get(row).is_delayed
 
 
 def empty_planes(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
@@ -67,8 +80,7 @@ def cast_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor 
     """
     if x.numel() == 0:
         return tuple(part.fill_(0) for part in _empty_two_level(x, row, col))
-    kernel = one_read(_format(row), _format(col), x, propagate)
-    assert kernel is not None
+    kernel, _ = _cast_of(row, col, x.dtype, propagate)
     seeds = () if seed is None else (seed,)
     parts: list[Tensor] = []
     for one in kernel(x if x.is_contiguous() else x.contiguous(), (None, None), None, None, *seeds):

@@ -35,18 +35,20 @@ _DECODERS: "dict[tuple[int, torch.dtype], tuple[Format, PlaneSpec | float | None
 
 
 def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "Cast | TwoLevelCast | None":
-    """The kernel that makes these planes of a CUDA matrix like `x`. None if there is no such kernel.
+    """The kernel that makes these planes of a CUDA matrix like `x`, None if there is none. Not for traces.
 
     `propagate` as of `Format.encode`.
     """
     entry = _CASTS.get((id(row), id(col), x.dtype, propagate))
-    cast = _cast(row, col, x.dtype, propagate) if entry is None else entry[1]
-    return None if cast is None or not _is_real(x) or not runs_kernels(x.get_device()) else cast
+    cast = cast_of(row, col, x.dtype, propagate) if entry is None else entry[1]
+    real = type(x) in PLAIN_TYPES and x.numel() and runs_kernels(x.get_device())
+    return cast if real else None
 
 
-def _cast(
+def cast_of(
     row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True
 ) -> "Cast | TwoLevelCast | None":
+    """As `one_read`, where kernels run."""
     key = (id(row), id(col), dtype, propagate)
     entry = _CASTS.get(key)
     if entry is None:
@@ -56,7 +58,7 @@ def _cast(
 
 def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
     """As `one_read`, the cast that gives each row segment scales of its own."""
-    cast = one_read(row, col, x, propagate)
+    cast = None if torch.compiler.is_dynamo_compiling() else one_read(row, col, x, propagate)
     return None if cast is None else _segment_cast(cast)
 
 
@@ -80,7 +82,7 @@ def is_two_level(*formats: Format | None) -> bool:
 def has_casts(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:
     """Whether a kernel makes both planes of a matrix in `dtype` there, or either of them."""
     return where.runs_kernels and all(
-        _cast(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col))
+        cast_of(*pair, dtype) is not None for pair in ((row, col), (row, None), (None, col))
     )
 
 

@@ -267,7 +267,7 @@ class Planner:
             self.bound[name] = template.mode, module.make_stage([LinearStage(each, GRADIENT) for each in plans])
         mode, stage = self.bound[name]
         # Another recipe may have given the states other parameters since. An evaluation leaves them as they are.
-        if stage.plan.is_delayed and self.followed != name and mode is not AmaxMode.USE:
+        if self.followed != name and mode is not AmaxMode.USE and stage.plan.is_delayed:
             delayed_states.states_for(module, stage.plan)
             self.followed = name
         return mode, stage
