@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35264
+LIBRARY_LINES = 35267
 TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2451, 7, 0),
     "conversion": (2663, 21, 0),
-    "dispatch": (2754, 1, 0),
+    "dispatch": (2768, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1485, 0, 0),
     "integrations": (620, 9, 0),
@@ -37,8 +37,8 @@ BUDGETS = {
     "ops": (1403, 5, 0),
     "optim": (500, 2, 0),
     "package": (264, 1, 0),
-    "pipeline": (1443, 5, 1),
-    "planned": (2688, 12, 4),
+    "pipeline": (1433, 5, 2),
+    "planned": (2687, 12, 4),
     "recipes": (2015, 27, 0),
     "report": (1648, 0, 0),
     "serving": (1205, 1, 0),

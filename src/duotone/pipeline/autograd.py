@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
-from duotone.pipeline.stage import Gradients, Stages, Value
+from duotone.pipeline.stage import Gradients, Saved, Stages, Value
 from duotone.tensor.plane import DeferredPlane, Plane
 
 if TYPE_CHECKING:
@@ -33,9 +33,8 @@ class PipelineContext(FunctionCtx):
     """What the forward of a pipeline leaves to its backward."""
 
     backward_of: "Backward"
-    counts: list[int]  # of things that each basic stage saved
     extra: int  # outputs after y
-    shells: list[Shell]
+    shells: list[list[Shell]]  # of what each basic stage saved, then `backward_of.again`
     _duotone_around: list[FunctionCtx]  # see `state.frames`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
@@ -60,22 +59,19 @@ class PipelineFunction(torch.autograd.Function):
     def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
         if backward.alone:
             ctx._duotone_around = []
-        saved: list[object] = []
-        counts: list[int] = []
+        saved: list[Saved] = []
         outputs: list[Tensor] = []
         y, at = x, 0
         for stage in forward:
             end = at + sum(stage.arity)
             y, saved_here, extra = stage.run(y, operands[at:end])
             at = end
-            for one in saved_here:
-                saved += one
-                counts.append(len(one))
+            saved += saved_here
             if extra:
                 outputs += extra
-        ctx.backward_of, ctx.counts, ctx.extra = backward, counts, len(outputs)
+        ctx.backward_of, ctx.extra = backward, len(outputs)
         if backward.again is not None:
-            backward.again.save(x, operands, saved, outputs)
+            saved.append(backward.again.save(x, operands, outputs))
         ctx.shells, tensors = pack(saved)
         ctx.save_for_backward(*tensors)  # type: ignore[arg-type]  # None is allowed
         return (y, *outputs) if outputs else y
@@ -99,22 +95,17 @@ def run_backward(
 
     `tensors` are the saved tensors if they are known: a checkpoint hands them out once.
     """
-    needs, counts, extra = ctx.needs_input_grad, ctx.counts, ctx.extra
+    needs, extra = ctx.needs_input_grad, ctx.extra
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
     handed: list[Value] = [gradients[0]]
     outputs = gradients[1:]
     of_operands: list[Tensor | None] = []
-    last, saved_last, at = len(counts), sum(counts), len(needs)
+    last, at = len(saved) - (ctx.backward_of.again is not None), len(needs)
     for stage in reversed(ctx.backward_of.stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
-        saved_here = []
-        for count in reversed(counts[first:last]):
-            saved_here.append(tuple(saved[saved_last - count : saved_last]))
-            saved_last -= count
-        saved_here.reverse()
         here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         # Popped, so that a stage can let go of the gradient that it was given.
-        dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], here)
+        dx, gradients_here = stage.run_backward(handed.pop(), saved[first:last], needs[start:at], here)
         handed.append(dx)
         del dx
         of_operands = [*gradients_here, *of_operands]
@@ -147,43 +138,49 @@ FIXED = 3
 """Arguments before the operands: the stages of both passes, and x."""
 
 
-def pack(saved: Sequence[object]) -> tuple[list[Shell], list[Tensor | None]]:
-    """Planes and tensors as shells and a flat list of buffers."""
-    shells: list[Shell] = []
+def pack(saved: Sequence[Saved]) -> tuple[list[list[Shell]], list[Tensor | None]]:
+    """What each basic stage saved, as shells and a flat list of buffers."""
+    shells: list[list[Shell]] = []
     tensors: list[Tensor | None] = []
-    for one in saved:
-        if isinstance(one, Plane):
-            shells.append((one.format, one.shape, tuple(one.parts)))
-            tensors.extend(one.parts.values())
-        elif isinstance(one, Tensor):
-            shells.append(TENSOR)
-            tensors.append(one)
-        elif isinstance(one, DeferredPlane):
-            shells.append((DEFERRED, one.make, len(one.tensors)))
-            tensors.extend(one.tensors)
-        else:
-            shells.append(one)
+    for each in saved:
+        here: list[Shell] = []
+        shells.append(here)
+        for one in each:
+            if isinstance(one, Plane):
+                here.append((one.format, one.shape, tuple(one.parts)))
+                tensors.extend(one.parts.values())
+            elif isinstance(one, Tensor):
+                here.append(TENSOR)
+                tensors.append(one)
+            elif isinstance(one, DeferredPlane):
+                here.append((DEFERRED, one.make, len(one.tensors)))
+                tensors.extend(one.tensors)
+            else:
+                here.append(one)
     return shells, tensors
 
 
-def unpack(shells: Sequence[Shell], tensors: Sequence[Value]) -> list[Value]:
+def unpack(shells: Sequence[Sequence[Shell]], tensors: Sequence[Value]) -> list[Saved]:
     """The inverse of `pack`. A second backward may call it again."""
     at = 0
-    saved: list[Value] = []
-    for shell in shells:
-        if shell is None or len(shell) == 1:
-            saved.append(shell)
-        elif shell is TENSOR:
-            saved.append(tensors[at])
-            at += 1
-        elif shell[0] is DEFERRED:
-            _, make, count = shell
-            saved.append(DeferredPlane(make, tuple(tensors[at : at + count])))
-            at += count
-        else:
-            fmt, shape, names = shell
-            saved.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
-            at += len(names)
+    saved: list[Saved] = []
+    for each in shells:
+        here: list[Value] = []
+        for shell in each:
+            if shell is None or len(shell) == 1:
+                here.append(shell)
+            elif shell is TENSOR:
+                here.append(tensors[at])
+                at += 1
+            elif shell[0] is DEFERRED:
+                _, make, count = shell
+                here.append(DeferredPlane(make, tuple(tensors[at : at + count])))
+                at += count
+            else:
+                fmt, shape, names = shell
+                here.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
+                at += len(names)
+        saved.append(tuple(here))
     return saved
 
 
@@ -228,10 +225,10 @@ class Refused:
             "call duotone.revert(model), or run it under duotone.autocast(enabled=False)"
         )
 
-    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
+    def save(self, x: Tensor, operands: tuple[object, ...], outputs: list[Tensor]) -> Saved:
         mark = torch.empty(0)
-        saved.append(mark)
         outputs.append(mark)
+        return (mark,)
 
     def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
         saved = ctx.saved_tensors

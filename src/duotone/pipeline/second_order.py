@@ -29,21 +29,23 @@ class Exact:
         self.reads = _read_values(stages)
         """Which of x and the operands decide gradients by their values; of the others, the shape is saved."""
 
-    def save(self, x: Tensor, operands: tuple[object, ...], saved: list[object], outputs: list[Tensor]) -> None:
-        """Add what a second backward needs to what autograd holds, or to the last outputs."""
+    def save(self, x: Tensor, operands: tuple[object, ...], outputs: list[Tensor]) -> Saved:
+        """What a second backward needs besides what the stages saved; or it is added to the outputs."""
+        saved: list[Value] = []
         for value, reads in zip((x, *operands), self.reads, strict=True):
             if isinstance(value, Tensor):
                 saved.append(value if reads else (value.shape,))
             else:
                 saved.append((value,))
+        return tuple(saved)
 
     def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
         """What `PipelineFunction.backward` gives, with a graph."""
-        saved, needs, counts = unpack(ctx.shells, ctx.saved_tensors), ctx.needs_input_grad[2:], ctx.counts
-        start = sum(counts)
-        pairs = zip(saved[start:], needs, strict=True)
+        *saved, own = unpack(ctx.shells, ctx.saved_tensors)
+        needs = ctx.needs_input_grad[2:]
+        pairs = zip(own, needs, strict=True)
         x, *operands = inputs = [_input(value, needed, gradients[0]) for value, needed in pairs]
-        outputs = self.run(x, operands, _split(saved, counts))
+        outputs = self.run(x, operands, saved)
         chosen = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
         wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
         of_outputs, with_gradients = zip(*chosen, strict=True)
@@ -90,12 +92,3 @@ def _input(value: Value, needed: bool, like: Tensor) -> Value:
         return plain.view_as(plain) if needed else plain
     (value,) = value
     return like.new_zeros(value).requires_grad_(needed) if isinstance(value, torch.Size) else value
-
-
-def _split(saved: list[object], counts: list[int]) -> list[Saved]:
-    """What each stage saved."""
-    parts, at = [], 0
-    for count in counts:
-        parts.append(tuple(saved[at : at + count]))
-        at += count
-    return parts

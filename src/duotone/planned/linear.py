@@ -85,7 +85,9 @@ class PlannedLinear(Planned):
         weight: Tensor | None = self._parameters.get(self.stored_weight)  # past nn.Module's slow look-up
         if weight is None:
             weight = self.linear_weight
-        bias = None if self.return_bias else self._bias
+        bias = None
+        if not self.return_bias:
+            bias = self._parameters["bias"] if "bias" in self._parameters else self.bias
         layout = None
         if type(weight) not in LOCAL and is_distributed(weight):
             layout, weight, bias = distributed_linear.local_operands(self, info.spread, weight, bias)
@@ -130,10 +132,6 @@ class PlannedLinear(Planned):
             bias = bias.to(dtype)
         count = stage.plan.seeds
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), count) if count else None
-
-    @property
-    def _bias(self) -> nn.Parameter | None:
-        return self._parameters["bias"] if "bias" in self._parameters else self.bias
 
 
 class Linear(PlannedLinear, nn.Linear):

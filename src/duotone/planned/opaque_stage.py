@@ -175,7 +175,7 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     )
     operands = cast(Sequence[Any], stage.ordered((taken[0], seed, weights, biases)))
     y, saved = stage.forward(x, *operands)
-    shells, tensors = pack(saved)
+    shells, tensors = pack([saved])
     sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
     entries = [View.of(tensor, sources) or tensor for tensor in tensors]
     entry = ForBackward(stage, shells, entries)
@@ -217,7 +217,8 @@ def _backward(
     if waits and _may_share(stage.plan.gradient):
         dy = dy.clone()
     needs = stage.ordered((False, False, of_weights, of_biases))
-    dx, *rest = stage.backward(dy, tuple(unpack(entry.shells, tensors)), (of_input, *map(bool, needs)))
+    (saved,) = unpack(entry.shells, tensors)
+    dx, *rest = stage.backward(dy, saved, (of_input, *map(bool, needs)))
     _, _, dw, db = stage.named(rest)
     owed = (of_input, *(of_weights if gives else ()), *of_biases)
     gradients = cast(Sequence[Any], (dx, *(dw if gives else ()), *db))
