@@ -17,7 +17,7 @@ POWERS = 60
 RARE = 1e-5
 """Powers of two with a smaller share of the elements, at either end, are not drawn."""
 
-LEFT, RIGHT, TOP, HEIGHT, LINE = 34, 372, 8, 150, 15
+LEFT, RIGHT, TOP, HEIGHT, LINE = 34, 364, 8, 150, 15
 
 
 @dataclass(frozen=True)
