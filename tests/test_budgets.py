@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35267
+LIBRARY_LINES = 35182
 TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,23 +27,23 @@ BUDGETS = {
     "conversion": (2663, 21, 0),
     "dispatch": (2768, 1, 0),
     "distributed": (450, 3, 1),
-    "formats": (1485, 0, 0),
+    "formats": (1481, 0, 0),
     "integrations": (620, 9, 0),
     "kernels": (4212, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (676, 3, 0),
     "observe": (2232, 15, 0),
-    "ops": (1403, 5, 0),
+    "ops": (1393, 0, 0),
     "optim": (500, 2, 0),
     "package": (264, 1, 0),
-    "pipeline": (1433, 5, 2),
-    "planned": (2687, 12, 4),
-    "recipes": (2015, 27, 0),
+    "pipeline": (1427, 5, 2),
+    "planned": (2674, 12, 4),
+    "recipes": (1996, 5, 0),
     "report": (1648, 0, 0),
     "serving": (1205, 1, 0),
-    "state": (2067, 18, 1),
-    "tensor": (2404, 16, 0),
+    "state": (2052, 13, 1),
+    "tensor": (2386, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

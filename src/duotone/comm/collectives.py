@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -134,4 +134,4 @@ class ShardContext:
         return all_reduce(amax, "max", self.group)
 
     def transposed(self) -> "ShardContext":
-        return ShardContext(self.group, 1 - self.dim)
+        return replace(self, dim=1 - self.dim)

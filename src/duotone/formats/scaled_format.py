@@ -145,9 +145,11 @@ class ScaledFormat(Format):
         if not self.is_derivable:
             return None
         require_parts(self.name, self.part_names, parts)
-        codes = self._unpacked(parts["codes"])[:, :cols]
+        packed = self.element.codes_per_byte == 2
+        codes = (PLAIN.unpack(parts["codes"]) if packed else parts["codes"])[:, :cols]
         shape = (codes.shape[0], codes.shape[1])
-        return {"codes": self._packed(codes.t()), **self.rule.transpose(parts, self.block, shape)}
+        turned = PLAIN.pack(codes.t()) if packed else codes.t()
+        return {"codes": turned, **self.rule.transpose(parts, self.block, shape)}
 
     def describe(self) -> dict[str, object]:
         # Bits of a 4096 x 4096 matrix, scales included.
@@ -190,12 +192,6 @@ class ScaledFormat(Format):
             scale = torch.ones((1, 1, 1, 1), dtype=torch.float32, device=codes.device)
         values, (rows, cols) = stages.values(stored, scale, element, dtype), codes.shape
         return values.reshape(rows, cols) if values.numel() == rows * cols else block.unview(values, rows, cols)
-
-    def _unpacked(self, codes: Tensor) -> Tensor:
-        return PLAIN.unpack(codes) if self.element.codes_per_byte == 2 else codes
-
-    def _packed(self, codes: Tensor) -> Tensor:
-        return PLAIN.pack(codes) if self.element.codes_per_byte == 2 else codes
 
 
 @functools.cache

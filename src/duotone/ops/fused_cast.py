@@ -18,7 +18,7 @@ from duotone.linear.plane_source import ENCODE_NOW
 from duotone.ops.activation import ActivationStage
 from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
-from duotone.pipeline.rewrites import Stages, register_rule, replace_pairs
+from duotone.pipeline.rewrites import register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import DeferredPlane, Plane, Usage
 
@@ -130,21 +130,6 @@ class NormBackward(Pair):
         return dx, (*of_norm, *of_second)
 
 
-def cast_forward(stages: Stages) -> Stages:
-    """Producers before a linear that encodes its input and saves nothing else of it."""
-    return replace_pairs(stages, _fuse_forward)
-
-
-def cast_backward(stages: Stages) -> Stages:
-    """Activations behind a linear whose gradient is quantized."""
-    return replace_pairs(stages, _fuse_backward)
-
-
-def norm_backward(stages: Stages) -> Stages:
-    """Norms before a linear whose cast kernel computes them."""
-    return replace_pairs(stages, _fuse_norm)
-
-
 def _casts_output(first: Stage, second: Stage) -> bool:
     """Whether the linear encodes what the producer computes, and saves nothing else of it."""
     if not isinstance(first, ProducerStage) or type(second) is not LinearStage:
@@ -154,6 +139,7 @@ def _casts_output(first: Stage, second: Stage) -> bool:
 
 
 def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
+    """A producer before a linear that encodes its input and saves nothing else of it."""
     if not _casts_output(first, second):
         return None
     assert isinstance(first, ProducerStage) and isinstance(second, LinearStage)
@@ -165,17 +151,22 @@ def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
 
 
 def _fuse_norm(first: Stage, second: Stage) -> Stage | None:
+    """A norm before a linear whose cast kernel computes it."""
     if not isinstance(first, NormStage) or not first.keeps or not _casts_output(first, second.basics[0]):
         return None
     return NormBackward(first, second)
 
 
 def _fuse_backward(first: Stage, second: Stage) -> Stage | None:
+    """An activation behind a linear whose gradient is quantized."""
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
     return CastBackward(first, second) if first.plan.gradient.source is ENCODE_NOW else None
 
 
+cast_forward = partial(replace_pairs, fuse=_fuse_forward)
+cast_backward = partial(replace_pairs, fuse=_fuse_backward)
+norm_backward = partial(replace_pairs, fuse=_fuse_norm)
 register_rule(cast_forward, "forward")
 register_rule(cast_backward, "backward")
 register_rule(norm_backward, "backward")

@@ -2,11 +2,11 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.channels import INPUTS, InOrder, Routing, are_used, bound, check_channels, public_inputs
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.slot_roles import KnownRoles
@@ -39,7 +39,7 @@ class Sequential(KnownRoles, nn.Sequential):
         *extra: object,
         is_first_microbatch: bool | None = None,
         op_kwargs: Mapping[nn.Module | int, Keywords] | None = None,
-    ) -> Any:
+    ) -> Outputs:
         modules = tuple(self._modules.values())
         takes = public_inputs(modules)
         if takes != len(extra):

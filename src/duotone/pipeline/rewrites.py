@@ -19,18 +19,6 @@ class Registry:
         self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}
         self.version = 0
 
-    def add(self, rule: Rule, when: str, *, prepend: bool = False) -> None:
-        if when not in self.rules:
-            raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(self.rules)}")
-        self.rules[when].insert(0 if prepend else len(self.rules[when]), rule)
-        self.version += 1
-
-    def remove(self, rule: Rule) -> None:
-        for rules in self.rules.values():
-            if rule in rules:
-                rules.remove(rule)
-        self.version += 1
-
 
 RULES = Registry()
 
@@ -41,12 +29,18 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
     A stage that a rule for "both" puts in may keep what it likes for its own backward. One that is for a single pass
     has to keep, or to take, exactly what its basic stages would.
     """
-    RULES.add(rule, when, prepend=prepend)
+    if when not in RULES.rules:
+        raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(RULES.rules)}")
+    RULES.rules[when].insert(0 if prepend else len(RULES.rules[when]), rule)
+    RULES.version += 1
 
 
 def unregister_rule(rule: Rule) -> None:
     """Take a rule out again; nothing happens where it is not registered."""
-    RULES.remove(rule)
+    for rules in RULES.rules.values():
+        if rule in rules:
+            rules.remove(rule)
+    RULES.version += 1
 
 
 def rewrite(stages: Stages) -> tuple[Stages, Stages]:

@@ -55,15 +55,12 @@ def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     """The numbers of the forward and the backward state, created or adjusted to the plan, with loaded values."""
     history = agreed_history(plan.quantizers)
     members = len(module.weights)
-    forward = _state(module, FORWARD_STATE, history)
-    backward = _state(module, BACKWARD_STATE, history)
+    device = module.weight.device
+    forward = state_of(module, FORWARD_STATE, FORWARD_SLOTS * members, history, device)
+    backward = state_of(module, BACKWARD_STATE, BACKWARD_SLOTS * members, history, device)
     forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
     backward.largest = largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
-
-
-def _state(module: "Planned", name: str, history: History) -> DelayedState:
-    return state_of(module, name, STATES[name] * len(module.weights), history, module.weight.device)
 
 
 class HoldsStates(Protocol):

@@ -316,12 +316,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew as so many Linears; those on meta come to the default device first."""
-        initialise(self, self._default)
-
-    def _default(self) -> None:
-        bound = self.in_features**-0.5 if self.in_features else 0.0
-        for parameter in self.parameters(recurse=False):
-            nn.init.uniform_(parameter, -bound, bound)
+        initialise(self)
 
     @property
     def weight_parameters(self) -> tuple[nn.Parameter, ...]:

@@ -186,12 +186,7 @@ class Linear(PlannedLinear, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Fill the parameters anew, as at construction; a quantized weight is written in its formats."""
-        initialise(self, self._fill_pieces if is_split(self) else super().reset_parameters)
-
-    def _fill_pieces(self) -> None:
-        bound = self.in_features**-0.5 if self.in_features else 0.0
-        for piece in self.parameters(recurse=False):
-            nn.init.uniform_(piece, -bound, bound)
+        initialise(self, None if is_split(self) else super().reset_parameters)
 
     def weight_owners(self, member: int) -> tuple[nn.Parameter, ...]:
         return pieces(self, "weight") if is_split(self) else super().weight_owners(member)

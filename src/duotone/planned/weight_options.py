@@ -3,7 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,8 @@ class WeightOptions:
             if queue:
                 product, like, then = queue[0]
                 weight = module.weights[member]
-                with _without_autocast(weight.device.type):
+                device = weight.device.type  # products have their dtypes, as in backward
+                with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):
                     gradient = then.take(product, like)
                 if gradient is not None and then is GRADIENT:
                     gradient = gradient.to(weight.dtype)
@@ -80,8 +81,3 @@ class WeightOptions:
             module.weights[member].skip_backward_post_hook = True  # type: ignore[attr-defined]
             sink = Deferred(self.queues.setdefault(member, deque()), sink)
         return sink
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Products have their dtypes, as in backward."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)

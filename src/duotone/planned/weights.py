@@ -50,20 +50,24 @@ def materialise(module: nn.Module) -> None:
         part.to_empty(device=meshes[0] if meshes else device, recurse=False)
 
 
-def initialise(module: nn.Module, default: Callable[[], None]) -> None:
+def initialise(module: nn.Module, default: Callable[[], None] | None = None) -> None:
     """Materialise a module that is on meta, fill its parameters, and forget what was cached of them.
 
-    `default` is what torch would do; an `init_method` fills the weights instead, and biases become zero.
+    An `init_method` fills the weights and zeroes the biases; without one `default` does, or torch's for a linear.
     """
     if hasattr(module, "module_name"):  # at construction the caller's device decides
         materialise(module)
     init_method = module.__dict__.get(INITIALISER)
-    if init_method is None:
+    if init_method is None and default is not None:
         default()
         return
+    fan_in: int = module.in_features  # type: ignore[assignment]
+    bound = fan_in**-0.5 if fan_in else 0.0
     with torch.no_grad():
         for name, parameter in module.named_parameters(recurse=False):
-            if "bias" in name:
+            if init_method is None:
+                nn.init.uniform_(parameter, -bound, bound)
+            elif "bias" in name:
                 parameter.zero_()
             elif "layer_norm" not in name:
                 init_method(parameter)

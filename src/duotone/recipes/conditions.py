@@ -91,9 +91,12 @@ REMEMBERED = 8192
 """States of the moves that an expression remembers, each from some states by one character."""
 
 ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
-CHARACTERS: tuple[Any, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
-REPEATS: tuple[Any, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
-AHEAD: tuple[Any, ...] = (_constants.ASSERT, _constants.ASSERT_NOT)
+Node = Any
+"""What Python's parser makes of a part of a pattern: an opcode of `_constants` and a value."""
+
+CHARACTERS: tuple[object, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
+REPEATS: tuple[object, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
+AHEAD: tuple[object, ...] = (_constants.ASSERT, _constants.ASSERT_NOT)
 
 
 @functools.lru_cache(maxsize=16384)
@@ -118,7 +121,7 @@ class Expression:
     def __init__(self, pattern: str) -> None:
         try:
             parsed = _parser.parse(pattern)
-            nodes: list[Any] = list(parsed)
+            nodes: list[Node] = list(parsed)
             self._conditions: list[tuple[_Automaton, bool]] = []
             while nodes and nodes[0][0] in AHEAD and nodes[0][1][0] > 0:
                 kind, (_, condition) = nodes.pop(0)
@@ -147,7 +150,7 @@ class _RefusedError(Exception):
 class _Automaton:
     """States, each what it waits for, the test of that, and the states after it; the first one is the end."""
 
-    def __init__(self, nodes: Iterable[Any], parsed: Any) -> None:
+    def __init__(self, nodes: Iterable[Node], parsed: object) -> None:
         self._parsed = parsed
         self._states: list[tuple[str, re.Pattern[str] | None, tuple[int, ...]]] = [(END, None, ())]
         self._start = self._sequence(nodes, 0)
@@ -199,13 +202,13 @@ class _Automaton:
         self._states.append((waits_for, test, following))
         return len(self._states) - 1
 
-    def _sequence(self, nodes: Iterable[Any], after: int) -> int:
+    def _sequence(self, nodes: Iterable[Node], after: int) -> int:
         """The first state of nodes in a row that lead to the state `after`."""
         for kind, value in reversed(list(nodes)):
             after = self._node(kind, value, after)
         return after
 
-    def _node(self, kind: Any, value: Any, after: int) -> int:
+    def _node(self, kind: object, value: Node, after: int) -> int:
         if kind in CHARACTERS:
             return self._add(ONE, self._test(kind, value), after)
         if kind is _constants.AT:
@@ -224,7 +227,7 @@ class _Automaton:
         named = "flags of a group" if kind is _constants.SUBPATTERN else str(kind).lower().replace("_", " ")
         raise _RefusedError(f"{named}, which Duotone does not match")
 
-    def _repeat(self, least: int, most: int, body: Any, after: int) -> int:
+    def _repeat(self, least: int, most: int, body: Iterable[Node], after: int) -> int:
         if most is _constants.MAXREPEAT:
             start = self._add(SPLIT, None)
             self._states[start] = (SPLIT, None, (after, self._sequence(body, start)))
@@ -232,7 +235,7 @@ class _Automaton:
             start = self._copies(body, most - least, after, after)
         return self._copies(body, least, start)
 
-    def _copies(self, body: Any, count: int, after: int, way_out: int | None = None) -> int:
+    def _copies(self, body: Iterable[Node], count: int, after: int, way_out: int | None = None) -> int:
         """`count` times the body, each of which may be left out where there is a way out."""
         for _ in range(count):
             before = len(self._states)
@@ -242,5 +245,5 @@ class _Automaton:
             after = start if way_out is None else self._add(SPLIT, None, start, way_out)
         return after
 
-    def _test(self, kind: Any, value: Any) -> "re.Pattern[str]":
+    def _test(self, kind: object, value: Node) -> "re.Pattern[str]":
         return _compiler.compile(_parser.SubPattern(self._parsed, [(kind, value)]))

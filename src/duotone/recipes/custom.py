@@ -14,7 +14,7 @@ from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.plane import BOTH, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
-Factory = Callable[[QuantizerRole | None], Any]
+Factory = Callable[[QuantizerRole | None], object]
 BOUNDARY = "a boundary slot whose consumer is unknown (role None)"
 
 
@@ -60,8 +60,11 @@ class CustomRecipe(Recipe):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
             raise RecipeError(f"qfactory returned {_words(answer)} for {slot}; {remedy}")
         _refuse_unused(answer, slot)
-        if role is not None:
-            _refuse_following(value, role)
+        if getattr(value, "columnwise_source", "original") != "original" and role and role.tensor_type in GRADIENTS:
+            raise RecipeError(
+                f"qfactory returned for {role} a quantizer whose columnwise plane encodes the rowwise one, which is "
+                "for inputs and weights alone: leave columnwise_source out"
+            )
         return value if isinstance(value, Quantizer) else _adapted(value, slot)
 
     def quantizer(
@@ -102,14 +105,6 @@ def _refuse_unused(quantizer: object, slot: str) -> None:
         raise RecipeError(
             f"qfactory returned {_words(quantizer)} for {slot}, a handle that overrides quantize; modules call "
             "the encode of its value: give it a subclass of Quantizer with an encode"
-        )
-
-
-def _refuse_following(quantizer: object, role: QuantizerRole) -> None:
-    if getattr(quantizer, "columnwise_source", "original") != "original" and role.tensor_type in GRADIENTS:
-        raise RecipeError(
-            f"qfactory returned for {role} a quantizer whose columnwise plane encodes the rowwise one, which is "
-            "for inputs and weights alone: leave columnwise_source out"
         )
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import Any
 
 from torch import Tensor
 
 from duotone import formats
 from duotone.errors import RecipeError, UserError, shown, shown_fields
+from duotone.recipes.limits import Table
 from duotone.recipes.recipe import one_of
 from duotone.recipes.roles import GRADIENTS, QuantizerRole
 from duotone.tensor.history import History
@@ -45,7 +45,7 @@ class DelayedOptions:
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[Tensor], Tensor] = "max"
-    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, Any], Tensor] | None = None
+    scaling_factor_compute_algo: Callable[[Tensor, Tensor, Tensor, History], Tensor] | None = None
     reduce_amax: bool = True
     skip_nonfinite_amax: bool = True
     spike_factor: float = History.spike_factor
@@ -79,7 +79,7 @@ class DelayedScalingRequest(DelayedOptions):
         return self.delayed_quantizer(role)
 
 
-def history(options: Mapping[str, Any]) -> History:
+def history(options: Table) -> History:
     """The parameters of delayed scaling. RecipeError for a value that is not allowed."""
     if not isinstance(options.get("reduce_amax", True), bool):
         raise RecipeError(f"reduce_amax is {options['reduce_amax']!r}; allowed are true and false")
@@ -89,7 +89,7 @@ def history(options: Mapping[str, Any]) -> History:
         raise RecipeError(str(error)) from None
 
 
-def check_requests(quantizers: Mapping[str, Any]) -> None:
+def check_requests(quantizers: Mapping[str, Quantizer]) -> None:
     """RecipeError unless all slots of one module with delayed scaling have the same parameters: they share a history.
 
     `quantizers` are by slot.

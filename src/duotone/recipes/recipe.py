@@ -4,7 +4,7 @@ import inspect
 import weakref
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, Union
+from typing import ClassVar, TypeVar, Union
 
 import torch
 
@@ -17,6 +17,8 @@ from duotone.renamed import old_field, warn_renamed
 from duotone.tensor.quantizer import Quantizer
 
 T = TypeVar("T")
+K = TypeVar("K", bound="str | tuple[object, ...]")
+V = TypeVar("V")
 RecipeLike = Union["Recipe", str, Path]
 """A recipe, its name, or the path of its file."""
 
@@ -32,7 +34,7 @@ RENAMED = {"min_gemm_work": "min_weight_elements", "square_wgrad_input": "wgrad_
 class RecipeClass(type):
     """Checks the arguments of a recipe before its constructor takes them, and renames old ones."""
 
-    def __call__(cls: type[T], *args: Any, **options: Any) -> T:
+    def __call__(cls: type[T], *args: object, **options: object) -> T:
         if "__dataclass_params__" in vars(cls):
             options = with_new_names(options)
             _check_arguments(cls, args, options)
@@ -103,8 +105,18 @@ class Recipe(metaclass=RecipeClass):
         for field in fields(self):
             if field.type is bool and not isinstance(getattr(self, field.name), bool):
                 raise RecipeError(f"{field.name} is {getattr(self, field.name)!r}; allowed are true and false")
-        self._check_sizes()
-        self._check_evaluation()
+        for name, unit in (("min_weight_elements", "elements"), ("dpa_min_tokens", "tokens")):
+            least = getattr(self, name)
+            number = isinstance(least, int) and not isinstance(least, bool) and least >= 0
+            if not number and least != MEASURED:
+                raise RecipeError(f"{name} is {least!r}; give a number of {unit} from 0 on (0 is off), or {MEASURED!r}")
+        if self.evaluation is not None:
+            recipe = as_recipe("evaluation", self.evaluation)
+            object.__setattr__(self, "evaluation", recipe)
+            if recipe.evaluation is not None:
+                raise RecipeError(
+                    f"the evaluation recipe {recipe.name} has an evaluation recipe itself; leave that out"
+                )
         _intern(self)
 
     def __getstate__(self) -> Table:
@@ -113,23 +125,6 @@ class Recipe(metaclass=RecipeClass):
     def __setstate__(self, state: Table) -> None:
         vars(self).update({RENAMED.get(name, name): value for name, value in state.items()})
         _intern(self)
-
-    def _check_sizes(self) -> None:
-        for field, unit in (("min_weight_elements", "elements"), ("dpa_min_tokens", "tokens")):
-            least = getattr(self, field)
-            number = isinstance(least, int) and not isinstance(least, bool) and least >= 0
-            if not number and least != MEASURED:
-                raise RecipeError(
-                    f"{field} is {least!r}; give a number of {unit} from 0 on (0 is off), or {MEASURED!r}"
-                )
-
-    def _check_evaluation(self) -> None:
-        if self.evaluation is None:
-            return
-        recipe = as_recipe("evaluation", self.evaluation)
-        object.__setattr__(self, "evaluation", recipe)
-        if recipe.evaluation is not None:
-            raise RecipeError(f"the evaluation recipe {recipe.name} has an evaluation recipe itself; leave that out")
 
     @property
     def name(self) -> str:
@@ -142,7 +137,7 @@ class Recipe(metaclass=RecipeClass):
     def __repr__(self) -> str:
         return shown_fields(self)
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         cls.__repr__ = Recipe.__repr__  # which a dataclass would replace
 
@@ -219,7 +214,7 @@ def with_new_names(options: Table) -> Table:
     return {name: value for name, value in options.items() if name not in RENAMED} | old
 
 
-def _check_arguments(kind: type, args: tuple[Any, ...], options: Table) -> None:
+def _check_arguments(kind: type, args: tuple[object, ...], options: Table) -> None:
     """RecipeError unless a recipe of that class takes the arguments."""
     known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     if args:
@@ -261,7 +256,7 @@ def recipe_of(key: str) -> Recipe:
     return _RECIPES[key]
 
 
-def drop_dead(table: dict[Any, Any]) -> None:
+def drop_dead(table: dict[K, V]) -> None:
     """Remove the entries of recipes that no longer exist. Keys of `table` are keys of recipes, or begin with one."""
     for key in [key for key in table if (key if isinstance(key, str) else key[0]) not in _RECIPES]:
         del table[key]

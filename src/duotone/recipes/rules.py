@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from duotone import formats
 from duotone.errors import RecipeError, shown_fields
@@ -200,9 +200,6 @@ class RuleRecipe(Recipe):
         if self.base is not None:
             object.__setattr__(self, "base", as_recipe("base", self.base))
         super().__post_init__()
-        self._check_base()
-
-    def _check_base(self) -> None:
         if self.base is None:
             return
         below: Recipe | None = self.base
@@ -249,7 +246,7 @@ class RuleRecipe(Recipe):
         """Also where the rule of the role names attention by its module type or its tensor type."""
         if super().asks_for(role, site):
             return True
-        rule = next((rule for rule in self.rules if rule.matches(role, site)), None)
+        rule = first_rule(self.rules, role, site)
         if rule is None:
             return self.base is not None and self.base.asks_for(role, site)
         return not rule.matches(QuantizerRole(name=role.name), site)
@@ -278,13 +275,13 @@ def first_match(
     it; rules that name "output" or "grad_input" match the slot.
     """
     decision = _first(rules, role, site, slot)
-    return None if decision is None else decision.rule.quantizer(decision.role, history)
+    return decision and decision[1].quantizer(decision[2], history)
 
 
 def first_rule(rules: Sequence[Rule], role: QuantizerRole, site: Site = ANYWHERE) -> Rule | None:
     """The first rule that matches the role, or None."""
     decision = _first(rules, role, site, None)
-    return None if decision is None else decision.rule
+    return decision and decision[1]
 
 
 def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:
@@ -292,7 +289,7 @@ def unmatched(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Rule]:
 
     A subject of tensor type "output" or "grad_input" is that slot of a module, with an unknown consumer.
     """
-    used = {decision.place for subject in subjects if (decision := _decides(rules, subject))}
+    used = {decision[0] for subject in subjects if (decision := _decides(rules, subject))}
     return [rule for place, rule in enumerate(rules) if place not in used]
 
 
@@ -301,28 +298,20 @@ def undecided(rules: Sequence[Rule], subjects: Iterable[Subject]) -> list[Subjec
     return [subject for subject in subjects if _decides(rules, subject) is None]
 
 
-def _decides(rules: Sequence[Rule], subject: Subject) -> "_Decision | None":
+def _decides(rules: Sequence[Rule], subject: Subject) -> tuple[int, Rule, QuantizerRole] | None:
     role, site = subject
     is_slot = role is not None and role.tensor_type in BOUNDARIES
     return _first(rules, None if is_slot else role, site, role)
 
 
-class _Decision(NamedTuple):
-    """A rule, its place among the rules, and the role that it matches."""
-
-    place: int
-    rule: Rule
-    role: QuantizerRole
-
-
 def _first(
     rules: Sequence[Rule], role: QuantizerRole | None, site: Site, slot: QuantizerRole | None
-) -> _Decision | None:
-    """The first rule that matches the role, or the slot if the rule names a boundary."""
+) -> tuple[int, Rule, QuantizerRole] | None:
+    """The first rule that matches the role, or the slot if it names a boundary: its place, itself, what it matches."""
     for place, rule in enumerate(rules):
         for candidate in (role, slot if rule.tensor_type in BOUNDARIES else None):
             if candidate is not None and rule.matches(candidate, site):
-                return _Decision(place, rule, candidate)
+                return place, rule, candidate
     return None
 
 

@@ -118,9 +118,8 @@ class Schedule:
     def to_dict(self) -> Table:
         """JSON-ready; `duotone.recipes.any_from_dict` reads it back."""
         head = {"name": self.title} | ({} if self.steps is None else {"steps": self.steps})
-        return {**head, "phases": [_row(phase) for phase in self.phases]}
-
-
-def _row(phase: Phase) -> Table:
-    row = {"from": phase.start, "recipe": phase.recipe.to_dict()}
-    return {**row, "convert_parameters": True} if phase.convert_parameters else row
+        rows = [{"from": phase.start, "recipe": phase.recipe.to_dict()} for phase in self.phases]
+        for row, phase in zip(rows, self.phases, strict=True):
+            if phase.convert_parameters:
+                row["convert_parameters"] = True
+        return {**head, "phases": rows}

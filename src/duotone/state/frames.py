@@ -143,7 +143,7 @@ def _contexts_above(frame: FrameType | None) -> list[FunctionCtx]:
 
 def _pack_hooks() -> list[Any]:
     """The first halves of all hooks for saved tensors, outermost last."""
-    pairs: list[tuple[Any, Any]] = []
+    pairs: list[tuple[object, object]] = []
     while (top := top_saved_hooks(True)) is not None:
         pairs.append(top)
         torch_private.pop_saved_hooks()

@@ -5,6 +5,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Collection
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.backward: Recorded = set()
-        self.end: weakref.ref[EndOfBackward] | None = None
+        self.end: weakref.ref[partial[None]] | None = None
         self.thread = threading.current_thread()
         self.has_backwards = False
         with LOCK:
@@ -69,7 +70,7 @@ class Pending:
 
     def schedule(self) -> None:
         """Roll when the outermost running backward ends. A nested one, of a reentrant recompute, schedules nothing."""
-        end = EndOfBackward(self)
+        end = partial(self.end_of_backward)  # held by the engine alone, so it dies with a backward that fails
         torch_private.queue_callback(end)
         self.end = weakref.ref(end)
         self.has_backwards = True
@@ -115,16 +116,6 @@ def pending() -> Pending:
     waiting = Pending()
     torch_private.set_thread_object(KEY, waiting)
     return waiting
-
-
-class EndOfBackward:
-    """The callback of a running backward. Only the engine holds it, so it dies with a backward that fails."""
-
-    def __init__(self, waiting: Pending) -> None:
-        self.waiting = waiting
-
-    def __call__(self) -> None:
-        self.waiting.end_of_backward()
 
 
 OTHERS = Pending()

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from duotone.state.region import Region
 
 Regions = tuple[Any, ...]
-
-
-Owner = tuple[threading.Thread, asyncio.Task[Any] | None]
+Owner = tuple[threading.Thread, asyncio.Task[object] | None]
 
 
 class Entered(NamedTuple):
@@ -95,7 +93,7 @@ class Starts:
         return (self.unknown,) if len(decisions) > 1 else next(iter(innermost.values()), ())
 
 
-def _task() -> asyncio.Task[Any] | None:
+def _task() -> asyncio.Task[object] | None:
     try:
         return asyncio.current_task()
     except RuntimeError:  # no event loop runs in this thread

@@ -6,7 +6,6 @@ A release that drops one of them breaks here, or in tests/state and tests/module
 import ctypes
 import sys
 from types import FrameType
-from typing import Any
 
 import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -17,7 +16,7 @@ graph_task_id = torch._C._current_graph_task_id
 is_forward_grad_enabled = torch._C._is_fwd_grad_enabled
 """False in inference mode and in the forward of an autograd.Function, and nowhere else in ordinary code."""
 
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_autograd = torch._C._autograd  # type: ignore[attr-defined]
 top_saved_hooks = _autograd._top_saved_tensors_default_hooks
 pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
 push_saved_hooks = _autograd._push_saved_tensors_default_hooks

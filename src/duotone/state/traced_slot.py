@@ -45,12 +45,9 @@ _LIBRARY.define(
 )
 
 
-def _slot(handle: Tensor, plan: str, member: int, operand: str, side: int) -> Slot:
-    return planner_of(handle).slot(plan, member, operand, side)
-
-
 def _scale(x: Tensor, *where: Any) -> Tensor:
-    return measured_scale(_slot(*where), x)
+    handle, *place = where
+    return measured_scale(planner_of(handle).slot(*place), x)
 
 
 def _fake_scale(x: Tensor, *_: object) -> Tensor:
@@ -58,8 +55,8 @@ def _fake_scale(x: Tensor, *_: object) -> Tensor:
 
 
 def _planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    *where, row, col, propagate = arguments
-    scale, live = _slot(*where).place(x)
+    handle, *place, row, col, propagate = arguments
+    scale, live = planner_of(handle).slot(*place).place(x)
     return cast_planes(x, row, col, propagate, scale, live)
 
 

@@ -8,7 +8,7 @@ gathered: all shards agree on them at each write. For this a shard knows its gro
 from collections.abc import Iterable
 from dataclasses import replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from duotone.tensor.plane_tensor import PlaneTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 
 class ShardHooks(PlaneTensor):
@@ -72,10 +73,10 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     MissingPlaneError if ranks would gather pieces of different sizes.
     """
     for parameter in parameters:
-        holder: Any = parameter  # a DTensor, if it is sharded
-        shard = getattr(holder, "_local_tensor", None)  # `to_local` may return another view
+        shard = getattr(parameter, "_local_tensor", None)  # of a DTensor; `to_local` may return another view
         if not isinstance(shard, ShardHooks) or shard.context.shard is not None:
             continue
+        holder = cast("DTensor", parameter)
         mesh, rows = holder.device_mesh, holder.shape[0]
         dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard(0)]
         if len(dims) != 1:

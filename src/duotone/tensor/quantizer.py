@@ -16,7 +16,7 @@ from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
 from duotone.tensor.plane_tensor import check_source, matrix_shape, plain
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.shards import Asked, AskingShard, Pair, PairedShard, spans
+from duotone.tensor.shards import PairedShard, ask, spans
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -236,13 +236,11 @@ def _paired(row: Format, col: Format, x: Tensor, ctx: QuantizeContext, stages: S
         return ctx
 
     def amax_of_second() -> Tensor:
-        try:
-            _columnwise(col, x, None, replace(ctx, shard=AskingShard("", shard.dim)), stages)
-        except Asked as asked:
-            return asked.amax
-        raise AssertionError(f"{col.name} asked for no amax")
+        amax = ask(lambda asking: _columnwise(col, x, None, replace(ctx, shard=asking), stages), shard.dim)
+        assert amax is not None
+        return amax
 
-    return replace(ctx, shard=PairedShard("", shard.dim, Pair(shard, amax_of_second)))
+    return replace(ctx, shard=PairedShard("", shard.dim, shard=shard, second=amax_of_second))
 
 
 class Quantize(torch.autograd.Function):

@@ -28,9 +28,6 @@ class AskingShard(ShardContext):
     def max(self, amax: Tensor) -> Tensor:
         raise Asked(amax)
 
-    def transposed(self) -> ShardContext:
-        return AskingShard(self.group, 1 - self.dim)
-
 
 @dataclass(frozen=True)
 class AnsweredShard(ShardContext):
@@ -45,14 +42,11 @@ class AnsweredShard(ShardContext):
     def max(self, amax: Tensor) -> Tensor:
         return self.answers.pop(0).view(amax.shape) if self.answers else super().max(amax)
 
-    def transposed(self) -> ShardContext:
-        return AnsweredShard(self.group, 1 - self.dim, self.answers)
 
-
-def ask(encode: Callable[[ShardContext], object]) -> Tensor | None:
-    """The first amax of all shards that an encode needs. None if it needs none, and is done."""
+def ask(encode: Callable[[ShardContext], object], dim: int = 0) -> Tensor | None:
+    """The first amax of all shards along `dim` that an encode needs. None if it needs none, and is done."""
     try:
-        encode(AskingShard(""))
+        encode(AskingShard("", dim))
     except Asked as asked:
         return asked.amax
     return None
@@ -76,32 +70,21 @@ def agree(groups: Sequence[str], amaxes: Sequence[Tensor]) -> list[Tensor]:
     return agreed
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What two planes of a shard agree on: at once, when the first asks. `second` measures the amax of the second."""
+@dataclass(frozen=True, kw_only=True)
+class PairedShard(ShardContext):
+    """A shard of which two planes agree on their amaxes at once, when the first asks.
+
+    `second` measures the amax of the second plane.
+    """
 
     shard: ShardContext
     second: Callable[[], Tensor]
-    agreed: list[Tensor] = field(default_factory=list[Tensor])
+    left: list[Tensor] = field(default_factory=list[Tensor])
 
     def max(self, amax: Tensor) -> Tensor:
-        if self.agreed:
-            return self.agreed.pop().view(amax.shape)
+        if self.left:
+            return self.left.pop().view(amax.shape)
         count, later = amax.numel(), self.second()
         both = self.shard.max(torch.cat([amax.reshape(-1), later.reshape(-1)]))
-        self.agreed.append(both[count:])
+        self.left.append(both[count:])
         return both[:count].view(amax.shape)
-
-
-@dataclass(frozen=True)
-class PairedShard(ShardContext):
-    """A shard whose amaxes a `Pair` agrees on."""
-
-    pair: Pair | None = None
-
-    def max(self, amax: Tensor) -> Tensor:
-        assert self.pair is not None
-        return self.pair.max(amax)
-
-    def transposed(self) -> ShardContext:
-        return PairedShard(self.group, 1 - self.dim, self.pair)
