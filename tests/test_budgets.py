@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35182
+LIBRARY_LINES = 35193
 TOOL_LINES = 7450
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (620, 9, 0),
-    "kernels": (4212, 0, 0),
+    "kernels": (4216, 0, 0),
     "lab": (3662, 17, 1),
     "linear": (1873, 5, 0),
     "modules": (676, 3, 0),
@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": (1996, 5, 0),
     "report": (1648, 0, 0),
     "serving": (1205, 1, 0),
-    "state": (2052, 13, 1),
+    "state": (2059, 13, 1),
     "tensor": (2386, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -63,9 +63,14 @@ class Launch:
                 *descriptors, *tensors, *integers, *floats, grid=(programs,), warmup=False, **self.options
             )
             return None
-        addresses, joint = [None if tensor is None else tensor.data_ptr() for tensor in tensors], 0
-        for address in addresses:
-            if address is not None:
+        addresses: list[int | None] = []
+        joint = 0
+        for tensor in tensors:
+            if tensor is None:
+                addresses.append(None)
+            else:
+                address = tensor.data_ptr()
+                addresses.append(address)
                 joint |= address
         aligned = joint & 15 == 0 or tuple([address is None or address & 15 == 0 for address in addresses])
         key = first.dtype, aligned, index, _specialized(*integers)
@@ -74,8 +79,7 @@ class Launch:
             compiled = self._compiled[key] = self._compile((*descriptors, *tensors, *integers, *floats))
         enqueue, of_kernel = compiled
         stream = torch._C._cuda_getCurrentRawStream(index)
-        arguments = *descriptors, *addresses, *integers, *floats, *self._nothing
-        enqueue(programs, 1, 1, stream, *of_kernel, *arguments)
+        enqueue(programs, 1, 1, stream, *of_kernel, *descriptors, *addresses, *integers, *floats, *self._nothing)
         return None
 
     def _compile(self, arguments: tuple[object, ...]) -> "Compiled":

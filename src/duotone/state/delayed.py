@@ -62,7 +62,7 @@ class DelayedState(nn.Module):
     def _register(self) -> None:
         self._views: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._new: set[int] | None = None
-        self.roll_table: tuple[tuple[float, ...], RollTable] | None = None
+        self.roll_table: tuple[tuple[object, ...], RollTable | None] | None = None
         self.started: set[int] = set()
         self.steps_with_new = 0
         self.number = STATES.add(self)

@@ -23,16 +23,15 @@ class RollTable:
 
 def roll_all(states: Iterable[DelayedState]) -> None:
     """End a step of every state: one launch for all that share a history rule and a device and have a kernel."""
-    batches: dict[tuple[History, int], list[tuple[DelayedState, RollTable]]] = {}
+    batches: dict[tuple[int, int], list[tuple[DelayedState, RollTable]]] = {}
     for state in states:
-        amaxes, parameters = state._buffers["amax_history"], state.history  # past nn.Module's slow look-up
-        assert amaxes is not None
-        if history.has_kernel(amaxes, parameters):
-            batches.setdefault((parameters, amaxes.get_device()), []).append((state, _table_of(state)))
-        else:
+        table = _table_of(state)
+        if table is None:
             state.roll()
-    for (parameters, _), batch in batches.items():
-        before = _roll_in_one_kernel(parameters, [table for _, table in batch])
+        else:
+            batches.setdefault((id(state.history), table.addresses.get_device()), []).append((state, table))
+    for batch in batches.values():
+        before = _roll_in_one_kernel(batch[0][0].history, [table for _, table in batch])
         for (state, _), past in zip(batch, before.split([len(state.largest) for state, _ in batch]), strict=True):
             state.end_step(past)
 
@@ -52,19 +51,27 @@ def _joined(*tables: RollTable) -> RollTable:
     return RollTable(torch.cat([t.addresses for t in tables]), torch.cat([t.limits for t in tables]))
 
 
-def _table_of(state: DelayedState) -> RollTable:
-    """The table of one state, kept until one of its buffers moves. UserError if a capture comes before it."""
+def _table_of(state: DelayedState) -> RollTable | None:
+    """The table of one state, kept until one of its buffers moves; None if no kernel rolls it.
+
+    UserError if a capture comes before the table.
+    """
+    buffers = [buffer for buffer in state._buffers.values() if buffer is not None]  # past nn.Module's slow look-up
+    if not buffers[0].is_cuda:
+        return None
+    key = (state.history, *[buffer.data_ptr() for buffer in buffers], *state.largest)
+    if state.roll_table is None or state.roll_table[0] != key:
+        state.roll_table = key, _new_table(state) if history.has_kernel(state.amax_history, state.history) else None
+    return state.roll_table[1]
+
+
+def _new_table(state: DelayedState) -> RollTable:
     from duotone.kernels.roll import addresses
 
-    buffers = [buffer for buffer in state._buffers.values() if buffer is not None]
-    key = (*[buffer.data_ptr() for buffer in buffers], *state.largest, state.history.margin)
-    if state.roll_table is None or state.roll_table[0] != key:
-        if is_capturing():
-            raise UserError(
-                "a CUDA graph captures a module under delayed scaling that has finished no step; run a step of forward "
-                "and backward before the capture, as torch.cuda.make_graphed_callables does by itself"
-            )
-        limits = history.limits(tuple(state.largest), state.history.margin, state.scale.device)
-        where = addresses(state.amax_history, state.scale, state.events)
-        state.roll_table = key, RollTable(where, limits)
-    return state.roll_table[1]
+    if is_capturing():
+        raise UserError(
+            "a CUDA graph captures a module under delayed scaling that has finished no step; run a step of forward "
+            "and backward before the capture, as torch.cuda.make_graphed_callables does by itself"
+        )
+    limits = history.limits(tuple(state.largest), state.history.margin, state.scale.device)
+    return RollTable(addresses(state.amax_history, state.scale, state.events), limits)
