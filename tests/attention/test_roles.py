@@ -99,6 +99,18 @@ def test_an_unnamed_module_gets_a_name_of_its_own_and_naming_gives_the_full_one(
     assert slots(core, "forward")[0] == dpa("qkv", "1.self_attention.core_attention")
 
 
+def test_the_recipe_file_runs_as_written_on_a_module_without_a_name() -> None:
+    """Its rules for boundaries ask how names end, which the module knows. A rule for the name before it is an error."""
+    named, lone = DotProductAttention(4, 8, name="core", recipe=DPA), DotProductAttention(4, 8, recipe=DPA)
+    inputs = heads()
+    assert torch.equal(lone(*inputs), named(*inputs))
+    assert lone.quantizers(DPA) == named.quantizers(DPA)
+    for end in ("core", "a.dpa_output", "?dpa_output"):
+        recipe = RuleRecipe(rules=(Rule(module=f"*{end}", format="identity"),), base=DPA)
+        with pytest.raises(duotone.RecipeError, match="has no place in a model"):
+            DotProductAttention(4, 8, recipe=recipe)(*inputs)
+
+
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "nvfp4-linear-fp8-dpa"])
 @pytest.mark.parametrize("custom", [False, True])
 def test_recipes_for_linears_do_not_ask_for_attention(name, custom) -> None:

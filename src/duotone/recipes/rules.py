@@ -107,7 +107,7 @@ class Rule:
         if role is None or not self.concerns(role):
             return False
         asked = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
-        if asked and not site.named:
+        if asked and not site.named and not (asked == "module" and self._asks_for_end(role.name)):
             raise RecipeError(
                 f"the rule {self.to_dict()} asks for {asked}, but the module of {role} has no place in a model: call "
                 "duotone.assign_names(root) first, or leave the condition out"
@@ -131,6 +131,11 @@ class Rule:
             and (self.tensor_type is None or self.tensor_type == role.tensor_type)
             and all(self._format(role.tensor_type, direction) for direction in DIRECTIONS)
         )
+
+    def _asks_for_end(self, name: str) -> bool:
+        """Whether `module` is "*" and an end of names that lies within what a module without a place knows."""
+        end, known = (self.module or "*")[1:], name[name.find(".") :] if "." in name else ""
+        return self.module == f"*{end}" and 0 < len(end) <= len(known) and not set(end) & set("*?[")
 
     def _matches_shape(self, shape: tuple[int, ...] | None) -> bool:
         for axis, field in enumerate(SIZES):
