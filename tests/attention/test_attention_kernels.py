@@ -1,13 +1,16 @@
 """Kernels of attention: which calls run them, and in which layouts they get codes. Their bits: tests/kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 
 import duotone
-from duotone.attention import DotProductAttention
+from duotone.attention import DotProductAttention, dot_product
 from duotone.dispatch import attention
 from duotone.dispatch.attention import CUDNN_TOKENS
 from duotone.dispatch.target import Target
@@ -16,7 +19,8 @@ from duotone.recipes import Rule, RuleRecipe
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 
-CURRENT = duotone.Float8CurrentScaling(fp8_dpa=True)
+CURRENT = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0)
+MEASURED = duotone.Float8CurrentScaling(fp8_dpa=True)
 FILE = duotone.recipes.load("nvfp4-linear-fp8-dpa")
 ALL_FP8 = RuleRecipe(
     rules=(
@@ -24,7 +28,7 @@ ALL_FP8 = RuleRecipe(
         Rule(module_type="dpa", format="fp8_e4m3_tensor"),
     )
 )
-FORWARD_ALONE = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override="dequantized")
+FORWARD_ALONE = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override="dequantized", dpa_min_tokens=0)
 
 
 def decoded_attention(codes, scales, p_scale, options) -> tuple[Tensor, Tensor]:
@@ -172,7 +176,54 @@ def test_short_attention_stays_in_high_precision_where_the_recipe_says_so(kernel
         assert torch.equal(core(*x), plain(*x)) == (tokens < 40)
     assert kernel == ["attend"]
     assert "fewer than 40 queries in high precision" in core.plan_rows(recipe, "sm90")[0].reason
-    measured = duotone.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens="measured")
-    assert "fewer than 8192 queries" in core.plan_rows(measured, "sm90")[1].reason
     with pytest.raises(RecipeError, match="dpa_min_tokens is -1; give a number of tokens from 0 on"):
         duotone.Float8CurrentScaling(dpa_min_tokens=-1)
+
+
+@pytest.fixture
+def measured(kernel, monkeypatch) -> list[str]:
+    """The kernel of a device with measurements: 64 queries pay alone, and 128 in training, of 4 heads or more."""
+    monkeypatch.setattr(attention, "LEAST_TOKENS", {((0, 0), 64): (64, 128), ((9, 0), 64): (64, 128)})
+    monkeypatch.setattr(dot_product, "MEASURED_HEADS", 4)
+    return kernel
+
+
+def runs(kernel: list[str], core: DotProductAttention, tokens: int, trains: bool, mask: Tensor | None = None) -> bool:
+    """Whether a call of 2 heads of a batch of 2 runs the kernel."""
+    x = [torch.randn(2, tokens, 2, 64, dtype=torch.bfloat16, requires_grad=trains) for _ in range(3)]
+    kernel.clear()
+    y = core(*x, mask)
+    if trains:
+        y.sum().backward()
+    return "attend" in kernel
+
+
+def test_the_plan_picks_what_was_measured_to_be_faster(measured) -> None:
+    """By queries, by pairs of queries and keys, and by whether gradients follow, which are then in high precision."""
+    core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=MEASURED)
+    for trains, least in ((False, 64), (True, 128)):
+        assert [runs(measured, core, tokens, trains) for tokens in (least - 1, least)] == [False, True]
+        assert "differentiate" not in measured
+    masked = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="arbitrary", recipe=MEASURED)
+    assert not runs(measured, masked, 128, False, torch.zeros(128, 128, dtype=torch.bool))
+    less = [torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
+    measured.clear()
+    core(*less)
+    assert not measured  # half of the work
+    rows = {row.gemm: row for row in core.plan_rows(MEASURED, "sm90")}
+    assert "high precision, which is faster there" in rows["PV"].reason and rows["dS K"].kernel == "cuDNN"
+
+
+@pytest.mark.parametrize("recipe", [replace(MEASURED, strict=True), CURRENT, FILE, replace(MEASURED, fp8_mha=True)])
+def test_a_demand_for_fp8_is_no_matter_of_speed(measured, recipe) -> None:
+    core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=recipe)
+    for trains in (False, True):
+        assert runs(measured, core, 16, trains) and ("differentiate" in measured) == trains
+
+
+def test_a_checkpoint_runs_forward_as_its_recompute(measured) -> None:
+    """Its forward tracks no gradients, and would otherwise be in FP8 from 64 queries on."""
+    core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=MEASURED)
+    x = [torch.randn(2, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    checkpoint(core, *x, use_reentrant=True).sum().backward()
+    assert not measured

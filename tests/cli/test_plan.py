@@ -13,7 +13,7 @@ def test_each_gemm_has_a_row_with_formats_kernel_and_reason(duotone):
     code, out, err = duotone("plan", "--preset", "tiny", "--recipe", "mxfp8-fwd-nvfp4-bwd")
     assert (code, err) == (0, "") and out.splitlines()[0] == "mxfp8-fwd-nvfp4-bwd on cpu, preset tiny, model gpt"
     rows = rows_of(out)
-    assert len(rows) == 1 + 2 * 4 * 3 + 3
+    assert len(rows) == 1 + 2 * (4 * 3 + 2) + 3  # two products of attention in each block
     assert (
         rows["layers.1.mlp.down", "fprop"].startswith("mxfp8_e4m3") and "emulated" in rows["layers.1.mlp.down", "fprop"]
     )

@@ -10,17 +10,27 @@ from duotone.attention.heads import check_layout, from_heads, to_heads, token_ax
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import LowPrecision
 from duotone.attention.masks import Masking, Window, mask_type, window_of
-from duotone.attention.meeting import UNNAMED, MeetsRecipes
+from duotone.attention.meeting import UNNAMED, MeetsRecipes, module_of
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
-from duotone.dispatch.attention import CUDNN_TOKENS, CUDNN_WIDTH, FORWARD, AttentionProblem, favourite
+from duotone.dispatch.attention import (
+    CUDNN_TOKENS,
+    CUDNN_WIDTH,
+    FORWARD,
+    HALF,
+    MEASURED,
+    MEASURED_HEADS,
+    AttentionProblem,
+    favourite,
+)
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
+from duotone.state.region import AmaxMode, mode_now
 from duotone.tensor.quantizer import Quantizer
 
 COUNTS = {"forward": 3, "backward": 2}
@@ -30,7 +40,7 @@ SLOTS = {"qkv": 3, "s": 3, "do": 2, "dp": 2}
 """The tensors that attention's products multiply, with their slots: three each in forward, two in backward."""
 
 
-TRANSIENT = ("_answers", "_requests", "_met", "_low_precision")
+TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision")
 """Attributes that follow from recipes and the rest."""
 
 
@@ -115,7 +125,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             window_size=window_size,
         )
         heads = query_layer, key_layer, value_layer
-        if self.requested(recipe) and query_layer.shape[token_axis(layout)] >= self._least_tokens(recipe, query_layer):
+        if self.requested(recipe) and self._pays(recipe, heads, layout, seen):
             return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
         if seen is None:
@@ -193,6 +203,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests: dict[str, list[str]] = {}
+        self._picks: dict[tuple[str, str, float], tuple[bool, tuple[int, int]]] = {}
         self._low_precision = LowPrecision(self)
         self._met = ""
         """The key of the recipe that was met last."""
@@ -235,20 +246,45 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
         return kinds
 
-    def formats(self, recipe: Recipe) -> AttentionFormats:
-        """What a recipe that asks for low precision gives the tensors of attention."""
+    def formats(self, recipe: Recipe, device: str = "") -> AttentionFormats:
+        """What a recipe that asks for low precision gives the tensors of attention.
+
+        On a device where measurements decide, backward is in high precision, which is faster.
+        """
         roles = {kind.partition(".")[0]: role for mode in COUNTS for kind, role in self.roles_of(mode).items()}
         counts = {kind: COUNTS["forward" if kind in ("qkv", "output", "s") else "backward"] for kind in roles}
         answers = {kind: self._ask(recipe, role, counts[kind]) for kind, role in roles.items() if role is not None}
-        return AttentionFormats.of(answers, recipe, self.module_name)
+        formats = AttentionFormats.of(answers, recipe, self.module_name)
+        if device and recipe.backward_override is None and self.pick(recipe, device)[0]:
+            return formats.overridden("dequantized")
+        return formats
 
     def _problem(self, recipe: Recipe, device: str) -> AttentionProblem:
         return self.formats(recipe).problem(self.channels, self.dropout, device)
 
-    def _least_tokens(self, recipe: Recipe, query: Tensor) -> int:
-        if not recipe.dpa_min_tokens:
-            return 0
-        return self._problem(recipe, str(query.device)).least_tokens(recipe.dpa_min_tokens)
+    def _pays(self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None) -> bool:
+        """Whether the call runs in low precision as far as `dpa_min_tokens` decides."""
+        is_measured, least = _pick(self._number, recipe.key, str(heads[0].device))
+        if least == (0, 0):
+            return True
+        queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
+        trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
+        if not torch.compiler.is_dynamo_compiling():
+            trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
+        tokens = least[trains]
+        if queries < tokens or not is_measured:
+            return queries >= tokens
+        pairs = heads[0].numel() // self.channels[0] * keys
+        return seen is None and heads[0].dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+
+    def pick(self, recipe: Recipe, device: str) -> tuple[bool, tuple[int, int]]:
+        """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
+        key = recipe.key, device, self.dropout
+        if key not in self._picks:
+            drop_dead(self._picks)
+            problem, wanted = self._problem(recipe, device), _min_tokens(recipe)
+            self._picks[key] = problem.is_measured(wanted), problem.least_tokens(wanted)
+        return self._picks[key]
 
     def plan_rows(self, recipe: Recipe, device: str | None = None) -> list[ProductPlan]:
         """What runs for each product under the recipe; RecipeError if it is strict and no kernel takes its formats.
@@ -257,7 +293,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if self.requested(recipe):
-            return product_rows(self._problem(recipe, device), recipe.dpa_min_tokens)
+            problem = self.formats(recipe, device).problem(self.channels, self.dropout, device)
+            return product_rows(problem, *self.pick(recipe, device))
         reason = "attention runs in high precision"
         if target(device).arch == HOPPER and max(self.channels) <= CUDNN_WIDTH:
             reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"
@@ -294,3 +331,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"saved_states": {}, **state})
+
+
+def _min_tokens(recipe: Recipe) -> int | str:
+    """`dpa_min_tokens`; 0 where rules name attention, low precision is a demand, or query, key and value are codes."""
+    demands = recipe.strict or recipe.fp8_mha or not recipe.fp8_dpa
+    return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens
+
+
+def _pick(number: str, recipe: str, device: str) -> tuple[bool, tuple[int, int]]:
+    module = module_of(number)
+    assert isinstance(module, DotProductAttention)
+    return module.pick(recipe_of(recipe), device)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_pick._dynamo_marked_constant = True  # type: ignore[attr-defined]

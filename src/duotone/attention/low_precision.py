@@ -104,7 +104,7 @@ class LowPrecision:
     def _build(self, call: Call) -> AttentionStage:
         module, recipe = self._module(), recipe_of(call.recipe)
         assert module is not None
-        formats = module.formats(recipe)
+        formats = module.formats(recipe, call.device)
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         slots = delayed_slots(module, formats, call)
         problem = formats.problem(module.channels, call.dropout, call.device)

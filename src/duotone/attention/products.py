@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
-from duotone.dispatch.attention import FORWARD, KERNEL, AttentionProblem
+from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -169,19 +169,23 @@ class AttentionFormats:
         )
 
 
-def product_rows(problem: AttentionProblem, min_tokens: int | str) -> list[ProductPlan]:
-    """What runs for each product."""
-    least = problem.least_tokens(min_tokens)
-    forward, backward = problem.forward_refusal(), problem.backward_refusal()
+def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int, int]) -> list[ProductPlan]:
+    """What runs for each product. `least` are queries below which it runs in high precision, as `least_tokens`."""
+    refusals, kernels = (problem.forward_refusal(), problem.backward_refusal()), (KERNEL, problem.backward_kernel)
     rows = []
     for gemm, (a, b) in problem.products.items():
-        refusal = forward if gemm in FORWARD else backward
-        if refusal:
+        is_backward = gemm not in FORWARD
+        if refusal := refusals[is_backward]:
             reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
-        else:
-            kernel = KERNEL if gemm in FORWARD else problem.backward_kernel
-            reason = "calls with a mask run by blocks of keys"
-            reason += f", those of fewer than {least} queries in high precision (dpa_min_tokens)" if least else ""
-            rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
+            continue
+        reason = "calls with a mask run by blocks of keys"
+        if is_measured:
+            reason = "calls with a mask or of less work run in high precision, which is faster there: "
+            forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
+            reason += f"{forward} without gradients, {training} with them (dpa_min_tokens)"
+        elif least[0]:
+            reason += f", those of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
+        kernel = kernels[is_backward]
+        rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
     return rows

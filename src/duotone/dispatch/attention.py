@@ -20,9 +20,16 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDTHS = (64, 128)
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 KERNEL = "FP8 attention"
-# bench/results/2026-11-22-h200-attention.jsonl, casts included: slower at 4096 tokens, faster from 8192 on.
-LEAST_TOKENS: dict[tuple[int, int], int] = {HOPPER: 8192}
-"""Queries of heads of width 128 from which the FP8 kernel pays for its casts, by compute capability."""
+MEASURED = "measured"
+NEVER = 1 << 40
+# bench/results/2026-11-22-h200-attention.jsonl and bench/NOTES.md, casts included, next to cuDNN.
+LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
+    (HOPPER, 128): (8192, 16384),
+    (HOPPER, 64): (NEVER, NEVER),
+}
+"""Queries from which FP8 is faster, in forward alone and with its backward, by architecture and width of heads."""
+MEASURED_HEADS = 32
+"""Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
 
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TOKENS, CUDNN_WIDTH = 2048, 128
@@ -58,11 +65,16 @@ class AttentionProblem(NamedTuple):
             return "the FP8 kernel rounds P and dS to nearest"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
 
-    def least_tokens(self, wanted: int | str) -> int:
-        """Queries below which a native product stays in high precision, as `dpa_min_tokens` of a recipe wants it."""
-        if not wanted or self.forward_refusal():
-            return 0
-        return LEAST_TOKENS.get(self.target.arch, 0) if isinstance(wanted, str) else wanted
+    def is_measured(self, wanted: int | str) -> bool:
+        """Whether `dpa_min_tokens` of a recipe leaves the choice to measurements, which this target has."""
+        return wanted == MEASURED and not self.forward_refusal() and (self.target.arch, self.widths[0]) in LEAST_TOKENS
+
+    def least_tokens(self, wanted: int | str) -> tuple[int, int]:
+        """Queries below which a native product stays in high precision, in forward alone and in training."""
+        if self.is_measured(wanted):
+            return LEAST_TOKENS[self.target.arch, self.widths[0]]
+        number = wanted if isinstance(wanted, int) and not self.forward_refusal() else 0
+        return number, number
 
     @property
     def native(self) -> frozenset[str]:

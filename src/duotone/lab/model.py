@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from duotone.attention import DotProductAttention
 from duotone.lab.presets import ModelConfig
 from duotone.modules import MoE
 
@@ -29,7 +30,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.core = DotProductAttention(config.heads, config.dim // config.heads, qkv_format="bshd")
         self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
         self.proj = nn.Linear(config.dim, config.dim, bias=False)
 
@@ -39,12 +40,12 @@ class Attention(nn.Module):
     def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What lies between the two linears: (batch, tokens, 3 dim) -> (batch, tokens, dim)."""
         batch, tokens, width = qkv.shape
-        parts = qkv.view(batch, tokens, 3, self.heads, width // 3 // self.heads).permute(2, 0, 3, 1, 4)
+        heads = self.core.num_attention_heads
+        parts = qkv.view(batch, tokens, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
         query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         value = value.clone()  # as a view, which backward keeps, it would keep all of qkv
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return mixed.transpose(1, 2).reshape(batch, tokens, width // 3)
+        return self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
 
 
 class MLP(nn.Module):

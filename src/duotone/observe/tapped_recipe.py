@@ -95,6 +95,13 @@ class TappedRecipe(Recipe):
     ) -> Quantizer:
         return self._tapped(self.inner.quantizer(role, site, slot), role)
 
+    def attention_quantizer(self, role: QuantizerRole, site: Site = ANYWHERE) -> Quantizer:
+        """That of the inner recipe: operands of attention are not sampled."""
+        return self.inner.attention_quantizer(role, site)
+
+    def asks_for(self, role: QuantizerRole, site: Site = ANYWHERE) -> bool:
+        return self.inner.asks_for(role, site)
+
     def _tapped(self, quantizer: Quantizer, role: QuantizerRole | None) -> Quantizer:
         return quantizer if role is None else cast(Quantizer, TappedQuantizer(quantizer, role, self.store))
 

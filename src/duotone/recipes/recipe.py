@@ -67,7 +67,7 @@ class Recipe(metaclass=RecipeClass):
     - `min_weight_elements`: linears with a smaller weight (K x N elements) stay in high precision where their products
       would run natively. "measured" takes what was measured on such a device; 0 is off.
     - `dpa_min_tokens`: attention of fewer queries stays in high precision where it would run natively. "measured" takes
-      what was measured on such a device; 0 is off.
+      what is faster on such a device under `fp8_dpa`, unless `strict` or `fp8_mha` demand FP8; 0 is off.
     - `recompute_columnwise`: backward encodes columnwise planes again, from tensors that are in memory anyway. This
       concerns weights and the outputs of norms and activations. Less memory, the same bits, one more cast for each.
     - `propagate_nonfinite`: a result is non-finite where it would be in high precision because of a NaN or an infinity
@@ -86,7 +86,7 @@ class Recipe(metaclass=RecipeClass):
     dgrad_fast_accum: bool = False
     wgrad_fast_accum: bool = False
     min_weight_elements: int | str = 0
-    dpa_min_tokens: int | str = 0
+    dpa_min_tokens: int | str = "measured"
     recompute_columnwise: bool = False
     propagate_nonfinite: bool = True
 
