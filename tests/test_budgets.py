@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35274
+LIBRARY_LINES = 35296
 TOOL_LINES = 7451
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2374, 21, 0),
+    "attention": (2388, 21, 0),
     "cli": (1520, 3, 0),
     "comm": (162, 1, 0),
     "compat": (2451, 7, 0),
@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": (2001, 5, 0),
     "report": (1648, 0, 0),
     "serving": (1205, 1, 0),
-    "state": (2059, 13, 1),
+    "state": (2067, 13, 1),
     "tensor": (2386, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

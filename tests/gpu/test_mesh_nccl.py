@@ -1,10 +1,10 @@
-"""On two and four GPUs: DTensor weights over NCCL, with the checks of tests/distributed."""
+"""On two and four GPUs: DTensor weights and attention over NCCL, with the checks of processes on a CPU."""
 
 import pytest
 import torch
 from launching import launch, names
 
-WORKERS = {"mesh_worker.py": 2, "fsdp_mesh_worker.py": 4}
+WORKERS = {"mesh_worker.py": 2, "../attention/context_worker.py": 2, "fsdp_mesh_worker.py": 4}
 
 
 @pytest.mark.parametrize("worker", WORKERS)

@@ -1,5 +1,6 @@
 """DotProductAttention: softmax(Q K^T) V, by torch's own kernels or in the formats of the roles of attention."""
 
+import warnings
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, rec
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
+from duotone.state.torch_private import in_context_parallel
 from duotone.tensor.quantizer import Quantizer
 
+SDPA = F.scaled_dot_product_attention
 COUNTS = {"forward": 3, "backward": 2}
 """Slots of each kind."""
 
@@ -125,13 +128,24 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             window_size=window_size,
         )
         heads = query_layer, key_layer, value_layer
-        if self.requested(recipe) and self._pays(recipe, heads, layout, seen):
+        is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen)
+        if is_low and not self._leaves_to_ring(recipe):
             return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
         if seen is None:
             return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)
         return from_heads(self._attend(query, key, value, attn_mask=seen | nothing).masked_fill(nothing, 0), layout)
+
+    def _leaves_to_ring(self, recipe: Recipe) -> bool:
+        """Whether torch's context parallelism runs the call, in high precision. RecipeError if the recipe is strict."""
+        if F.scaled_dot_product_attention is SDPA or not in_context_parallel():
+            return False
+        problem = f"{self.module_name} runs in high precision: torch's context_parallel has no products of codes"
+        if recipe.strict:
+            raise RecipeError(f"strict: {problem}; leave roles of module type 'dpa' in high precision, or strict false")
+        warnings.warn(problem, stacklevel=3)
+        return True
 
     def _kind_with_cache(self, name: str | None, is_plain: bool) -> str:
         name = name or self.attn_mask_type

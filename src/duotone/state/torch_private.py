@@ -87,3 +87,11 @@ def is_graph_recomputed() -> bool:
     while tracer.parent is not None and tracer.source_target is not torch.ops.higher_order.tag_activation_checkpoint:
         tracer = tracer.parent
     return tracer.parent is not None
+
+
+RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+
+def in_context_parallel() -> bool:
+    """Whether torch's `context_parallel` has replaced scaled_dot_product_attention."""
+    return torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(RING), "_replaced_functions", ())
