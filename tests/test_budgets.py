@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35296
-TOOL_LINES = 7451
+LIBRARY_LINES = 35292
+TOOL_LINES = 7448
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -24,24 +24,24 @@ BUDGETS = {
     "cli": (1520, 3, 0),
     "comm": (162, 1, 0),
     "compat": (2451, 7, 0),
-    "conversion": (2663, 21, 0),
+    "conversion": (2660, 5, 0),
     "dispatch": (2780, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
-    "integrations": (620, 9, 0),
+    "integrations": (617, 9, 0),
     "kernels": (4216, 0, 0),
     "lab": (3663, 17, 1),
     "linear": (1873, 5, 0),
-    "modules": (676, 3, 0),
+    "modules": (675, 3, 0),
     "observe": (2239, 15, 0),
     "ops": (1393, 0, 0),
-    "optim": (500, 2, 0),
+    "optim": (501, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1427, 5, 2),
     "planned": (2674, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1648, 0, 0),
-    "serving": (1205, 1, 0),
+    "serving": (1204, 1, 0),
     "state": (2067, 13, 1),
     "tensor": (2386, 15, 0),
 }

@@ -49,7 +49,7 @@ def remove_cores(model: nn.Module) -> None:
 
 
 def left_in_high_precision(name: str, module: nn.Module, recipe: Recipe) -> str | None:
-    """Why an attention module does not follow a recipe that asks for its products; None if it does, or need not."""
+    """Why an attention module stays in high precision although the recipe asks for its products, or None."""
     config = vars(module).get("config")
     current = getattr(config, "_attn_implementation", None)
     if not isinstance(vars(module).get("is_causal"), bool) or not isinstance(current, str) or CORE in module._modules:

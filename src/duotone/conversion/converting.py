@@ -69,7 +69,7 @@ def convert(
 
 
 def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> None:
-    """Names and recipe for modules of Duotone that are no targets themselves: attention, and owners of linears."""
+    """Give names and the recipe to modules of Duotone that are no targets: attention, and owners of linears."""
     sites = sites_of(model)
     for name, module in model.named_modules():
         take = getattr(module, "take_name", None)
@@ -80,11 +80,11 @@ def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> No
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Undo `convert` and `fuse`, in place, and return the model. Modules get their classes back; seeds and states go.
+    """Undo `convert` and `fuse`, in place, and return the model. Modules get their old classes.
 
-    Modules of Duotone stay, in high precision. Quantized parameters stay: to make them plain, call
-    `convert_parameters(model, "bf16")` first. UserError, before anything changes, if a module was parametrized after it
-    was converted.
+    Seeds and delayed states are removed. Modules of Duotone stay and run in high precision. Quantized parameters stay
+    quantized: to make them plain, call `convert_parameters(model, "bf16")` first. UserError, before anything changes,
+    if a module was parametrized after it was converted.
     """
     require_model("revert", model)
     for name, module in model.named_modules():

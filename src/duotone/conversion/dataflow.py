@@ -120,7 +120,7 @@ class CodeFlow(Flow):
             self.note(target, source)
 
     def value(self, expression: ast.expr) -> Names:
-        """What an expression may be without a change: parameters and outputs of children."""
+        """The parameters and outputs of children that an expression may be, unchanged."""
         if isinstance(expression, ast.Name):
             return self.values.get(expression.id, NOTHING)
         if isinstance(expression, ast.Call):
@@ -146,7 +146,7 @@ class CodeFlow(Flow):
         return NOTHING
 
     def known(self, test: ast.expr) -> bool | None:
-        """What a flag of the module says, as `self.pre_norm` or `not self.config.tied`; None for other tests."""
+        """The value of a flag of the module, as in `self.pre_norm` or `not self.config.tied`; None for other tests."""
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             flag = self.known(test.operand)
             return None if flag is None else not flag
@@ -221,7 +221,7 @@ class Flows:
         return list(dict.fromkeys(path for path, _, _ in reads.children))
 
     def readers(self, module: nn.Module, child: str) -> tuple[dict[str, bool], list[str]]:
-        """Who reads the output of a child of `module`: modules by path, with whether they always do, and other code."""
+        """Who reads the output of a child: modules by path, and whether they always do; the text of other code."""
         reads = list(self._reads(module, f"self.{child}"))
         return {path: always for path, always, text in reads if not text}, [text for *_, text in reads if text]
 

@@ -18,7 +18,7 @@ from duotone.recipes.rules import OUTPUT_HEAD, Rule, first_match
 
 
 class Reason(Enum):
-    """The words of a reason; {} takes a detail."""
+    """The text of a reason. {} stands for a detail."""
 
     BYPASSED = "its owner uses the weight without calling the module"
     TIED_EMBEDDING = "an embedding is a look-up, and its owner uses the weight as output head without calling a module"
@@ -203,7 +203,7 @@ class KeptRule(Rule):
 def with_default_rules(
     rules: Sequence[Rule], model: nn.Module, sites: Mapping[str, Site], recipes: Sequence[Recipe]
 ) -> tuple[Rule, ...]:
-    """The rules. If the default ones are among them: also rules for output heads and adapters that no other rule names.
+    """The rules. The default ones bring further rules, for output heads and adapters that no other rule names.
 
     Rules of the recipes that name such a module count too.
     """

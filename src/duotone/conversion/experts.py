@@ -47,7 +47,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
         return getattr(self._owner, self.parameter)
 
     @property
-    def weight(self) -> Any:  # type: ignore[override]
+    def weight(self) -> nn.Parameter:  # type: ignore[override]
         return self.whole
 
     @property
@@ -79,7 +79,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
 
 
 class PlannedExperts:
-    """Mixed in before a class of experts: its linears follow plans, all else is its own."""
+    """A mixin before a class of experts. The linears follow plans, and all else stays as the class has it."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """(T, H), experts (T, k) and their weights (T, k) -> (T, H)."""
@@ -91,7 +91,7 @@ class PlannedExperts:
         y = down(h, routing.checked)
         return routing.combine(y, top_k_weights.gather(-1, by_expert)).to(hidden_states.dtype)
 
-    def _save_to_state_dict(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self: Any, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         mark_entries(destination, prefix, linear_names(self))
 
@@ -110,8 +110,8 @@ class PlannedGroupedExperts(PlannedExperts):
             return down(h, splits).type_as(x_RD)
 
 
-def linear_names(module: Any) -> tuple[str, ...]:
-    """The parameters of an experts module that hold its linears."""
+def linear_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of an experts module that hold its linears."""
     if GROUPED[0] in module._parameters:
         return GROUPED
     return ("gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"), "down_proj"
@@ -125,7 +125,7 @@ def holds_experts(module: nn.Module) -> bool:
     )
 
 
-def reason_left_alone(module: Any) -> str:
+def reason_left_alone(module: nn.Module) -> str:
     """Why experts stay as they are, or "" where they can be converted."""
     names = linear_names(module)
     if names == GROUPED:
@@ -143,16 +143,19 @@ def reason_left_alone(module: Any) -> str:
     return ""
 
 
-def adopt_experts(module: Any) -> dict[str, ExpertsLinear]:
-    """Change the class of an experts module; its linears by the name of their parameter, not yet with a recipe."""
+def adopt_experts(module: nn.Module) -> dict[str, ExpertsLinear]:
+    """Change the class of an experts module. Returns its linears, which have no recipe yet, by their parameter."""
     modules = module._modules
     if not issubclass(type(module), PlannedExperts):
         mixin = PlannedGroupedExperts if linear_names(module) == GROUPED else PlannedExperts
         forwards.change_class(module, forwards.planned_class(mixin, type(module)))
-    return {name: modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name)) for name in linear_names(module)}
+    linears = {
+        name: modules.setdefault(f"{PREFIX}{name}", ExpertsLinear(module, name)) for name in linear_names(module)
+    }
+    return linears  # type: ignore[return-value]
 
 
-def release_experts(module: Any) -> None:
+def release_experts(module: nn.Module) -> None:
     """Undo `adopt_experts`."""
     for name in linear_names(module):
         module._modules.pop(f"{PREFIX}{name}", None)

@@ -7,7 +7,6 @@ Both are methods of the class that the module had then.
 import functools
 from collections.abc import Iterator
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +41,7 @@ def _class_forwards(module: nn.Module) -> list[str]:
 
 
 def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Give the module another class, whose forward takes the place of the one before it."""
+    """Change the class of a module. The forward of the new class replaces that of the old one, in hooks too."""
     places = _class_forwards(module)
     module.__class__ = kind
     for name in places:
@@ -50,10 +49,10 @@ def change_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 @functools.cache
-def planned_class(mixin: type, kind: type) -> Any:
+def planned_class(mixin: type, kind: type) -> type[nn.Module]:
     """The class `kind` whose calls follow plans: `mixin` comes first."""
     members = {"__module__": kind.__module__, "__reduce__": lambda self: (rebuild, (mixin, kind), self.__getstate__())}
-    return type(f"{getattr(mixin, 'prefix', 'Planned')}{kind.__name__}", (mixin, kind), members)
+    return type(f"{getattr(mixin, 'prefix', 'Planned')}{kind.__name__}", (mixin, kind), members)  # type: ignore[return-value]
 
 
 def rebuild(mixin: type, kind: type) -> nn.Module:
@@ -62,8 +61,8 @@ def rebuild(mixin: type, kind: type) -> nn.Module:
     return planned.__new__(planned)
 
 
-def settle(module: Any) -> None:
-    """Move seeds and states to the device on which hooks run an offloaded module, whose weights are on meta."""
+def settle(module: Planned) -> None:
+    """Move seeds and states of an offloaded module, whose weights are on meta, to the device on which hooks run it."""
     hook = module.__dict__.get("_owner", module).__dict__.get("_hf_hook")  # of experts, that of their owner
     devices = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", (hook,))]
     device = next((torch.device(device) for device in devices if device is not None), None)
@@ -79,7 +78,7 @@ BEFORE = "_fast_path_before"
 
 
 def close_fast_paths(model: nn.Module) -> None:
-    """Let encoder layers of torch that hold converted linears call them, in evaluation too.
+    """Make encoder layers of torch call their converted linears in evaluation too.
 
     Their fast path multiplies by the weights of its linears itself, without a warning. Torch takes it only if
     `activation_relu_or_gelu` is set, which nothing else reads. An encoder packs padded batches for it if
@@ -102,7 +101,7 @@ def is_fast_path_closed(module: nn.Module) -> bool:
     return BEFORE in module.__dict__
 
 
-def _switches(model: nn.Module) -> Iterator[tuple[Any, str]]:
+def _switches(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         for kind, switch in SWITCH.items():
             if isinstance(module, kind) and hasattr(module, switch):

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +203,7 @@ def _hidden_states(model: nn.Module, sample: object) -> dict[nn.Module, Tensor]:
         raise UserError(f"sample is a tensor, a tuple or a dict of arguments; got {type(sample).__name__}")
     states: dict[nn.Module, Tensor] = {}
 
-    def observe(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def observe(module: nn.Module, inputs: tuple[object, ...]) -> None:
         if inputs and isinstance(inputs[0], Tensor):
             states.setdefault(module, inputs[0].detach())
 

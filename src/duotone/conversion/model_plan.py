@@ -184,8 +184,8 @@ def plan(
 ) -> Plan:
     """What runs for each GEMM of each linear of a converted model, and what stays in high precision and why.
 
-    `recipe` stands for an enclosing autocast; device and dtype are the weights' where None. `device` may also name an
-    architecture that need not be here, as "sm90".
+    `recipe` stands for an enclosing autocast. `device` and `dtype` are those of the weights if they are None. `device`
+    may also name an architecture that is not present, as "sm90".
     """
     require_model("plan", model)
     if recipe is not None:

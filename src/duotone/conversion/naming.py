@@ -1,7 +1,5 @@
 """Names and sites: which module of a model is which, for roles, rules and plans."""
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -9,7 +7,7 @@ from duotone.errors import UserError
 from duotone.recipes.roles import Site
 
 
-def require_model(taker: str, value: Any) -> None:
+def require_model(taker: str, value: object) -> None:
     """UserError unless `value` is a model; `taker` was given it."""
     if isinstance(value, type) or not isinstance(value, nn.Module):
         got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -58,7 +58,7 @@ def warn_of_surprises(
     left: Reasons,
     planned: Sequence[tuple[Target, Slots]],
 ) -> None:
-    """Warn if nothing follows the recipe, and of plain linears that are left alone.
+    """Warn if nothing follows the recipe, and if plain linears are left alone.
 
     `left` are the modules left alone; `planned` are the targets with the quantizers of their slots.
     """

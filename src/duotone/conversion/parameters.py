@@ -41,7 +41,7 @@ def convert_parameters(
 
     - Values come from `masters`, by full parameter name, else from the dequantized weights.
     - A weight that the recipe keeps in high precision becomes a plain one. Parameters stay the same objects.
-    - `recipe` becomes that of the modules.
+    - The modules follow `recipe` from then on.
     - `preserve` stores the high-precision values on the CPU.
 
     RecipeError or UserError before anything changes.

@@ -182,7 +182,7 @@ def activation_of(module: nn.Module) -> str | None:
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module]:
-    """By name, also one that has several names."""
+    """The children by name. A child with several names comes once for each."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
 

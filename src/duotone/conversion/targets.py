@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -66,15 +65,14 @@ class Target:
 
     def _converted(self) -> Planned:
         """The module that follows plans, after a change of class where it needs one."""
-        module: Any = self.module
-        if isinstance(module, Planned):
-            return module
         if self.parameter:
-            return experts.adopt_experts(module)[self.parameter]
-        kind = _parametrized_class(module) if is_parametrized(module) else converted_class(type(module))
-        forwards.change_class(module, kind)
-        module.__dict__[CONVERTED] = True
-        return module
+            return experts.adopt_experts(self.module)[self.parameter]
+        if not isinstance(self.module, Planned):
+            is_special = is_parametrized(self.module)
+            kind = _parametrized_class(self.module) if is_special else converted_class(type(self.module))
+            forwards.change_class(self.module, kind)
+            self.module.__dict__[CONVERTED] = True
+        return self.module  # type: ignore[return-value]
 
     def _request(self, recipe: Recipe, rules: tuple[Rule, ...]) -> PlanRequest:
         device, dtype = str(self.weight.device), self.weight.dtype
@@ -94,7 +92,7 @@ def targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> list[
 
 
 def trains(model: nn.Module) -> bool:
-    """Whether backward may owe gradients: in training mode, with a parameter that needs one."""
+    """Whether backward may compute gradients: the model is in training mode, and a parameter requires one."""
     return model.training and any(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -107,13 +105,13 @@ def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iter
         elif isinstance(module, nn.Linear) and name not in left:
             yield Target(name, sites[name], "linear", module.weight, module)
         elif is_transposed(module) and name not in left:
-            weight: Any = module.weight
+            weight: Tensor = module.weight  # type: ignore[assignment]
             yield Target(name, replace(sites[name], shape=tuple(weight.shape[::-1])), "linear", weight, module)
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
             yield from _experts(name, module, sites[name])
 
 
-def _experts(name: str, module: Any, site: Site) -> Iterator[Target]:
+def _experts(name: str, module: nn.Module, site: Site) -> Iterator[Target]:
     for parameter in experts.linear_names(module):
         weight = getattr(module, parameter)
         shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
@@ -127,7 +125,7 @@ def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
     return forwards.planned_class(PlannedLinear if issubclass(kind, nn.Linear) else TransposedLinear, kind)
 
 
-def _parametrized_class(module: Any) -> type[nn.Module]:
+def _parametrized_class(module: nn.Module) -> type[nn.Module]:
     """The planned class of a parametrized module, to which torch gave a class with a property for each tensor.
 
     When torch removes the parametrizations, it gives the module the first base of its class: the converted class.
@@ -138,7 +136,7 @@ def _parametrized_class(module: Any) -> type[nn.Module]:
     return type(kind.__name__, bases, {"__module__": kind.__module__, PARAMETRIZED: kind, **members})
 
 
-def parametrized_since(module: Any) -> bool:
+def parametrized_since(module: nn.Module) -> bool:
     """Whether a planned module has other parametrizations than when its class was changed."""
     if not is_parametrized(module):
         return False

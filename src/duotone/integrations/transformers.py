@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -91,11 +91,8 @@ class DuotoneConfig(QuantizationConfigMixin):
 class DuotoneQuantizer(HfQuantizer):
     """Converts a model after its weights are loaded: hooks, devices and ties are settled by then."""
 
+    quantization_config: DuotoneConfig
     checkpoint_files: Sequence[str] = ()
-
-    @property
-    def config(self) -> DuotoneConfig:
-        return cast(DuotoneConfig, self.quantization_config)
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: Sequence[str] | None = None, **kwargs: object
@@ -103,7 +100,7 @@ class DuotoneQuantizer(HfQuantizer):
         self.checkpoint_files = [str(file) for file in checkpoint_files or () if str(file).endswith(".safetensors")]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> None:
-        config = self.config
+        config = self.quantization_config
         convert(model, config.recipe, config.rules)
         if config.quantize_parameters:
             convert_parameters(model, config.recipe)
@@ -116,7 +113,7 @@ class DuotoneQuantizer(HfQuantizer):
                 load_packed_state(model, saved[KEY])
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.config.recipe.name}
+        metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.quantization_config.recipe.name}
         return without_states(model), metadata
 
     def _dequantize(self, model: nn.Module, dtype: object = None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Expert parallelism: tokens go to the ranks of their experts as codes and scales, results come back as they are."""
+"""Expert parallelism: tokens go to the ranks of their experts as codes and scales, results return unencoded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,10 +83,9 @@ class Exchange(Rows):
         return all_to_all(rows[self.inverse], self.received, self.sent, self.group)
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer) -> Tensor:
-        """Rows by expert -> what is left of them after a rowwise encode, where their experts are.
+        """Rows by expert -> the values that a rowwise encode leaves of them, on the ranks of their experts.
 
-        A scale that spans rows is agreed on by all ranks. The bytes of a row travel together. Gradients come back as
-        they are.
+        All ranks agree on a scale that spans rows. The bytes of a row travel together. Gradients return unencoded.
         """
         return move(rows, partial(self._send_codes, quantizer), self.send_back)
 

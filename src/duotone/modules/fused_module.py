@@ -17,7 +17,7 @@ Output = Tensor | tuple[object, ...]
 
 
 class ModuleGroup(KnownRoles, nn.Module):
-    """A module made of other modules. What is asked of all of them goes to each child that offers it."""
+    """A module made of other modules. These methods call the same method of each child that has it."""
 
     takes_first_microbatch = True
 
@@ -30,11 +30,11 @@ class ModuleGroup(KnownRoles, nn.Module):
         _call_each(self.children(), "set_tensor_parallel_group", tp_group)
 
     def invalidate_weight_cache(self) -> None:
-        """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
+        """Encode the weights anew at the next microbatch, as after writes through `.data`, which leave no version."""
         _call_each(self.children(), "invalidate_weight_cache")
 
     def backward_dw(self) -> None:
-        """The oldest weight gradients that backward put off, of the last child first."""
+        """Compute the oldest weight gradients that backward put off, those of the last child first."""
         _call_each(reversed(list(self.children())), "backward_dw")
 
 

@@ -66,7 +66,7 @@ class Routing(Rows):
 
     @property
     def checked(self) -> Tensor | tuple[int, ...]:
-        """The rows of each expert for the host, which refuses choices that are not among the experts."""
+        """The rows of each expert, for code on the host that refuses choices which are not among the experts."""
         if not torch.compiler.is_dynamo_compiling():
             return self.splits
         strange = (self.chosen < 0) | (self.chosen >= self.experts)
@@ -151,9 +151,9 @@ class MoE(ModuleGroup):
     An expert is fc2(activation(fc1(x))); gated activations make fc1 twice as wide. No token is dropped and no caller
     pads. `fc1` and `fc2` are GroupedLinear modules.
 
-    With `ep_group` each rank has as many of the experts, and its own tokens. These go to the ranks of their experts as
-    codes and scales of `dispatch_format`, by default of the rowwise format that the recipe gives the input of `fc1`,
-    and results come back in x's dtype. Checkpoints number experts over all ranks. No pickle holds the group.
+    With `ep_group` the ranks share the experts evenly, and each has its own tokens. Tokens go to the ranks of their
+    experts as codes and scales of `dispatch_format`. The default is the rowwise format that the recipe gives the input
+    of `fc1`. Results return in x's dtype. Checkpoints number the experts of all ranks. No pickle holds the group.
     """
 
     def __init__(  # noqa: PLR0913 (the field's vocabulary)
@@ -201,7 +201,7 @@ class MoE(ModuleGroup):
                 linear.first_gemm, linear.all_gemms = local.start, num_experts
 
     def set_expert_parallel_group(self, ep_group: "ProcessGroup") -> None:
-        """Communicate in another group of as many ranks from the next forward on."""
+        """Communicate in another group of the same size from the next forward on."""
         if experts_of(ep_group.rank(), ep_group.size(), self.num_experts).start != self.fc1.first_gemm:
             raise UserError("ep_group gives this rank other experts than it has; build the module anew")
         self.ep_group = ep_group.group_name

@@ -65,7 +65,7 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
-        All checks come before the first byte. Raises UserError where a gradient is sparse or a plane rounds
+        All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
         refuse_capture()
@@ -203,7 +203,7 @@ def refuse_distributed(parameter: Tensor, group: Group) -> None:
 
 
 def refuse_capture() -> None:
-    """MissingPlaneError inside of a CUDA graph, which would replay the numbers of one step for ever."""
+    """MissingPlaneError inside of a CUDA graph, which would repeat the numbers of one step in every replay."""
     if is_capturing():
         raise MissingPlaneError(
             "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"

@@ -38,7 +38,7 @@ def values_of(parameter: Tensor) -> Tensor:
 
 
 class Mark(NamedTuple):
-    """A parameter at the last step, or at the load of its master, from which later writes of other code are found."""
+    """A parameter as the last step left it, or the load of its master. It shows later writes of other code."""
 
     memory: StorageWeakRef
     """Weak, which prevents that the address is used again."""
@@ -63,9 +63,10 @@ class Mark(NamedTuple):
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     """Copy to the master what other code wrote into the parameter since the mark.
 
-    A new version says that the parameter was written. Other memory does not: the parameter may have been moved. Nor
-    does a new version after a load: it may be the load of the same checkpoint. Then each element counts that is not
-    the rounded master. A parameter that was converted to another format keeps its master.
+    - A new version shows that the parameter was written.
+    - After a move to other memory, and after a load, it may have been written or not. Then the master takes the
+      elements that differ from its rounded values.
+    - A parameter that was converted to another format keeps its master.
     """
     now = Mark.of(parameter)
     is_moved = now.memory != mark.memory or now.offset != mark.offset

@@ -64,7 +64,7 @@ class Rates(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a step reads and, but for the gradient, writes: the shape of the parameter, contiguous, fp32.
+    """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous and in fp32.
 
     The gradient may be in any floating dtype, and need not be contiguous.
     """

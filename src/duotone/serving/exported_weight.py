@@ -143,7 +143,7 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj"
 
 
 def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
-    """Give linears that servers fuse one amax, unless the planes that they hold agree on one already."""
+    """Give linears that servers fuse one amax, unless their planes agree on one already."""
     groups: dict[tuple[str, int], list[ExportedWeight]] = defaultdict(list)
     for name, weight in weights.items():
         owner, _, child = name.rpartition(".")

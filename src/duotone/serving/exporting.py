@@ -137,7 +137,7 @@ def _calibrated(
 
 @dataclass(frozen=True)
 class Notes:
-    """What is known of quantized weights as soon as they are encoded."""
+    """What an export learns of each quantized weight when it is encoded."""
 
     rows: list[ExportRow]
     amaxes: dict[str, str]

@@ -29,8 +29,7 @@ class Item(Protocol):
 def write_folder(path: Path, items: Sequence[Item], largest: int, texts: Callable[[], Mapping[str, str]]) -> int:
     """Write a folder next to `path`, then put it in its place. Returns the bytes of the tensors.
 
-    `texts` are the other files, asked for when all tensors are written.
-    A failure before that leaves `path` as it was.
+    `texts` gives the other files; it is called when all tensors are written. A failure leaves `path` as it was.
     """
     path = path.resolve()
     if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):

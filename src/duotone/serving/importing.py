@@ -105,10 +105,10 @@ class Checkpoint:
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> dict[str, Tensor] | nn.Module:
-    """What `export` wrote: its tensors by name, or `model` with them, in place.
+    """Read what `export` wrote: its tensors by name, or into `model`, which is returned.
 
     Weights of linears come back as quantized tensors with a rowwise plane. Their nominal dtype is bf16, or that of the
-    model's parameter. A quantized parameter that had a columnwise plane has one of the loaded values. Checkpoints that
+    model's parameter. A quantized parameter that had a columnwise plane gets one of the loaded values. Checkpoints that
     others wrote in the same schemes load too. UserError, before anything changes, for a checkpoint of another model or
     scheme, and for files that are absent or damaged.
     """

@@ -18,7 +18,7 @@ Arguments = dict[str, object]
 
 
 class Name(NamedTuple):
-    """What compressed-tensors calls the tensors of a linear, behind the name of the module."""
+    """What compressed-tensors calls the tensors of a linear, after the name of the module."""
 
     codes: str
     scale: str = "weight_scale"
