@@ -102,7 +102,7 @@ def test_no_hardware_multiplies_it_with_fp8() -> None:
 
 def test_no_kernel_casts_it() -> None:
     assert not casts.can_read_once(INT8, INT8, torch.bfloat16, target("sm90"))
-    assert casts._cast(INT8, None, torch.bfloat16) is None and casts._decoder(INT8, torch.bfloat16) is None
+    assert casts.cast_of(INT8, None, torch.bfloat16) is None and casts._decoder(INT8, torch.bfloat16) is None
 
 
 @pytest.mark.parametrize("shape", [(48, 64), (400, 512)], ids=str)

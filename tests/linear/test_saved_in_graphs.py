@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.compile_fx
 from torch import Tensor, fx, nn
 
@@ -95,3 +96,12 @@ def test_else_one_plane_of_each_operand_is_saved(name: str, bits: float, saved: 
     planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
     promised = TOKENS * (2 * 2 * HIDDEN + 4) + bits / 8 * planes
     assert promised <= sum(tensor.nbytes for tensor in saved) <= promised + 64
+
+
+@pytest.mark.parametrize("name", ["fp8-current", "mxfp8"])
+def test_a_memory_budget_lets_the_partitioner_cast_again(name: str, saved: list[Tensor]) -> None:
+    """torch's own switch, under any recipe."""
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        compile_block(recipes.load(name))
+    planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
+    assert sum(tensor.nbytes for tensor in saved) <= (TOKENS * 2 * 2 * HIDDEN + planes) / 2
