@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,15 @@ from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.lab import checkpoint, models
 from duotone.lab.axes import COLUMNS, ROWS, Parallel
+from duotone.lab.data import Corpus
 from duotone.lab.forecast import sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
-from duotone.lab.trainer import Trainer
+from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.modules import MoE
 from duotone.observe.storages import total_bytes
 from duotone.observe.wire import Wire
 from duotone.planned.planned import Planned
+from duotone.recipes import Recipe, Schedule
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -133,10 +135,18 @@ class ParallelTrainer(Trainer):
     Losses are means over all ranks. They agree with those of one process up to the order of sums.
     """
 
-    def __init__(self, parallel: Parallel, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        parallel: Parallel,
+        config: TrainConfig,
+        chosen: Recipe | Schedule,
+        corpus: Corpus,
+        *,
+        perturbation: float = 0.0,
+    ) -> None:
         self.parallel = parallel
         self.wire: Wire | None = None
-        super().__init__(*arguments, **options)
+        super().__init__(config, chosen, corpus, perturbation=perturbation)
 
     def set_up(self, built: nn.Module) -> None:
         data = self.parallel.fsdp * self.parallel.ep
@@ -199,13 +209,13 @@ class ParallelTrainer(Trainer):
         dist.all_reduce(everywhere)
         return everywhere.item() / dist.get_world_size()
 
-    def step(self, *arguments: Any, **options: Any) -> float:
+    def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
         if self.wire is not None or self.done == self.first:
-            return super().step(*arguments, **options)
+            return super().step(recipe, forward)
         with Wire() as self.wire:
-            return super().step(*arguments, **options)
+            return super().step(recipe, forward)
 
-    def plan(self) -> Any:
+    def plan(self) -> duotone.Plan:
         outline = models.outline(self.config.model, self.config.preset).to(torch.bfloat16)
         return duotone.plan(duotone.convert(outline, self.recipe), self.recipe, device=self.config.device)
 

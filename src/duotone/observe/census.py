@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from duotone.observe.storages import LiveStorages, sizes, storages
-from duotone.pipeline.autograd import RUNNER, PipelineFunction, Stages
+from duotone.pipeline.autograd import RUNNER, Outputs, PipelineFunction, Stages
 from duotone.pipeline.op import Op
 from duotone.tensor import QuantizedTensor
 
@@ -50,7 +50,7 @@ class PipelineCall:
             operands = [shell() for shell in self.shells]
             with LiveStorages([t for t in operands if isinstance(t, Tensor)]) as live:
                 base = live.live
-                y: Any = PipelineFunction.apply(self.forward, self.backward, *operands)
+                y: Outputs = PipelineFunction.apply(self.forward, self.backward, *operands)
                 forward = live.peak - base
                 outputs = [t for t in (y if isinstance(y, tuple) else (y,)) if t.requires_grad]
                 if not outputs:
@@ -177,7 +177,9 @@ class Census:
         for hook in hooks:
             stack.callback(hook.remove)
 
-    def _run_pipeline(self, apply: Any, forward: Any, backward: Any, x: Tensor, *operands: Any) -> Any:
+    def _run_pipeline(
+        self, apply: Callable[..., Outputs], forward: Stages, backward: Stages, x: Tensor, *operands: object
+    ) -> Outputs:
         """Count a pipeline as a call of the module that runs it."""
         owner = self._open[-1][0] if self._open else OUTSIDE
         tensors = [t for t in operands if isinstance(t, Tensor)]

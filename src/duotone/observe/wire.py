@@ -1,7 +1,6 @@
 """What ranks send to each other, counted as torch dispatches its collectives."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -26,15 +25,15 @@ class Wire(TorchDispatchMode):
         self,
         func: OpOverload,
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if func.namespace in COLLECTIVES:
             self._count(func._schema.name.split("::")[1].replace("_", ""), args, result)
         return result
 
-    def _count(self, name: str, args: tuple[Any, ...], result: object) -> None:
+    def _count(self, name: str, args: tuple[object, ...], result: object) -> None:
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
         if name.startswith("allgather"):
             self.gathered += max(sizes) - min(sizes)
