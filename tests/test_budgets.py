@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35292
-TOOL_LINES = 7448
+LIBRARY_LINES = 35293
+TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2388, 21, 0),
-    "cli": (1520, 3, 0),
+    "cli": (1509, 3, 0),
     "comm": (162, 1, 0),
     "compat": (2451, 7, 0),
     "conversion": (2660, 5, 0),
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),
     "kernels": (4216, 0, 0),
-    "lab": (3663, 17, 1),
+    "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (675, 3, 0),
-    "observe": (2239, 15, 0),
+    "observe": (2240, 6, 0),
     "ops": (1393, 0, 0),
     "optim": (501, 2, 0),
     "package": (264, 1, 0),

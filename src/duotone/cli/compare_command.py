@@ -53,16 +53,16 @@ def compare(  # noqa: PLR0913 (one argument for each option)
 
     With --parallel, run it under torchrun: without statistics of planes, with memory and bytes of each rank.
     """
-    from duotone.cli import comparison_run, run_display, summary
+    from duotone.cli import run_display, runs, summary
     from duotone.lab import comparison, files
 
     folder = Path(out or "runs/compare")
     if parallel is not None and not resume and restarted(folder / summary.RESULT):
         resume, typed, recipes, strict, force = True, {}, (), False, False  # torchrun types everything again
     if resume:
-        chosen = comparison_run.continued(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
+        chosen = runs.continued_comparison(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
     else:
-        chosen = comparison_run.fresh(folder, recipes, typed, seeds=seeds, strict=strict, force=force)
+        chosen = runs.new_comparison(folder, recipes, typed, seeds=seeds, strict=strict, force=force)
     if parallel is not None:
         from duotone.cli import parallel_run
 

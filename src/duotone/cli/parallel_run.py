@@ -11,10 +11,9 @@ import click
 from duotone import distributed
 from duotone.cli import run_display, summary
 from duotone.cli.command_options import Typed
-from duotone.cli.comparison_run import Runs
 from duotone.cli.inputs import config_from
 from duotone.cli.interrupt import Interrupt
-from duotone.cli.training_run import CHECKPOINTS
+from duotone.cli.runs import CHECKPOINTS, Runs
 from duotone.errors import UserError
 from duotone.lab import comparison, data, document, files, loop
 from duotone.lab.axes import Parallel

@@ -37,7 +37,7 @@ def train(
 
     With --parallel, run it under torchrun. A restart by torchrun resumes by itself.
     """
-    from duotone.cli import run_display, summary, training_run
+    from duotone.cli import run_display, runs, summary
     from duotone.lab import document, loop
 
     folder = Path(out or "runs/train")
@@ -48,7 +48,7 @@ def train(
         chosen = inputs.make_strict(recipes.load_any(recipe or "mxfp8"), strict)
         parallel_run.train(context, parallel, folder, chosen, typed, force=force, resume=resume, every=save_every)
         return
-    with training_run.opened(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
+    with runs.training(folder, recipe, strict, typed, resume=resume, force=force) as (trainer, run):
         if trainer.done == trainer.config.steps:
             click.echo(f"{folder} is at its last step, {trainer.done}: nothing is left to train")
             return
@@ -61,7 +61,7 @@ def train(
         with Interrupt() as interrupt:
             try:
                 with run_display.choose() as display:
-                    saving = loop.Saving(folder / training_run.CHECKPOINTS, save_every)
+                    saving = loop.Saving(folder / runs.CHECKPOINTS, save_every)
                     loop.train(trainer, run, saving=saving, progress=display, should_stop=interrupt)
             except UserError:
                 if run.train_loss:

@@ -1,0 +1,111 @@
+"""The runs behind `duotone compare` and `duotone train`: planned anew, or from where they were stopped.
+
+Cheap checks come first.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from duotone import recipes as library
+from duotone.cli import summary
+from duotone.cli.command_options import Typed
+from duotone.cli.inputs import config_from, make_strict
+from duotone.errors import UserError
+from duotone.lab import checkpoint, comparison, continuation, data, document, files, meta, texts
+from duotone.lab.data import Corpus
+from duotone.lab.loop import Run
+from duotone.lab.presets import DEFAULT_RECIPES
+from duotone.lab.trainer import TrainConfig, Trainer
+from duotone.recipes import Recipe, Schedule
+
+CHECKPOINTS = "checkpoints"
+
+
+class Runs(NamedTuple):
+    """What is trained, the runs with what is already known of them, and the text."""
+
+    config: TrainConfig
+    runs: list[Run]
+    corpus: Corpus
+
+
+def new_comparison(
+    folder: Path, names: Sequence[str], typed: Mapping[str, Typed], *, seeds: int, strict: bool, force: bool
+) -> Runs:
+    """A new comparison of the recipes `names`; UserError where `folder` holds a report, unless `force`."""
+    files.require_writable(folder)
+    summary.require_none(folder, force)
+    recipes = [make_strict(library.load(name), strict) for name in names or DEFAULT_RECIPES]
+    config = config_from(typed)
+    texts.require(config.data)
+    runs = comparison.plan_runs(config, recipes, seeds)
+    return Runs(config, runs, data.load(config.data, context=config.preset.model.context))
+
+
+def continued_comparison(folder: Path, typed: Sequence[Typed | bool], *, seeds: int) -> Runs:
+    """The comparison in `folder` with its settings, and with more seeds where asked for.
+
+    UserError where other options were `typed`, or where the data or the model has changed.
+    """
+    if any(typed):
+        raise UserError(f"--resume takes the settings of the comparison in {folder}: leave all but --out and --seeds")
+    files.require_writable(folder)
+    path = folder / summary.RESULT
+    result = continuation.load(path)
+    recipes = continuation.recipes_of(result, path)
+    settings = result["settings"]
+    config = config_from({}, settings.get("config"))
+    runs = comparison.plan_runs(config, recipes, max(seeds, settings.get("seeds", 1)))
+    corpus = data.load(config.data, context=config.preset.model.context)
+    if document.digests(config, corpus) != settings.get("digests"):
+        raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
+    return Runs(config, continuation.take_over(runs, result, config.steps), corpus)
+
+
+@contextmanager
+def training(
+    folder: Path, recipe: str | None, strict: bool, typed: Mapping[str, Typed], *, resume: bool, force: bool
+) -> Iterator[tuple[Trainer, Run]]:
+    """A trainer and its run so far, with `folder` locked.
+
+    UserError where a fresh run finds checkpoints in the folder, or one to resume finds none that fits.
+    """
+    checkpoints = folder / CHECKPOINTS
+    if not resume:
+        files.require_writable(folder)
+        _require_no_run(folder)
+        summary.require_none(folder, force)
+        chosen, config = make_strict(library.load_any(recipe or "mxfp8"), strict), config_from(typed)
+        trainer = _trainer(config, chosen)
+        with files.locked(files.make_folder(folder)):
+            files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
+            _require_no_run(folder)  # another process may have had the lock meanwhile
+            yield trainer, Run(chosen.name, chosen, config.seed)
+        return
+    files.require_writable(folder)
+    checkpoint.latest(checkpoints)  # a UserError before the lock makes a file
+    with files.locked(folder):
+        files.remove_leftovers(checkpoints, checkpoint.STEP_NAME)
+        path = checkpoint.latest(checkpoints)
+        saved = checkpoint.load(path)
+        meta.require_run(saved, path)
+        stored = library.any_from_dict(saved.meta["recipe"], where=str(path))
+        chosen = make_strict(library.load_any(recipe) if recipe else stored, strict)
+        trainer = _trainer(config_from(typed, saved.meta["config"]), chosen)
+        trainer.restore(saved, path)
+        if note := trainer.config.length_note(saved.meta["config"]["steps"], trainer.done):
+            click.echo(note, err=True)
+        yield trainer, Run(chosen.name, chosen, trainer.config.seed, **saved.meta["history"])
+
+
+def _trainer(config: TrainConfig, chosen: Recipe | Schedule) -> Trainer:
+    return Trainer(config, chosen, data.load(config.data, context=config.preset.model.context))
+
+
+def _require_no_run(folder: Path) -> None:
+    if checkpoint.steps(folder / CHECKPOINTS):
+        raise UserError(f"{folder} holds checkpoints: continue them with --resume, or choose another --out")
