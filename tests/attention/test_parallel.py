@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import launch
+from launching import launch, names
 
 from duotone.attention import MultiheadAttention, TransformerLayer
 from duotone.errors import UserError
@@ -12,9 +12,10 @@ from duotone.errors import UserError
 WORKER = Path(__file__).parent / "parallel_worker.py"
 
 
-def test_two_ranks_give_the_layer_of_one(tmp_path) -> None:
-    failures = launch(WORKER, tmp_path)
-    assert len(failures) == 3
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_give_the_modules_of_one(tmp_path, world) -> None:
+    failures = launch(WORKER, tmp_path, world)
+    assert set(failures) == set(names(WORKER))
     assert not [failure for each in failures.values() for failure in each]
 
 
