@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35293
+LIBRARY_LINES = 35246
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -34,16 +34,16 @@ BUDGETS = {
     "linear": (1873, 5, 0),
     "modules": (675, 3, 0),
     "observe": (2240, 6, 0),
-    "ops": (1393, 0, 0),
+    "ops": (1391, 0, 0),
     "optim": (501, 2, 0),
     "package": (264, 1, 0),
-    "pipeline": (1427, 5, 2),
-    "planned": (2674, 12, 4),
+    "pipeline": (1403, 5, 2),
+    "planned": (2664, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1648, 0, 0),
     "serving": (1204, 1, 0),
-    "state": (2067, 13, 1),
-    "tensor": (2386, 15, 0),
+    "state": (2062, 13, 1),
+    "tensor": (2380, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

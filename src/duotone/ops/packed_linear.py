@@ -99,13 +99,11 @@ def why_apart(plans: Sequence[LinearPlan]) -> str:
     """Why linears with these plans run one by one, or ""."""
     if any(plan.is_delayed for plan in plans):
         return "each linear has delayed scales of its own"
-    return "" if len({formats(plan) for plan in plans}) == 1 else "the linears have different formats"
-
-
-def formats(plan: LinearPlan) -> tuple[object, ...]:
-    """What has to be equal in the plans of linears that run as one."""
-    operands = plan.operands.values()
-    return tuple((operand.quantizer, operand.source, operand.backward, operand.stream) for operand in operands)
+    decisive = {
+        tuple([(one.quantizer, one.source, one.backward, one.stream) for one in plan.operands.values()])
+        for plan in plans
+    }
+    return "" if len(decisive) == 1 else "the linears have different formats"
 
 
 def why_not_in_pipeline(linear: nn.Module | None) -> str:

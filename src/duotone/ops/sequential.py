@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.pipeline.autograd import Outputs
-from duotone.pipeline.channels import INPUTS, InOrder, Routing, are_used, bound, check_channels, public_inputs
+from duotone.pipeline.channels import INPUTS, Routing, are_used, bound, check_channels, public_inputs
 from duotone.pipeline.op import Op, run
 from duotone.pipeline.slot_roles import KnownRoles
 
@@ -72,7 +72,7 @@ def run_modules(
     channels = are_used(modules)
     if channels:
         check_channels(modules)
-    routing = Routing(extra) if channels else InOrder(extra)
+    routing = Routing(extra, channels)
     for part in _parts(modules, keywords, channels):
         members = part if isinstance(part, list) else part[:1]
         inputs = routing.inputs(members)

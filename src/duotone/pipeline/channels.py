@@ -71,36 +71,19 @@ def check_channels(ops: Sequence[object]) -> None:
                 raise UserError(f"{taker}, which the op at {places[name][0]} gives later; put that one before it")
 
 
-class InOrder:
-    """Further inputs and outputs of one call without channels."""
-
-    def __init__(self, extra: Sequence[object]) -> None:
-        self.rest = extra
-        self.outputs: list[object] = []
-
-    def inputs(self, ops: Sequence[object]) -> Sequence[object]:
-        """The further inputs of ops, in order."""
-        count = sum([getattr(op, "extra_inputs", 0) for op in ops]) if self.rest else 0
-        inputs, self.rest = self.rest[:count], self.rest[count:]
-        return inputs
-
-    def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
-        """The further outputs of ops."""
-        self.outputs += outputs
-
-
 class Routing:
-    """What lies in channels during one call, and what the caller gave."""
+    """What the caller gave one call, what lies in channels during it, and what the caller gets."""
 
-    def __init__(self, extra: Sequence[object]) -> None:
+    def __init__(self, extra: Sequence[object], has_channels: bool) -> None:
+        self.has_channels, self.has_inputs = has_channels, has_channels or bool(extra)
         self.rest = iter(extra)
         self.channels: dict[str, object] = {}
         self.outputs: list[object] = []
 
     def inputs(self, ops: Sequence[object]) -> Sequence[object]:
         """The further inputs of ops, in order."""
-        inputs = []
-        for op in ops:
+        inputs: list[object] = []
+        for op in ops if self.has_inputs else ():
             names = bound(op, INPUTS)
             for i in range(getattr(op, "extra_inputs", 0)):
                 inputs.append(self.channels[names[i]] if i in names else next(self.rest))
@@ -108,11 +91,8 @@ class Routing:
 
     def take(self, ops: Sequence[object], outputs: Sequence[object]) -> None:
         """Put the further outputs of ops where they belong."""
-        if not any(bound(op, OUTPUTS) for op in ops):
-            self.outputs += outputs
-            return
         rest = iter(outputs)
-        for op in ops:
+        for op in ops if self.has_channels else ():
             names = bound(op, OUTPUTS)
             for i in range(getattr(op, "extra_outputs", 0)):
                 value = next(rest)

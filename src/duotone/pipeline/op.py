@@ -106,9 +106,10 @@ def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | 
     if weight.device.type != info.device:
         raise UserError(f"{title(owner)} is on {weight.device.type} and its input on {info.device}; move one of them")
     width = weight.shape[1]
-    if (info.width is not None and info.width != width) or not (
-        info.dtype is weight.dtype or _casts_to(info, weight.dtype)
-    ):
+    fits = info.width in (None, width)
+    if fits and info.dtype is not weight.dtype:  # unless torch.autocast casts the weight
+        fits = is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
+    if not fits:
         raise UserError(
             f"{title(owner)} takes (..., {width}) in {weight.dtype}; "
             f"got (..., {info.width}) in {info.dtype}: cast or reshape the input"
@@ -119,11 +120,6 @@ def require_fit(owner: object, info: TensorInfo, weight: Tensor, bias: Tensor | 
             f"{title(owner)}: its bias is {tuple(bias.shape)} on {bias.device}; "
             f"its weight asks for ({weight.shape[0]},) on {weight.device}"
         )
-
-
-def _casts_to(info: TensorInfo, dtype: torch.dtype) -> bool:
-    """Whether torch.autocast casts parameters of `dtype` to the dtype of the input."""
-    return is_autocast(info.device) and info.dtype is torch.get_autocast_dtype(info.device)
 
 
 KEEPS = "is_first_microbatch, fuse_wgrad_accumulation and delay_wgrad_compute keep tensors between calls"

@@ -27,7 +27,13 @@ def run_with_boundary(
     """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
     `fp8_grad`, which stays as it is under a backward override.
     """
-    warn_without_role(module, fp8_output, fp8_grad)
+    for asked, role, slot in (
+        (fp8_output, module.output_quantizer_role, "output"),
+        (fp8_grad, module.grad_input_quantizer_role, "grad_input"),
+    ):
+        if asked and role is None:
+            message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
+            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=5)
     signal = info_of(x, module)
     for op in ops:  # refuses a bad input before anything happens
         stage, signal, *_ = op.link(signal, first)
@@ -62,14 +68,3 @@ def quantized_gradient(x: Tensor, quantizer: Quantizer, context: QuantizeContext
         return (with_gradient(partial(quantizer.make, ctx=context), refusal.check, dy),)
 
     return with_gradient(lambda x: x.view_as(x), gradients, x)
-
-
-def warn_without_role(module: Planned, output: bool, gradient: bool) -> None:
-    """Say once per module that a boundary slot was asked for without a consumer's role."""
-    for asked, role, slot in (
-        (output, module.output_quantizer_role, "output"),
-        (gradient, module.grad_input_quantizer_role, "grad_input"),
-    ):
-        if asked and role is None:
-            message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
-            warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=6)

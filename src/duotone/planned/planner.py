@@ -44,8 +44,8 @@ class Planner:
     """
 
     def __init__(self, module: "Planned") -> None:
-        self._module = weakref.ref(module)
-        self.options = WeightOptions(self._module)
+        self.owner = weakref.ref(module)
+        self.options = WeightOptions(self.owner)
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
         self.tapped: Callable[[Recipe], Recipe] | None = None
@@ -83,12 +83,9 @@ class Planner:
         self.stages: dict[StageKey, PlannedStage] = {}
         self.last: tuple[StageKey, PlannedStage] | None = None
 
-    def owner(self) -> "Planned | None":
-        return self._module()
-
     @property
     def module(self) -> "Planned":
-        module = self._module()
+        module = self.owner()
         assert module is not None
         return module
 
@@ -134,7 +131,7 @@ class Planner:
         `layout`: that of the call, if it is not the module's.
         """
         compiling, tracked = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
-        module = self._module()
+        module = self.owner()
         assert module is not None
         mode = AmaxMode.USE if compiling else mode_now()
         region = active_region() if compiling else self.region.now(mode)

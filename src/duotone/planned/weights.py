@@ -186,9 +186,6 @@ def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
         parameter.quantizer = described
 
 
-RECIPES = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
-
-
 def _require_same_recipe(module: "Planned") -> None:
     """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
     meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
@@ -196,8 +193,9 @@ def _require_same_recipe(module: "Planned") -> None:
     formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
     names = [f"{module.module_name}: {module.recipe.name}", *formats]
     devices = {group.group_name: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
+    unlike = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
     for group, device in devices.items():  # in one order on all ranks
-        require_same(names, torch.device(device), group, RECIPES)
+        require_same(names, torch.device(device), group, unlike)
 
 
 def lacks_rowwise(weight: Tensor) -> bool:

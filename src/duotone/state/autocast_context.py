@@ -40,7 +40,7 @@ class autocast(RegionManager[AutocastRegion]):
     As a decorator of a function or a coroutine function, each call is a region.
     """
 
-    stack = STACK
+    stack, region_type = STACK, AutocastRegion
 
     def __init__(
         self,
@@ -62,9 +62,6 @@ class autocast(RegionManager[AutocastRegion]):
             _group_name(amax_reduction_group),
             chosen if calibrating and not enabled else None,
         )
-
-    def new_region(self) -> AutocastRegion:
-        return AutocastRegion(*self._options)
 
     def end(self, region: AutocastRegion, *, failed: bool) -> None:
         if region.recorded:

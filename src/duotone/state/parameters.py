@@ -1,16 +1,18 @@
 """quantized_model_init: the context in which modules are built with quantized weights alone."""
 
+from dataclasses import dataclass
+
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.state.region import Region, RegionManager, Stack, innermost
 
 
+@dataclass(eq=False)
 class Construction(Region):
     """How weights are made: under which recipe (None is the module's own), and whether their values are kept."""
 
-    def __init__(self, enabled: bool, recipe: Recipe | None, preserve_high_precision_init_val: bool) -> None:
-        self.enabled = enabled
-        self.recipe = recipe
-        self.preserve_high_precision_init_val = preserve_high_precision_init_val
+    enabled: bool
+    recipe: Recipe | None
+    preserve_high_precision_init_val: bool
 
     @property
     def value(self) -> object:
@@ -33,13 +35,10 @@ class quantized_model_init(RegionManager[Construction]):
     `param.get_high_precision_init_val()` returns it, `param.clear_high_precision_init_val()` drops it.
     """
 
-    stack = STACK
+    stack, region_type = STACK, Construction
 
     def __init__(
         self, enabled: bool = True, *, recipe: RecipeLike | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         chosen = None if recipe is None else as_recipe("quantized_model_init", recipe)
         self._options = enabled, chosen, preserve_high_precision_init_val
-
-    def new_region(self) -> Construction:
-        return Construction(*self._options)

@@ -179,20 +179,18 @@ class RegionManager(Generic[R]):
     """A context manager that opens a region of `stack`, one at a time. No exit brings back a copy of the stack."""
 
     stack: Stack[R]
+    region_type: type[R]
     _options: tuple[Any, ...]
     _region: R | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}{self._options}"
 
-    def new_region(self) -> R:
-        raise NotImplementedError
-
     def __enter__(self) -> Self:
         if self._region is not None:
             name = type(self).__name__
             raise RuntimeError(f"this {name} is entered already; make a new one for each nested region")
-        region = self._region = self.new_region()
+        region = self._region = self.region_type(*self._options)
         if torch.compiler.is_dynamo_compiling():
             self.stack.regions = (*self.stack.regions, region)
         else:

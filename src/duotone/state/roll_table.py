@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,12 +14,12 @@ from duotone.state.delayed import DelayedState
 from duotone.tensor.history import History
 
 
+@dataclass(eq=False)
 class RollTable:
     """`addresses` int64 (n, 4), see `duotone.kernels.roll`; `limits` fp32 (n,): MAX 2^-margin of each slot."""
 
-    def __init__(self, addresses: Tensor, limits: Tensor) -> None:
-        self.addresses = addresses
-        self.limits = limits
+    addresses: Tensor
+    limits: Tensor
 
 
 def roll_all(states: Iterable[DelayedState]) -> None:

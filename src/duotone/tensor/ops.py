@@ -83,7 +83,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         require_dense("a quantized tensor", values)
         if values.dtype not in HIGH_PRECISION_DTYPES:
             values = values.to(torch.float32)
-        return target.quantize_(values.expand(target.shape) if _expands(values.shape, target.shape) else values)
+        sizes = zip(values.shape[::-1], target.shape[::-1], strict=False)
+        expands = values.dim() <= target.dim() and all(size in (1, wanted) for size, wanted in sizes)
+        return target.quantize_(values.expand(target.shape) if expands else values)
     alike = _with_usages_of(source, target)
     if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
@@ -100,10 +102,6 @@ def _foreach_copy(targets: Sequence[Tensor], sources: Sequence[Tensor], non_bloc
             target.require_writable()
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source, non_blocking)
-
-
-def _expands(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
 
 
 def _with_usages_of(source: QuantizedTensor, target: QuantizedTensor) -> QuantizedTensor:

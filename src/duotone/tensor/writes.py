@@ -217,11 +217,6 @@ def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
 NARROW = (torch.bfloat16, torch.float16)
 
 
-def _computes_in_fp32(target: object) -> bool:
-    """Whether the result of a write is encoded, and not kept in high precision."""
-    return isinstance(target, PlaneTensor) and all(fmt != IDENTITY for fmt in target.formats)
-
-
 def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Run a writing operation on dequantized values and requantize every argument that it wrote.
 
@@ -232,7 +227,8 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
     for target in targets:
         if isinstance(target, Writes):
             target.require_writable()
-    widens = torch.Tag.nondeterministic_seeded not in func.tags and all(map(_computes_in_fp32, targets))
+    encoded = all(isinstance(t, PlaneTensor) and all(fmt != IDENTITY for fmt in t.formats) for t in targets)
+    widens = encoded and torch.Tag.nondeterministic_seeded not in func.tags
 
     def operand(value: object) -> object:
         if widens and isinstance(value, Tensor) and value.dtype in NARROW:
