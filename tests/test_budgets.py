@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35246
+LIBRARY_LINES = 35264
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -32,13 +32,13 @@ BUDGETS = {
     "kernels": (4216, 0, 0),
     "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
-    "modules": (675, 3, 0),
+    "modules": (677, 3, 0),
     "observe": (2240, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (501, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2664, 12, 4),
+    "planned": (2680, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1648, 0, 0),
     "serving": (1204, 1, 0),

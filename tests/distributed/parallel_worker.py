@@ -268,6 +268,22 @@ def delayed_scaling_under_sequence_parallelism_needs_the_group(folder: Path) -> 
 
 
 @check
+def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
+    x, weight, bias, _ = data()
+    mine = "mxfp8" if dist.get_rank() else "fp8-current"
+    m = parallel("column", weight, bias, recipes.load("mxfp8"))
+    m(piece(x))
+    m = parallel("column", weight, bias, recipes.load(mine))
+    try:
+        m(piece(x))
+    except UserError as error:
+        told = "rank 0 those of [fp8_e4m3_tensor, ", "rank 1 those of [mxfp8_e4m3, "
+        assert all(one in str(error) for one in told) and "do not follow the same recipe" in str(error), error
+    else:
+        raise AssertionError("ranks went on with other recipes")
+
+
+@check
 def inputs_that_are_dtensors_are_refused(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     m = nn.Linear(WIDE, NARROW)

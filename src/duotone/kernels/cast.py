@@ -202,7 +202,7 @@ def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Seq
     parts: dict[int, Tensor] = {}
     for plane, (source, amax) in enumerate(zip(sources, amaxes, strict=True)):
         if amax is not None and source == TENSOR.value:
-            parts[plane] = amax.amax(0, keepdim=True)
+            parts[plane] = amax if amax.numel() == 1 else amax.amax(0, keepdim=True)
         elif amax is not None and source == LINE.value and shard.dim == 1 - plane:
             parts[plane] = amax[: shape[plane]].view(torch.float32)
     if not parts:

@@ -221,7 +221,9 @@ class MoE(ModuleGroup):
             return routing.combine(y, weights).view(x.shape)
         counts = routing.counts if known else torch.tensor(routing.splits, device=x.device)
         exchange = Exchange.of(counts, self.ep_group)
-        sent = exchange.dispatch(tokens, self.token_quantizer())
+        quantizer = self.token_quantizer()
+        self.fc1.plans.require_alike((quantizer,), tokens.device.type, self.ep_group)
+        sent = exchange.dispatch(tokens, quantizer)
         y, _ = run_modules(ops, sent, (exchange, exchange), is_first_microbatch, self)
         return routing.combine(exchange.combine(y), weights).view(x.shape)
 

@@ -125,12 +125,15 @@ class PlannedLinear(Planned):
     def operands(
         self, stage: LinearStage, info: TensorInfo, extra: Sequence[object], weight: Tensor, bias: Tensor | None
     ) -> Sequence[Tensor | None]:
-        dtype = info.dtype
+        dtype, plan = info.dtype, stage.plan
+        if plan.layout.group:
+            quantizers = plan.input.quantizer, plan.weight.quantizer, plan.gradient.quantizer
+            self.plans.require_alike(quantizers, info.device, plan.layout.group)
         if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(dtype)
         if bias is not None and bias.dtype is not dtype:
             bias = bias.to(dtype)
-        count = stage.plan.seeds
+        count = plan.seeds
         return weight, bias, seeds.take(getattr(self, seeds.BUFFER), count) if count else None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.linear.core import Calibrating, LinearStage
 from duotone.linear.grouped import GroupedStage
@@ -33,6 +34,7 @@ from duotone.tensor.context import QuantizeContext, Slot
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
 
+RECIPES = "do not follow the same recipe", "give all of them the same one"
 StageKey = tuple[object, ...]
 PlannedStage = LinearStage | GroupedStage
 
@@ -70,8 +72,19 @@ class Planner:
         """What a recipe gave each slot, by the key of the recipe."""
         self.variants: dict[tuple[PlannedStage, bool | None, bool], PlannedStage] = {}
         """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
+        self.compared: set[tuple[str, tuple[str, ...]]] = set()
+        """Groups of ranks, and the formats that all of them use here."""
         self.region = CallRegion()
         self.forget_stages()
+
+    def require_alike(self, quantizers: tuple[Quantizer, ...], device: str, group: str) -> None:
+        """UserError on all ranks of the group if one has other formats here. They compare once, before they send."""
+        if torch.compiler.is_dynamo_compiling():
+            return
+        names = tuple([fmt.name for one in quantizers for fmt in (one.rowwise, one.columnwise) if fmt is not None])
+        if (group, names) not in self.compared:
+            require_same(names, torch.device(device), group, RECIPES)
+            self.compared.add((group, names))
 
     def retire(self) -> None:
         """The module is no longer planned: graphs ask this planner no more, even while something still holds it."""

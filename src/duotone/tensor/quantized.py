@@ -150,7 +150,7 @@ def _show(name: str) -> None:
         return
 
     def buffer(self: QuantizedTensor) -> Tensor:
-        plane = self.planes[SIDES.index(side)]
+        plane = self._rowwise if side == "rowwise" else self._columnwise
         if plane is None or part not in plane.parts:
             raise AttributeError(f"QuantizedTensor has no attribute {name!r}")
         return plane.parts[part]
