@@ -553,3 +553,58 @@ def test_fuse_again_and_convert_again() -> None:
     duotone.convert(m, "mxfp8")
     assert torch.equal(m(x), duotone.convert(model(), "mxfp8", fuse=True)(x))
     assert type(duotone.revert(duotone.fuse(model()))[0].mlp) is GatedMLP
+
+
+class Halved(nn.LayerNorm):
+    """It looks like a norm, and gives half of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+class Shared(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.linear = norm, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def test_norms_of_other_values_and_norms_of_several_modules_run_by_themselves() -> None:
+    m, x = duotone.convert(nn.Sequential(Shared(Halved(64))), "mxfp8"), hidden_states()
+    expected = m(x)
+    duotone.fuse(m)
+    assert rows(m)["0.norm"] == "not fused: its values are those of no norm of duotone.ops"
+    assert torch.equal(m(x), expected)
+    norm = nn.LayerNorm(64)
+    m = duotone.fuse(duotone.convert(nn.Sequential(Shared(norm), Shared(norm), Shared(norm)), "mxfp8"))
+    assert rows(m)["0.norm"] == "not fused: several modules call it" and type(norm) is nn.LayerNorm
+
+
+def test_what_changes_after_fuse_runs_as_its_class_says() -> None:
+    """A pipeline that went on would leave out hooks, new children and a new epsilon in silence."""
+
+    def chain() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.LayerNorm(64), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)
+        return duotone.convert(nn.Sequential(nn.Sequential(*layers)), "mxfp8")
+
+    def hook(inner: nn.Sequential) -> None:
+        inner[2].register_forward_hook(lambda module, inputs, y: y + 1)
+
+    changes = {
+        "it has other children than before": lambda inner: inner.append(nn.Tanh()),
+        "2 has hooks": hook,
+        "0 has another epsilon than when it was fused": lambda inner: setattr(inner[0], "eps", 3.0),
+    }
+    x = hidden_states()
+    for reason, change in changes.items():
+        plain, fused = chain(), duotone.fuse(chain())
+        assert torch.equal(fused(x), plain(x)) and rows(fused)["0"].startswith("fused")
+        change(plain[0]), change(fused[0])
+        assert rows(fused)["0"] == f"not fused: {reason}"
+        assert torch.equal(fused(x), plain(x)), reason
+    m = duotone.fuse(duotone.convert(model(1), "mxfp8"))
+    m[0].mlp.register_forward_hook(lambda module, inputs, y: 2 * y)
+    assert rows(m)["0.between"] == "not fused: mlp is wrapped, or has hooks"
