@@ -33,7 +33,10 @@ class RecipeState:
         self, recipe: Recipe, mode: str, roles: Sequence[QuantizerRole | None], device: torch.device | str | None
     ) -> None:
         self.recipe, self.mode, self.roles = recipe, mode, tuple(roles)
-        self.values = [self._value(i) for i in range(len(self.roles))]
+        slots = itertools.cycle(QuantizerRole(tensor_type=kind) for kind in SLOTS[mode])
+        for role in self.roles:
+            require_known(role)
+        self.values = [recipe.quantizer(role, ANYWHERE, slot) for role, slot in zip(self.roles, slots, strict=False)]
         self.delayed: DelayedState | None = self._shared_state(device)
 
     def __repr__(self) -> str:
@@ -92,11 +95,6 @@ class RecipeState:
         """Update the delayed scales now, in loops without autocast and backward, which otherwise do it."""
         if self.delayed is not None:
             roll_all([self.delayed])
-
-    def _value(self, i: int) -> Quantizer:
-        require_known(self.roles[i])
-        kinds = SLOTS[self.mode]
-        return self.recipe.quantizer(self.roles[i], ANYWHERE, QuantizerRole(tensor_type=kinds[i % len(kinds)]))
 
     def _shared_state(self, device: torch.device | str | None) -> DelayedState | None:
         delayed = {self._slot_name(i): value for i, value in enumerate(self.values) if any(value.delayed)}

@@ -30,7 +30,7 @@ NO_GEMM = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, Parametrizat
 LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 DESCRIPTIONS = frozenset({"shape", "dtype", "device", "ndim", "size", "dim", "numel", "requires_grad", "is_cuda"})
 """What code reads of a tensor without its values."""
-FIELDS = (("weight",), ("bias",), ("in_features",), ("out_features",))
+FIELDS = ("weight", "bias", "in_features", "out_features")
 FILLING = ("init", "reset")
 """In the names of methods that fill parameters."""
 
@@ -107,14 +107,11 @@ def bypassed_children(kind: type[nn.Module]) -> frozenset[str]:
     code = [(name, part) for name, member in members for part in _code_of(member)]
     computing = [part for name, part in code if not any(word in name for word in FILLING)]
     reading = [part for part in computing if "weight" in part.co_names]
-    read = {attribute for part in reading for attribute, loaded in _loads(part) if _is_read(loaded)}
-    if not read:
-        return frozenset()
-    return frozenset(read - {name for _, part in code for name, loaded in _loads(part) if loaded[:1] not in FIELDS})
-
-
-def _is_read(loaded: tuple[str, ...]) -> bool:
-    return loaded[:1] == ("weight",) and not (len(loaded) > 1 and loaded[1] in DESCRIPTIONS)
+    loads = [load for part in reading for load in _loads(part)]
+    read = {name for name, field, more in loads if field == "weight" and more not in DESCRIPTIONS}
+    return frozenset(
+        read and read - {name for _, part in code for name, field, _ in _loads(part) if field not in FIELDS}
+    )
 
 
 def _code_of(member: object) -> Iterator[CodeType]:
@@ -127,14 +124,14 @@ def _code_of(member: object) -> Iterator[CodeType]:
                 yield from _code_of(constant)
 
 
-def _loads(code: CodeType) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each attribute that code loads, and the attributes that it loads from that in turn."""
+def _loads(code: CodeType) -> Iterator[tuple[str, str, str]]:
+    """Each attribute that code loads, the attribute that it loads from that, and from that in turn; "" for none."""
     chain: list[str] = []
     for instruction in dis.get_instructions(code):
         if instruction.opname in LOADS:
             chain.append(instruction.argval)
         elif instruction.opname != "EXTENDED_ARG":
-            yield from ((name, tuple(chain[i + 1 :])) for i, name in enumerate(chain))
+            yield from zip(chain, [*chain[1:], ""], [*chain[2:], "", ""], strict=False)
             chain = []
 
 

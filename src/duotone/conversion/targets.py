@@ -108,15 +108,12 @@ def _targets(model: nn.Module, left: Reasons, sites: Mapping[str, Site]) -> Iter
             weight: Tensor = module.weight  # type: ignore[assignment]
             yield Target(name, replace(sites[name], shape=tuple(weight.shape[::-1])), "linear", weight, module)
         elif name not in left and (experts.holds_experts(module) or issubclass(type(module), experts.PlannedExperts)):
-            yield from _experts(name, module, sites[name])
-
-
-def _experts(name: str, module: nn.Module, site: Site) -> Iterator[Target]:
-    for parameter in experts.linear_names(module):
-        weight = getattr(module, parameter)
-        shape = tuple(weight.shape[:0:-1] if getattr(module, "is_transposed", False) else weight.shape[1:])
-        full_name = f"{name}.{parameter}" if name else parameter
-        yield Target(full_name, replace(site, shape=shape), "grouped_linear", weight, module, parameter)
+            is_transposed_parameter = getattr(module, "is_transposed", False)
+            for parameter in experts.linear_names(module):
+                weight = getattr(module, parameter)
+                shape = tuple(weight.shape[:0:-1] if is_transposed_parameter else weight.shape[1:])
+                full_name, site = f"{name}.{parameter}".removeprefix("."), replace(sites[name], shape=shape)
+                yield Target(full_name, site, "grouped_linear", weight, module, parameter)
 
 
 def converted_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -86,23 +86,15 @@ class Routing(Rows):
 
     def rows(self, x: Tensor) -> Tensor:
         """(T, H) -> (T k, H), each token once for each of its experts. Its gradient sums over them."""
-        return move(x, self._spread, self._sum)
-
-    def _spread(self, x: Tensor) -> Tensor:
-        return x[self.order // self.choices]
-
-    def _sum(self, rows: Tensor) -> Tensor:
-        return rows[self.inverse].view(-1, self.choices, rows.shape[-1]).sum(1)
-
-    def _by_choice(self, rows: Tensor) -> Tensor:
-        return rows[self.inverse]
-
-    def _by_expert(self, rows: Tensor) -> Tensor:
-        return rows[self.order]
+        return move(
+            x,
+            lambda tokens: tokens[self.order // self.choices],
+            lambda rows: rows[self.inverse].view(-1, self.choices, rows.shape[-1]).sum(1),
+        )
 
     def combine(self, y: Tensor, weights: Tensor) -> Tensor:
         """(T k, H) of the experts and the weights (T, k) of the choices -> (T, H), summed in the order of `weights`."""
-        chosen = move(y, self._by_choice, self._by_expert)
+        chosen = move(y, lambda rows: rows[self.inverse], lambda choices: choices[self.order])
         parts = (chosen.view(-1, self.choices, y.shape[-1]) * weights.unsqueeze(-1)).to(y.dtype).unbind(1)
         total = parts[0]
         for part in parts[1:]:

@@ -68,7 +68,10 @@ class AdamW(Optimizer):
         All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
-        refuse_capture()
+        if is_capturing():  # a graph would repeat the numbers of one step in every replay
+            raise MissingPlaneError(
+                "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -199,14 +202,6 @@ def refuse_distributed(parameter: Tensor, group: Group) -> None:
         raise UserError(
             f"a DTensor of shape {tuple(parameter.shape)} would need a master, which AdamW keeps for whole tensors "
             "alone; shard plain parameters, without master_weights"
-        )
-
-
-def refuse_capture() -> None:
-    """MissingPlaneError inside of a CUDA graph, which would repeat the numbers of one step in every replay."""
-    if is_capturing():
-        raise MissingPlaneError(
-            "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
         )
 
 

@@ -35,7 +35,9 @@ def write_folder(path: Path, items: Sequence[Item], largest: int, texts: Callabl
     if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):
         raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")
     fresh = path.with_name(f".{path.name}.partial")
-    _recover(path)
+    if _before(path).exists() and not path.exists():  # a replacement died between its two renames
+        _before(path).rename(path)
+    shutil.rmtree(_before(path), ignore_errors=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir()
@@ -76,13 +78,6 @@ def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> int:
 
 def _before(path: Path) -> Path:
     return path.with_name(f".{path.name}.before")
-
-
-def _recover(path: Path) -> None:
-    """Bring back the old folder if a replacement died between its two renames."""
-    if _before(path).exists() and not path.exists():
-        _before(path).rename(path)
-    shutil.rmtree(_before(path), ignore_errors=True)
 
 
 def _replace(path: Path, fresh: Path) -> None:
