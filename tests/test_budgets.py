@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35264
+LIBRARY_LINES = 35216
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,8 +23,8 @@ BUDGETS = {
     "attention": (2388, 21, 0),
     "cli": (1509, 3, 0),
     "comm": (162, 1, 0),
-    "compat": (2451, 7, 0),
-    "conversion": (2660, 5, 0),
+    "compat": (2446, 7, 0),
+    "conversion": (2644, 5, 0),
     "dispatch": (2780, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
@@ -32,16 +32,16 @@ BUDGETS = {
     "kernels": (4216, 0, 0),
     "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
-    "modules": (677, 3, 0),
+    "modules": (669, 3, 0),
     "observe": (2240, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (501, 2, 0),
+    "optim": (496, 2, 0),
     "package": (264, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2680, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1648, 0, 0),
-    "serving": (1204, 1, 0),
+    "serving": (1190, 0, 0),
     "state": (2062, 13, 1),
     "tensor": (2380, 15, 0),
 }

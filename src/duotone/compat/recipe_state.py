@@ -97,7 +97,8 @@ class RecipeState:
             roll_all([self.delayed])
 
     def _shared_state(self, device: torch.device | str | None) -> DelayedState | None:
-        delayed = {self._slot_name(i): value for i, value in enumerate(self.values) if any(value.delayed)}
+        kinds = [f" ({role.tensor_type})" if role is not None and role.tensor_type else "" for role in self.roles]
+        delayed = {f"slot {i}{kinds[i]}": value for i, value in enumerate(self.values) if any(value.delayed)}
         if not delayed:
             return None
         check_requests(delayed)
@@ -107,10 +108,6 @@ class RecipeState:
         state = DelayedState(len(largest), history, device)
         state.largest = largest
         return state
-
-    def _slot_name(self, i: int) -> str:
-        role = self.roles[i]
-        return f"slot {i}" if role is None or not role.tensor_type else f"slot {i} ({role.tensor_type})"
 
     def _handle(self, i: int, value: Quantizer, second: Iterator[int]) -> QuantizerHandle:
         row, col = value.delayed

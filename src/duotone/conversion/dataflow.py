@@ -199,18 +199,15 @@ class Flows:
 
     def of(self, module: nn.Module) -> Flow | None:
         """The flow of the forward of a module's class; None if its source cannot be read."""
-        if module not in self.flows:
-            self.flows[module] = self._flow(module)
-        return self.flows[module]
-
-    def _flow(self, module: nn.Module) -> Flow | None:
         forward = plain_class(module).forward
-        if forward is nn.Sequential.forward:
-            return SequentialFlow(list(module._modules))
-        if forward not in self.code:
-            self.code[forward] = _code_of(forward)
-        code = self.code[forward]
-        return None if code is None else CodeFlow(code, module)
+        if module not in self.flows and forward is nn.Sequential.forward:
+            self.flows[module] = SequentialFlow(list(module._modules))
+        elif module not in self.flows:
+            if forward not in self.code:
+                self.code[forward] = _code_of(forward)
+            code = self.code[forward]
+            self.flows[module] = None if code is None else CodeFlow(code, module)
+        return self.flows[module]
 
     def first_readers(self, module: nn.Module) -> list[str] | None:
         """The children that read the first argument of a module; None if its source cannot be read."""

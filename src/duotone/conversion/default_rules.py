@@ -73,8 +73,13 @@ def adapters(model: nn.Module) -> dict[str, int]:
     for owner, parts in _by_owner(linears, modules).items():
         low_rank |= set(_beside_their_product(parts))
         if type(modules[owner]).__module__.startswith(PEFT):
-            low_rank |= {n for n, linear in parts.items() if _is_low(linear) and not set(FULL) & set(n.split("."))}
-    return {n: min(linear.in_features, linear.out_features) for n, linear in linears.items() if n in low_rank}
+            adapted = [n for n in parts if not set(FULL) & set(n.split("."))]
+            low_rank |= {n for n in adapted if LOW * min(_sizes(parts[n])) <= max(_sizes(parts[n]))}
+    return {name: min(_sizes(linear)) for name, linear in linears.items() if name in low_rank}
+
+
+def _sizes(linear: nn.Linear) -> tuple[int, int]:
+    return linear.in_features, linear.out_features
 
 
 def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, Linears]:
@@ -91,17 +96,12 @@ def _by_owner(linears: Linears, modules: Mapping[str, nn.Module]) -> dict[str, L
 
 def _beside_their_product(linears: Linears) -> Iterator[str]:
     """Two linears (in, rank) and (rank, out) of a module that holds one of (in, out) too."""
-    sizes = {(linear.in_features, linear.out_features) for linear in linears.values()}
+    sizes = set(map(_sizes, linears.values()))
     for down_name, down in linears.items():
         for up_name, up in linears.items():
             rank, product = down.out_features, (down.in_features, up.out_features)
             if rank == up.in_features and LOW * rank <= min(product) and product in sizes:
                 yield from (down_name, up_name)
-
-
-def _is_low(linear: nn.Linear) -> bool:
-    small, large = sorted((linear.in_features, linear.out_features))
-    return LOW * small <= large
 
 
 NAMES = ("lm_head", "output_head", "output", "head", "embed_out", "unembed", "to_logits", "classifier", "score")

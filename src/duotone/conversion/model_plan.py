@@ -135,7 +135,11 @@ class Plan(Sequence[PlanRow]):
             raise UserError(f"a plan is a JSON list of rows; this is no JSON: {error}") from None
         if not isinstance(table, list):
             raise UserError(f"a plan is a JSON list of rows; got {type(table).__name__}")
-        return cls(tuple(_row_of(row) for row in table))
+        wanted = {field.name: bool if field.name == "native" else str for field in fields(PlanRow)}
+        for row in table:
+            if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != wanted:
+                raise UserError(f"a row of a plan has {', '.join(wanted)}; got {str(row)[:60]}")
+        return cls(tuple(PlanRow(**row) for row in table))
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,13 +170,6 @@ def _numbered(rows: Sequence[PlanRow]) -> Iterator[tuple[tuple[str, str, int], P
         place = row.module, row.gemm
         yield (*place, counts[place]), row
         counts[place] += 1
-
-
-def _row_of(table: object) -> PlanRow:
-    wanted = {field.name: bool if field.name == "native" else str for field in fields(PlanRow)}
-    if not isinstance(table, dict) or {key: type(value) for key, value in table.items()} != wanted:
-        raise UserError(f"a row of a plan has {', '.join(wanted)}; got {str(table)[:60]}")
-    return PlanRow(**table)
 
 
 def plan(

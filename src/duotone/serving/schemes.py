@@ -63,7 +63,8 @@ class Scheme:
         if self.has_global_scale and fmt.parts(2, 2)["amax"].shape != (1,):
             return False
         stored = fmt.parts(2, 2)["scale"].entries
-        return all(_divides(target, entry) for target, entry in zip(_stored_block(wanted), stored, strict=True))
+        sides = zip(_stored_block(wanted), stored, strict=True)  # None covers everything
+        return all(entry is None or (target is not None and entry % target == 0) for target, entry in sides)
 
     def reason_unfit(self, shape: tuple[int, int]) -> str:
         """Why a server cannot multiply by a weight (N, K) in this scheme, or ""."""
@@ -137,11 +138,6 @@ def global_scale(amax: Tensor, fmt: Format) -> Tensor:
 
 def _stored_block(fmt: Format) -> tuple[int | None, int | None]:
     return fmt.parts(2, 2)["scale"].entries
-
-
-def _divides(target: int | None, stored: int | None) -> bool:
-    """Whether a stored scale covers whole blocks of the target; None covers everything."""
-    return stored is None or (target is not None and stored % target == 0)
 
 
 def _spread(scale: Tensor, spec: PartSpec, to: Format, shape: tuple[int, int]) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,16 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.start, header = _header(path)
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            text = file.read(length) if length <= LONGEST_HEADER else b""
+        self.start = 8 + length
+        try:
+            header = json.loads(text) if len(text) == length else None
+        except (ValueError, RecursionError):
+            header = None
+        if not isinstance(header, dict):
+            raise UserError(f"{path} is no whole file of safetensors; write it again")
         header.pop("__metadata__", None)
         try:
             self.specs = {n: TensorSpec(tuple(e["shape"]), DTYPES[e["dtype"]]) for n, e in header.items()}
@@ -89,17 +98,3 @@ class TensorFile:
         first, last = self.places[name]
         spec = self.specs[name]
         return self.memory[self.start + first : self.start + last].clone().view(spec.dtype).reshape(spec.shape)
-
-
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and the header as it was read."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if length <= LONGEST_HEADER else b""
-    try:
-        header = json.loads(text) if len(text) == length else None
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"{path} is no whole file of safetensors; write it again")
-    return 8 + length, header
