@@ -165,7 +165,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def invalidate_weight_cache(self) -> None:
         """Encode the weights anew at the next microbatch: for writes through `.data`, which leave no version."""
-        self.plans.options.clear_caches()
+        for cache in self.plans.options.caches.values():
+            cache.clear()
 
     def backward_dw(self) -> None:
         """The oldest weight gradients that backward put off: computed, and added to `.grad` or `main_grad`."""

@@ -268,11 +268,7 @@ class Planner:
             template: traced_stages.Template | None = getattr(traced_stages.PLANS, name, None)
             if template is None:
                 raise UserError(f"{module.module_name}: its recipe is gone; keep it until the compiled backward ends")
-            plan = template.stage.plan
-            plans: Sequence[LinearPlan] = [plan] * len(module.weights)
-            if plan.is_delayed:
-                delayed_states.require_reduction(module.module_name, plan, template.group)
-                plans = self._with_states(plan, template.group, template.mode)
+            plans = self.bind(template.stage.plan, template.group, template.mode)
             self.bound = {name: entry for name, entry in self.bound.items() if hasattr(traced_stages.PLANS, name)}
             self.bound[name] = template.mode, module.make_stage([LinearStage(each, GRADIENT) for each in plans])
         mode, stage = self.bound[name]
@@ -316,29 +312,27 @@ class Planner:
         module = self.module
         if call.layout is None:
             module.require_whole(module.weights)
-        plans = self.bind(recipe, call, group, mode)
+        plans = self.bind(self.plan(recipe, call, mode), group, mode)
         seeds.warn_of_load(module, plans[0].seeds)
-        if plans[0].is_delayed:
-            delayed_states.require_reduction(module.module_name, plans[0], group)
         if recorded is None:
             return module.make_stage([LinearStage(plan, GRADIENT) for plan in plans])
-        calibrated = self.bind(recorded, Call(call.device, call.dtype, (False, False)), group, AmaxMode.RECORD)
-        if calibrated[0].is_delayed:
-            delayed_states.require_reduction(module.module_name, calibrated[0], group)
+        other = self.plan(recorded, Call(call.device, call.dtype, (False, False)), AmaxMode.RECORD)
+        calibrated = self.bind(other, group, AmaxMode.RECORD)
         pairs = zip(plans, calibrated, strict=True)
         return module.make_stage([Calibrating(plan, GRADIENT, recording=other) for plan, other in pairs])
 
-    def bind(self, recipe: Recipe, call: Call, group: str = "", mode: AmaxMode = AmaxMode.USE) -> Sequence[LinearPlan]:
-        """The plan of each linear of the module, with its places in the delayed states."""
-        module, plan = self.module, self.plan(recipe, call, mode)
-        if not plan.is_delayed:
-            return [plan] * len(module.weights)
+    def bind(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
+        """The plan of each linear, with its places in delayed states. RecipeError if ranks disagree on scales."""
+        if plan.is_delayed:
+            delayed_states.require_reduction(self.module.module_name, plan, group)
         return self._with_states(plan, group, mode)
 
     def _with_states(self, plan: LinearPlan, group: str, mode: AmaxMode) -> Sequence[LinearPlan]:
         """The plan of each linear with its places in the delayed states, which are made if they are not there yet."""
         module = self.module
         weights = module.weights
+        if not plan.is_delayed:
+            return [plan] * len(weights)
         numbers = delayed_states.states_for(module, plan)
         for member, weight in enumerate(weights):
             if isinstance(weight, QuantizedTensor):
@@ -349,7 +343,8 @@ class Planner:
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
         weight = self.module.weights[0]
-        self.bind(recipe, Call(str(weight.device), weight.dtype, grads=(False, False)))
+        call = Call(str(weight.device), weight.dtype, grads=(False, False))
+        self._with_states(self.plan(recipe, call), "", AmaxMode.USE)
 
     def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage | OpaqueStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""

@@ -37,10 +37,6 @@ class WeightOptions:
             plan = replace(plan, weight=weight)
         return replace(stage, plan=plan, sink=self._sink(member, overwrites))
 
-    def clear_caches(self) -> None:
-        for cache in self.caches.values():
-            cache.clear()
-
     @torch.no_grad()
     def backward_dw(self, module: "Planned") -> None:
         """Compute the oldest gradient of each weight that a backward put off."""

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 class Scales:
     """The scales (n,) between two rolls. `past` is their copy after the second one; before, the state holds them."""
 
-    def __init__(self) -> None:
-        self.past: Tensor | None = None
+    past: Tensor | None = None
 
 
 class Step:
     """What a state remembers from a forward for its recompute. No attributes of a module, which are slow to set."""
 
+    before: Scales | None = None
+    """The scales before the newest roll, while a recompute may ask for them."""
+    deferred = False
+    """Whether the newest forward left the recording to its recompute."""
+
     def __init__(self) -> None:
         self.now = Scales()
-        self.before: Scales | None = None
-        """The scales before the newest roll, while a recompute may ask for them."""
-        self.deferred = False
-        """Whether the newest forward left the recording to its recompute."""
 
 
 class DelayedState(nn.Module):
