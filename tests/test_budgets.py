@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35208
+LIBRARY_LINES = 35220
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),
-    "kernels": (4216, 0, 0),
+    "kernels": (4228, 0, 0),
     "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (669, 3, 0),

@@ -15,7 +15,7 @@ from duotone.dispatch import attention
 from duotone.dispatch.attention import CUDNN_TOKENS
 from duotone.dispatch.target import Target
 from duotone.errors import RecipeError
-from duotone.recipes import Rule, RuleRecipe
+from duotone.recipes import Recipe, Rule, RuleRecipe
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 
@@ -198,19 +198,20 @@ def runs(kernel: list[str], core: DotProductAttention, tokens: int, trains: bool
     return "attend" in kernel
 
 
-def test_the_plan_picks_what_was_measured_to_be_faster(measured) -> None:
+@pytest.mark.parametrize("recipe", [MEASURED, duotone.DelayedScaling(fp8_dpa=True)], ids=lambda recipe: recipe.kind)
+def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None:
     """By queries, by pairs of queries and keys, and by whether gradients follow, which are then in high precision."""
-    core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=MEASURED)
+    core = DotProductAttention(2, 64, qkv_format="bshd", name="a", recipe=recipe)
     for trains, least in ((False, 64), (True, 128)):
         assert [runs(measured, core, tokens, trains) for tokens in (least - 1, least)] == [False, True]
         assert "differentiate" not in measured
-    masked = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="arbitrary", recipe=MEASURED)
+    masked = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="arbitrary", recipe=recipe)
     assert not runs(measured, masked, 128, False, torch.zeros(128, 128, dtype=torch.bool))
     less = [torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
     measured.clear()
     core(*less)
     assert not measured  # half of the work
-    rows = {row.gemm: row for row in core.plan_rows(MEASURED, "sm90")}
+    rows = {row.gemm: row for row in core.plan_rows(recipe, "sm90")}
     assert "high precision, which is faster there" in rows["PV"].reason and rows["dS K"].kernel == "cuDNN"
 
 
@@ -227,3 +228,24 @@ def test_a_checkpoint_runs_forward_as_its_recompute(measured) -> None:
     x = [torch.randn(2, 64, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     checkpoint(core, *x, use_reentrant=True).sum().backward()
     assert not measured
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, FILE], ids=lambda recipe: recipe.name)
+def test_fp8_attention_saves_at_most_six_tenths_of_the_bytes_of_bf16(kernel, recipe, groups) -> None:
+    """Storages as they are, with and without groups of heads, as a GPU with the kernel saves them."""
+
+    def saved(recipe: Recipe | str) -> int:
+        core = DotProductAttention(4, 128, num_gqa_groups=groups, qkv_format="bshd", name="a", recipe=recipe)
+        x = [torch.randn(1, 256, heads, 128, dtype=torch.bfloat16, requires_grad=True) for heads in (4, groups, groups)]
+        sizes = {}
+
+        def pack(t: Tensor) -> Tensor:
+            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            core(*x)
+        return sum(sizes.values())
+
+    assert 0.45 * saved("bf16") < saved(recipe) <= 0.6 * saved("bf16")
