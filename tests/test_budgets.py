@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35220
+LIBRARY_LINES = 35230
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,18 +25,18 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2446, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2780, 1, 0),
+    "dispatch": (2782, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),
-    "kernels": (4228, 0, 0),
+    "kernels": (4209, 0, 0),
     "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (669, 3, 0),
     "observe": (2240, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (496, 2, 0),
-    "package": (264, 1, 0),
+    "package": (291, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2672, 12, 4),
     "recipes": (2001, 5, 0),

@@ -11,8 +11,8 @@ import duotone
 
 ROOT = Path(duotone.__file__).parent
 ORDER = (
-    "errors renamed text numbered capture formats kernels comm dispatch tensor recipes state pipeline linear planned "
-    "ops modules attention optim conversion observe distributed compat serving integrations lab report cli "
+    "errors renamed text numbered allocate capture formats kernels comm dispatch tensor recipes state pipeline linear "
+    "planned ops modules attention optim conversion observe distributed compat serving integrations lab report cli "
     "__init__ __main__"
 ).split()
 FILES = sorted(ROOT.rglob("*.py"))

@@ -1,11 +1,12 @@
 """Casts as ops of a graph, so that a compiler sees shapes and not kernels."""
 
-import functools
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from duotone.allocate import allocator
 from duotone.dispatch.casts import cast_of
 from duotone.formats import Format, get
 
@@ -33,15 +34,16 @@ def cast_planes(
     kernel, row_delayed = _cast_of(row, col, x.dtype, propagate)
     scales = (scale, None) if row_delayed else (None, scale)
     of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live)
+    nothing = partial(allocator(x), (0,), (1,), x.dtype)
     parts: list[Tensor] = []
     for one in (of_row, of_col):
-        parts += [x.new_empty(0), x.new_empty(0)] if one is None else [one["codes"], one["scale"]]
+        parts += [nothing(), nothing()] if one is None else [one["codes"], one["scale"]]
     if of_row is not None and parts[1] is parts[3]:
-        parts[3] = x.new_empty(0)  # results of an op may not share memory
+        parts[3] = nothing()  # results of an op may not share memory
     return tuple(parts)
 
 
-@functools.cache
+@cache
 def _cast_of(row: str, col: str, dtype: torch.dtype, propagate: bool) -> "tuple[Cast | TwoLevelCast, bool]":
     """The cast to formats of these names, and whether the rowwise plane has a delayed scale."""
     cast = cast_of(_format(row), _format(col), dtype, propagate)

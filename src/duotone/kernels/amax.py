@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.kernels.launch import allocator, kernel
+from duotone.allocate import allocator
+from duotone.kernels.launch import kernel
 
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""

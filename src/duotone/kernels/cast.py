@@ -12,12 +12,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from duotone.allocate import allocator
 from duotone.formats import ScaleCodec
 from duotone.formats.geometry import Shard
 from duotone.kernels.activations import GATED_SLOPE, NO_NORM, NORMED, NOTHING, FusedProducer, materialize
 from duotone.kernels.amax import PARTIALS, line_amax, tensor_amax
 from duotone.kernels.elements import E2M1, ELEMENTS
-from duotone.kernels.launch import Constants, Launch, allocator
+from duotone.kernels.launch import Constants, Launch
 from duotone.kernels.scaling import CODECS, HIDES
 from duotone.kernels.tile_scales import ABSENT, BLOCK, LINE, OUTSIDE, SHARED, TENSOR
 from duotone.kernels.tiles import cast_kernel

@@ -4,8 +4,7 @@ Triton's own call binds, types and hashes every argument each time, about 20 us;
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Protocol
+from functools import lru_cache
 
 import torch
 import triton
@@ -100,26 +99,6 @@ Compiled = tuple[Callable[..., None], tuple[object, ...]]
 def _specialized(*integers: int) -> tuple[int, ...]:
     """What Triton specializes on: integers that are 1, divisible by 16, or wider than 31 bits."""
     return tuple([n if n == 1 else (n & 15 == 0) + 2 * (n >> 31 == 0) + 4 for n in integers])
-
-
-class Allocate(Protocol):
-    """An uninitialised tensor of this size, these strides and this dtype."""
-
-    def __call__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, /) -> Tensor: ...
-
-
-def allocator(x: Tensor) -> Allocate:
-    """Allocates on the device of `x`. On the current CUDA device as compiled code does, in half of the time."""
-    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
-        return _empty_cuda
-    return partial(_empty_on, x.device)
-
-
-_empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
-
-
-def _empty_on(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def kernel(

@@ -1,0 +1,27 @@
+"""Uninitialised tensors at the least cost to the host. Needs no Triton."""
+
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Allocate(Protocol):
+    """An uninitialised tensor of this size, these strides and this dtype."""
+
+    def __call__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, /) -> Tensor: ...
+
+
+def allocator(x: Tensor) -> Allocate:
+    """Allocates on the device of `x`. On the current CUDA device as compiled code does, in half of the time."""
+    if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
+        return _empty_cuda
+    return partial(_empty_on, x.device)
+
+
+_empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
+def _empty_on(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
