@@ -1,5 +1,7 @@
 """The bench of the monitor: a record with what its cost follows from."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,3 +21,15 @@ def test_a_record_has_the_cost_of_time_and_memory(tmp_path: Path, monkeypatch: p
     assert len(record["costs_percent"]) == 1 and record["cost_percent"] == record["costs_percent"][0]
     assert record["memory_percent"] is None and record["ms"] > 0
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0.jsonl", "warm.jsonl"]
+
+
+def test_the_page_has_the_numbers_of_the_record() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "docs/observing.md").read_text()
+    (name,) = re.findall(r"bench/results/[0-9-]*h200-monitor\.jsonl", text)
+    cells = {"8192x4096x14336x6": {}, "16384x2048x5632x24": {}}
+    for record in map(json.loads, (root / name).read_text().splitlines()):
+        told = f"{record['cost_percent']:.1f} % of time, {record['memory_percent']:.1f} % of memory"
+        cells[record["shape"]][record["form"]] = told
+    for forms in cells.values():
+        assert f"| {forms['the rest compiled']} | {forms['compiled']} |" in text
