@@ -6,6 +6,7 @@ Scales that span the weight are agreed on for all weights of a model in one coll
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from duotone.planned.planned import Planned
 
+BEFORE = "mesh", "outer_size", "outer_stride", "module", "mp_policy"
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -69,7 +71,7 @@ def send_planes(module: "Planned") -> None:
             warnings.warn(f"{module.module_name}.{name} travels in high precision: {reason}", stacklevel=2)
             continue
         sent = SentWeight(module, shard)
-        setattr(shard, PRE, sent.before_gather)
+        setattr(shard, PRE, sent)
         setattr(shard, POST, sent.after_gather)
 
 
@@ -89,7 +91,10 @@ def _refusal(parameter: "DTensor", shard: Tensor, weight: OperandPlan) -> str:
 
 
 class SentWeight:
-    """The hooks of one shard (M, K)."""
+    """The hooks of one shard (M, K). A call is the one before a gather."""
+
+    __signature__ = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in BEFORE])
+    """FSDP2 asks for it at every gather, and inspect would compute it each time."""
 
     def __init__(self, module: "Planned", shard: Tensor) -> None:
         self.module, self.shard = module, shard
@@ -102,7 +107,7 @@ class SentWeight:
         """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
 
-    def before_gather(
+    def __call__(
         self,
         mesh: "DeviceMesh",
         outer_size: object,
@@ -155,7 +160,7 @@ class SentWeight:
         root = None if self.gathers.group is None else self.gathers.group.comm_ctx
         for group in fsdp_groups():
             for param in group.fsdp_params if group.comm_ctx is root else ():
-                sent = getattr(getattr(param._sharded_local_tensor, PRE, None), "__self__", None)
+                sent = getattr(param._sharded_local_tensor, PRE, None)
                 if isinstance(sent, SentWeight):
                     dtype = param.param_dtype or param.orig_dtype
                     sent.prepare(dtype, param.shard_mesh.get_group().group_name)
