@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35235
+LIBRARY_LINES = 35229
 TOOL_LINES = 7447
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -32,10 +32,10 @@ BUDGETS = {
     "kernels": (4209, 0, 0),
     "lab": (3673, 12, 1),
     "linear": (1873, 5, 0),
-    "modules": (669, 3, 0),
+    "modules": (668, 3, 0),
     "observe": (2240, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (496, 2, 0),
+    "optim": (491, 2, 0),
     "package": (291, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2677, 12, 4),

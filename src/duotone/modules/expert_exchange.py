@@ -108,8 +108,7 @@ class Exchange(Rows):
 
 def as_bytes(part: Tensor) -> Tensor:
     """(M, ...) -> the bytes of each row, uint8 (M, n)."""
-    rows, width = part.shape[0], part[:1].numel() if part.shape[0] else part.shape[1:].numel()
-    return part.reshape(rows, width).view(torch.uint8)
+    return part.unsqueeze(-1).flatten(1).view(torch.uint8)
 
 
 def check_dispatch(quantizer: Quantizer, title: str) -> Quantizer:

@@ -172,12 +172,9 @@ class AdamW(Optimizer):
                 group.setdefault(name, value)
 
 
-AT_LEAST_ZERO = ("lr", "eps", "weight_decay")
-
-
 def check_group(group: Group) -> None:
     """UserError if a hyperparameter is out of range or the group asks for AMSGrad."""
-    for name in AT_LEAST_ZERO:
+    for name in ("lr", "eps", "weight_decay"):
         value = group[name]
         if not _is_number(value) or not value >= 0:
             raise UserError(f"AdamW takes {name} as one number that is at least 0; got {value!r}")
@@ -222,15 +219,13 @@ def check_step(parameter: Tensor) -> None:
 
 def check_saved(parameter: Tensor, saved: Saved) -> None:
     """UserError if a state dict does not have the state of this parameter."""
-    missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in saved]
+    missing = [name for name in ("step", *MOMENTS) if name not in saved]
     if missing:
         raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")
     step = saved["step"]
     if not _is_number(step) or not 0 <= step < float("inf"):
         raise UserError(f"a saved step is {step!r}; it must be a finite number that is at least 0")
-    for name, value in saved.items():
-        if name not in ("exp_avg", "exp_avg_sq", "master"):
-            continue
+    for name, value in ((name, saved[name]) for name in (*MOMENTS, "master") if name in saved):
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
             raise UserError(
