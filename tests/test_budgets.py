@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35229
-TOOL_LINES = 7447
+LIBRARY_LINES = 35220
+TOOL_LINES = 7434
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2388, 21, 0),
-    "cli": (1509, 3, 0),
+    "cli": (1508, 3, 0),
     "comm": (162, 1, 0),
     "compat": (2446, 7, 0),
     "conversion": (2644, 5, 0),
@@ -30,17 +30,17 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),
     "kernels": (4209, 0, 0),
-    "lab": (3673, 12, 1),
+    "lab": (3668, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (668, 3, 0),
-    "observe": (2240, 6, 0),
+    "observe": (2231, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),
     "package": (291, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2677, 12, 4),
     "recipes": (2001, 5, 0),
-    "report": (1648, 0, 0),
+    "report": (1641, 0, 0),
     "serving": (1190, 0, 0),
     "state": (2062, 13, 1),
     "tensor": (2380, 15, 0),

@@ -10,7 +10,7 @@ import pytest
 
 from duotone.errors import UserError
 from duotone.lab import presets
-from duotone.lab.axes import Parallel
+from duotone.lab.forecast import Parallel
 from duotone.lab.models import parameter_count
 
 LOSES_A_RANK = Path(__file__).with_name("losing_a_rank.py")

@@ -10,8 +10,7 @@ from checks import check, same
 
 from duotone import recipes
 from duotone.lab import comparison, data, presets
-from duotone.lab.axes import Parallel
-from duotone.lab.forecast import forecast
+from duotone.lab.forecast import Parallel, forecast
 from duotone.lab.parallel import ParallelTrainer
 from duotone.lab.trainer import TrainConfig, Trainer
 

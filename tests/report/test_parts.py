@@ -6,7 +6,7 @@ import pytest
 
 from duotone.report import metrics, module_names, numbers, plan_table, planes, series
 from duotone.report.axis import Axis, round_out, round_step
-from duotone.report.palette import styles
+from duotone.report.series import styles
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from duotone.cli.interrupt import Interrupt
 from duotone.cli.runs import CHECKPOINTS, Runs
 from duotone.errors import UserError
 from duotone.lab import comparison, data, document, files, loop
-from duotone.lab.axes import Parallel
+from duotone.lab.forecast import Parallel
 from duotone.lab.loop import Progress
 from duotone.lab.parallel import ParallelTrainer, agreed, restarts, started
 from duotone.lab.trainer import TrainConfig

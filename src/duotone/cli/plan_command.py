@@ -43,8 +43,7 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
         title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
     )
     if parallel is not None:
-        from duotone.lab.axes import Parallel
-        from duotone.lab.forecast import forecast
+        from duotone.lab.forecast import Parallel, forecast
 
         click.echo(str(forecast(config, chosen, Parallel.parse(parallel))))
     small = 0 if chosen.min_weight_elements else _small(config, chosen, device, rows)

@@ -25,9 +25,8 @@ from duotone import distributed
 from duotone.distributed.entries import local
 from duotone.errors import UserError
 from duotone.lab import checkpoint, models
-from duotone.lab.axes import COLUMNS, ROWS, Parallel
 from duotone.lab.data import Corpus
-from duotone.lab.forecast import sends_planes
+from duotone.lab.forecast import COLUMNS, ROWS, Parallel, sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.modules import MoE

@@ -8,7 +8,7 @@ from duotone.lab.schema import DriftEntry, OperandEntry, RunEntry
 from duotone.report.axis import round_out
 from duotone.report.line_chart import Curve, Event, LineChart
 from duotone.report.numbers import finite, share, significant
-from duotone.report.palette import Style
+from duotone.report.series import Style
 from duotone.report.spread import Histogram, histogram
 
 AMAX, LIMIT = Style("s0", "circle", None), Style("s1", "square", "6 4")

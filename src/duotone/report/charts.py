@@ -7,9 +7,8 @@ from duotone.report.axis import round_out
 from duotone.report.choice import Hardware
 from duotone.report.line_chart import Curve, Event, LineChart
 from duotone.report.numbers import MINUS, UNITS, finite, number, percent, size, size_unit
-from duotone.report.palette import Style
 from duotone.report.scatter import Dot, Scatter
-from duotone.report.series import first_broken, mean_gaps, pieces, quantile, smooth, window_of
+from duotone.report.series import Style, first_broken, mean_gaps, pieces, quantile, smooth, window_of
 from duotone.report.verdict import compared, gap_text, noise_gap, reference_of
 
 

@@ -6,8 +6,7 @@ from functools import cached_property
 
 from duotone.report.axis import Axis, spread
 from duotone.report.numbers import shorten
-from duotone.report.palette import Style
-from duotone.report.series import Points, thin
+from duotone.report.series import Points, Style, thin
 
 LEFT, TOP, BOTTOM = 54, 12, 46
 NARROW = 340

@@ -12,7 +12,7 @@ from duotone.lab import files
 from duotone.lab.schema import Document, RunEntry
 from duotone.report import cards, charts, choice, module_names, numbers, plan_table, planes, spread, verdict, worst
 from duotone.report.metrics import COLOURS, METRICS
-from duotone.report.palette import styles
+from duotone.report.series import styles
 
 LIMIT_BYTES = 1_000_000
 FILTERS = "broken finite listing moment number percent power px shorten significant size".split()

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from duotone.report.axis import Axis, round_out, spread
 from duotone.report.line_chart import NARROW
-from duotone.report.palette import Style
+from duotone.report.series import Style
 
 LEFT, TOP, BOTTOM = 60, 14, 46
 UNKNOWN = 84

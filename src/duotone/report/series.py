@@ -1,13 +1,19 @@
-"""Curves made ready for drawing: cut where they stop being finite, smoothed, thinned, compared."""
+"""Curves made ready for drawing: cut where they stop being finite, smoothed, thinned, compared, each with a style."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
-from duotone.lab.schema import Losses
+from duotone.lab.schema import Losses, RunEntry
 from duotone.report.numbers import broken, finite
 
 Points = list[tuple[float, float]]
 MOST_POINTS = 300
+
+# The page's style sheet holds the colours themselves (Okabe-Ito), one set for light and one for dark.
+SERIES_COLOURS = 6
+MARKERS = ("square", "triangle", "diamond", "down", "hourglass")
+DASHES = (None, "7 3", "2 3", "9 3 2 3")
 
 
 def window_of(count: int) -> int:
@@ -70,3 +76,27 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The value below which a share `q` of `values` lies; no interpolation."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one run is drawn everywhere: a colour class, a marker, a dash pattern."""
+
+    colour: str
+    marker: str
+    dash: str | None
+
+
+def styles(runs: Sequence[RunEntry]) -> list[Style]:
+    """One style per run: the reference in ink, the noise run in dashed grey, the others in turn."""
+    result, turn = [], 0
+    for run in runs:
+        if run["is_reference"]:
+            result.append(Style("reference", "circle", None))
+        elif run["is_noise"]:
+            result.append(Style("noise", "circle", "4 3"))
+        else:
+            dash = DASHES[turn // SERIES_COLOURS % len(DASHES)]
+            result.append(Style(f"s{turn % SERIES_COLOURS}", MARKERS[turn % len(MARKERS)], dash))
+            turn += 1
+    return result
