@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35220
+LIBRARY_LINES = 35225
 TOOL_LINES = 7434
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2446, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2782, 1, 0),
+    "dispatch": (2787, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),

@@ -30,7 +30,12 @@ def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
     if torch.compiler.is_dynamo_compiling():
         return TRACED if x.device.type == "cpu" else PLAIN
-    return PLAIN if x.device.type != "cpu" or x.numel() < COMPILE_FROM else _stages(x.numel())
+    if x.device.type != "cpu":
+        return PLAIN
+    elements = x.numel()
+    if isinstance(elements, torch.SymInt):
+        return TRACED  # a comparison would be a guard of the program that torch.export writes
+    return PLAIN if elements < COMPILE_FROM else _stages(elements)
 
 
 def _stages(elements: int) -> Stages:
