@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35225
+LIBRARY_LINES = 35212
 TOOL_LINES = 7434
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -32,7 +32,7 @@ BUDGETS = {
     "kernels": (4209, 0, 0),
     "lab": (3668, 12, 1),
     "linear": (1873, 5, 0),
-    "modules": (668, 3, 0),
+    "modules": (655, 1, 0),
     "observe": (2231, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from duotone.comm import ShardContext, all_to_all, group_size
 from duotone.errors import UserError
 from duotone.linear.row_counts import Rows
+from duotone.pipeline.autograd import with_gradient
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.plane import Plane, Usage, sharded_parts, to_wire
 from duotone.tensor.quantizer import Quantizer
@@ -18,22 +18,9 @@ from duotone.tensor.quantizer import Quantizer
 Map = Callable[[Tensor], Tensor]
 
 
-class RowMove(torch.autograd.Function):
-    """See `move`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
-        ctx.backward_map = backward_map
-        return forward_map(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_map(gradients[0]), None, None
-
-
 def move(rows: Tensor, forward_map: Map, backward_map: Map) -> Tensor:
     """`forward_map(rows)`, whose gradient is `backward_map` of the output's gradient."""
-    return RowMove.apply(rows, forward_map, backward_map)  # type: ignore[no-any-return]
+    return with_gradient(forward_map, lambda dy: (backward_map(dy),), rows)
 
 
 @dataclass(frozen=True, eq=False)
