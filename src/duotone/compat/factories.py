@@ -7,22 +7,14 @@ than forward encode the dequantized rowwise plane, so that backward differentiat
 from collections.abc import Callable
 from functools import partial
 
-from duotone.compat.quantizers import (
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    HybridQuantizer,
-    IdentityQuantizer,
-    MXFP8Quantizer,
-    NVFP4Quantizer,
-    QuantizerHandle,
-)
+from duotone.compat import quantizers
 from duotone.recipes.delayed import DelayedScalingRequest
 from duotone.recipes.roles import GRADIENTS, LINEAR, QuantizerRole
 
-Answer = QuantizerHandle | DelayedScalingRequest
+Answer = quantizers.QuantizerHandle | DelayedScalingRequest
 Factory = Callable[[QuantizerRole | None], Answer]
 Maker = Callable[[], Answer]
-HandleMaker = Callable[[], QuantizerHandle]
+HandleMaker = Callable[[], quantizers.QuantizerHandle]
 
 
 def _by_tensor_type(name: str, default: Maker, module_types: tuple[str, ...] = LINEAR, **makers: Maker) -> Factory:
@@ -37,15 +29,17 @@ def _by_tensor_type(name: str, default: Maker, module_types: tuple[str, ...] = L
 
 
 def _hybrid(row: HandleMaker, col: HandleMaker, source: str = "rowwise_dequantized") -> HandleMaker:
-    return lambda: HybridQuantizer(rowwise_quantizer=row(), columnwise_quantizer=col(), columnwise_source=source)
+    return lambda: quantizers.HybridQuantizer(
+        rowwise_quantizer=row(), columnwise_quantizer=col(), columnwise_source=source
+    )
 
 
-HIGH, MXFP8, NVFP4 = IdentityQuantizer, MXFP8Quantizer, NVFP4Quantizer
-NVFP4_BY_ROW = partial(NVFP4Quantizer, row_scaled_nvfp4=True)
-NVFP4_HADAMARD = partial(NVFP4Quantizer, with_rht=True)
-NVFP4_GRADIENT = partial(NVFP4Quantizer, with_rht=True, stochastic_rounding=True)
-NVFP4_SQUARE = partial(NVFP4Quantizer, with_2d_quantization=True)
-BLOCKS, ROW_BLOCKS = Float8BlockQuantizer, partial(Float8BlockQuantizer, block_scaling_dim=1)
+HIGH, MXFP8, NVFP4 = quantizers.IdentityQuantizer, quantizers.MXFP8Quantizer, quantizers.NVFP4Quantizer
+NVFP4_BY_ROW = partial(NVFP4, row_scaled_nvfp4=True)
+NVFP4_HADAMARD = partial(NVFP4, with_rht=True)
+NVFP4_GRADIENT = partial(NVFP4, with_rht=True, stochastic_rounding=True)
+NVFP4_SQUARE = partial(NVFP4, with_2d_quantization=True)
+BLOCKS, ROW_BLOCKS = quantizers.Float8BlockQuantizer, partial(quantizers.Float8BlockQuantizer, block_scaling_dim=1)
 
 high_precision_factory = _by_tensor_type("high_precision", HIGH)
 delayed_scaling_factory = _by_tensor_type("delayed_scaling", DelayedScalingRequest)
@@ -87,7 +81,7 @@ nvfp4_row_scaled_fwd_high_precision_bwd_factory = _by_tensor_type(
 def current_scaling_factory(role: QuantizerRole | None) -> Answer:
     """FP8 with one scale for each tensor: E5M2 for gradients, of attention too."""
     gradient = role is not None and role.tensor_type in GRADIENTS
-    return Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
+    return quantizers.Float8CurrentScalingQuantizer("e5m2" if gradient else "e4m3")
 
 
 def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Answer:
@@ -99,7 +93,7 @@ def nvfp4_linear_fp8_dpa_factory(role: QuantizerRole | None) -> Answer:
     is_boundary = role is not None and not role.module_type and name.endswith((".dpa_output", ".dpa_grad_input"))
     if is_attention or is_boundary:
         is_gradient = name.endswith(".dpa_grad_input") or (is_attention and kind in GRADIENTS)
-        return Float8CurrentScalingQuantizer("e5m2" if is_gradient else "e4m3")
+        return quantizers.Float8CurrentScalingQuantizer("e5m2" if is_gradient else "e4m3")
     return nvfp4_factory(role)
 
 
