@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35206
-TOOL_LINES = 7434
+LIBRARY_LINES = 35202
+TOOL_LINES = 7425
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (617, 9, 0),
     "kernels": (4209, 0, 0),
-    "lab": (3668, 12, 1),
+    "lab": (3659, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2231, 6, 0),
+    "observe": (2227, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),
     "package": (291, 1, 0),

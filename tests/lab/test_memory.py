@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from duotone.lab.memory import LiveStorages, measure_step, saved_for_backward, total_bytes
+from duotone.lab.memory import LiveStorages, StepMemory, measure_step, total_bytes
 
 KB = 1000
 
@@ -37,10 +37,11 @@ def test_storages_freed_after_the_block_do_no_harm():
 
 def test_a_saved_tensor_counts_once_and_known_ones_do_not():
     x, w = torch.zeros(250, requires_grad=True), torch.zeros(250, requires_grad=True)
-    with saved_for_backward([w]) as saved:
+    memory = StepMemory()
+    with memory.forward([w]):
         y = x * w
         z = (y * y).sum()
-    assert sum(saved.values()) == 2 * KB
+    assert memory.saved_activation_bytes == 2 * KB
     z.backward()
     assert x.grad is not None
 

@@ -21,7 +21,15 @@ class StepMemory:
     @contextmanager
     def forward(self, known: Iterable[Tensor]) -> Iterator[None]:
         """Wrap the forward pass of the step; tensors `known` to live anyway do not count as saved."""
-        with saved_for_backward(known) as saved:
+        left_out = set(sizes(known))
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            # What is saved lives until backward, so no two of its storages can share a key within one forward.
+            saved.update({key: size for key, size in sizes([tensor]).items() if key not in left_out})
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
         self.saved_activation_bytes = sum(saved.values())
 
@@ -42,20 +50,3 @@ def measure_step(parameters: Sequence[Tensor], other: Iterable[Tensor], device: 
         with LiveStorages([*parameters, *other]) as live:
             yield memory
         memory.peak_bytes = live.peak
-
-
-@contextmanager
-def saved_for_backward(known: Iterable[Tensor]) -> Iterator[dict[int, int]]:
-    """Collect the storages that autograd saves inside the block, with their bytes, without those of `known`.
-
-    What is saved lives until backward, so no two of its storages can share a key within one forward.
-    """
-    left_out = set(sizes(known))
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.update({key: size for key, size in sizes([tensor]).items() if key not in left_out})
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved

@@ -72,16 +72,19 @@ def advise(
             output = model(batch) if isinstance(batch, Tensor) else model(*batch)
         return output if loss is None else loss(output)
 
-    capture, table = sample_operands(model, step, memory), speeds.measured()
-    shapes = _shapes(capture.samples, size)
-    linears = [_Linear(sample, shape, table) for sample, shape in zip(capture.samples, shapes, strict=True)]
-    is_small = sum(sample.operands["weight"].numel() for sample in capture.samples) < COMPILE_FROM
+    (samples, notes), table = sample_operands(model, step, memory), speeds.measured()
+    shapes = _shapes(samples, size)
+    is_small = sum(sample.operands["weight"].numel() for sample in samples) < COMPILE_FROM
     with BaseTorchDispatchMode() if is_small else nullcontext():  # casts do not compile in a dispatch mode
-        rows = [row for linear in linears for row in linear.rows(recipes)]
+        rows = [
+            row
+            for sample, shape in zip(samples, shapes, strict=True)
+            for row in _Linear(sample, shape, table).rows(recipes)
+        ]
     counted = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
     ratios = {name: table.model_speed(name, shapes[0][0], counted).ratio for name in recipes}
     slow = {name for name, ratio in ratios.items() if ratio is not None and ratio < 1.0}
-    return conclude(rows, recipes, slow, [*filter(None, [capture.note]), _speed_note(table, rows)])
+    return conclude(rows, recipes, slow, [*notes, _speed_note(table, rows)])
 
 
 def _shapes(samples: Sequence[LinearSample], size: tuple[int, int] | None) -> list[Shape]:
@@ -109,17 +112,14 @@ class _Linear:
             if all(tensor_type in self.sample.operands for tensor_type, _ in sides)
         }
         trials: dict[str, list[AdviceRow]] = {kind: [] for kind in kinds}
-        exact = {kind: [self._exact(*side) for side in sides] for kind, sides in kinds.items()}
+        operands = {"rowwise": self.sample.operands, "columnwise": {k: x.t() for k, x in self.sample.operands.items()}}
+        exact = {kind: [operands[direction][key] for key, direction in sides] for kind, sides in kinds.items()}
         products = {kind: a.float() @ b.float().T for kind, (a, b) in exact.items()}
         for name, recipe in recipes.items():
             planes = self._planes(recipe)
             for kind, (a, b) in kinds.items():
                 trials[kind].append(self._row(kind, name, exact[kind], products[kind], planes[a], planes[b]))
         return [row for rows in trials.values() for row in with_pareto_marks(rows)]
-
-    def _exact(self, tensor_type: str, direction: str) -> Tensor:
-        x = self.sample.operands[tensor_type]
-        return x if direction == "rowwise" else x.t()
 
     def _planes(self, recipe: Recipe) -> dict[tuple[str, str], Plane]:
         planes = {}

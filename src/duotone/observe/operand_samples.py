@@ -40,15 +40,6 @@ class LinearSample:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Capture:
-    """The samples of one step, with the number of rows that each may have; `note` tells why these are few, or is ""."""
-
-    samples: list[LinearSample]
-    rows: int
-    note: str = ""
-
-
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     """The linears that `convert` makes follow a recipe: no output heads, no adapters."""
     sites = sites_of(model)
@@ -61,8 +52,12 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def sample_operands(model: nn.Module, step: Callable[[], Tensor], memory: int | None = None) -> Capture:
+def sample_operands(
+    model: nn.Module, step: Callable[[], Tensor], memory: int | None = None
+) -> tuple[list[LinearSample], list[str]]:
     """Run `step`, which gives the loss, and its backward; gradients and random state are as before afterwards.
+
+    Gives a sample of each linear that ran, and a note if memory makes them small.
 
     Samples take at most `memory` bytes, a quarter of what is free unless given: then they have fewer rows. UserError
     for a loss that is no scalar with a gradient, for a model whose linears do not run, or if no row fits.
@@ -82,10 +77,11 @@ def sample_operands(model: nn.Module, step: Callable[[], Tensor], memory: int | 
         except torch.OutOfMemoryError:
             rows //= 2
     tokens = max(sample.tokens for sample in samples)
-    note = ""
     if rows < min(MOST_ROWS, tokens):
-        note = f"memory holds {rows} of {tokens} rows of each operand: the statistics are those of fewer rows"
-    return Capture(samples, rows, note)
+        return samples, [
+            f"memory holds {rows} of {tokens} rows of each operand: the statistics are those of fewer rows"
+        ]
+    return samples, []
 
 
 def _sample(
