@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 35202
-TOOL_LINES = 7425
+TOOL_LINES = 7432
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (2787, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
-    "integrations": (617, 9, 0),
+    "integrations": (624, 9, 0),
     "kernels": (4209, 0, 0),
     "lab": (3659, 12, 1),
     "linear": (1873, 5, 0),

@@ -154,6 +154,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(recipe, tmp_path) -> Non
     assert_same_bits(duotone.recipe_state(again.model), duotone.recipe_state(whole.model))
 
 
+def test_a_report_tells_what_ran(tmp_path) -> None:
+    trainer(tmp_path, DuotoneCallback("mxfp8", report=tmp_path / "report.txt"), 2).train()
+    head, _, *rows = (tmp_path / "report.txt").read_text().splitlines()
+    assert head == "2 steps, at the end under mxfp8"
+    assert any(row.startswith("model.layers.0.self_attn.q_proj") and "wgrad  mxfp8_e4m3" in row for row in rows)
+
+
 def test_a_schedule_decides_each_step(tmp_path, monkeypatch) -> None:
     asked = []
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from duotone.conversion import convert, convert_parameters, revert
+from duotone.conversion import convert, convert_parameters, plan, revert
 from duotone.errors import UserError
 from duotone.integrations.run_state import (
     KEY,
@@ -18,6 +18,7 @@ from duotone.integrations.run_state import (
     load_planes,
     packed_state,
     quantized_parameters,
+    recipe_names,
     save_planes,
     without_states,
 )
@@ -136,6 +137,7 @@ class DuotoneCallback(TrainerCallback):
     - `schedule` gives each optimizer step its recipe. Fractions count from Trainer's number of steps.
     - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
       restores them. Planes of quantized parameters are in a file beside it, which is found under `output_dir`.
+    - `report` is a text file for the end of training: the recipe, the steps, and what ran in each GEMM and why.
     """
 
     def __init__(
@@ -144,7 +146,9 @@ class DuotoneCallback(TrainerCallback):
         rules: Sequence[Rule] = OUTPUT_HEAD,
         *,
         schedule: Schedule | None = None,
+        report: str | Path | None = None,
     ) -> None:
+        self.report = report
         self.recipe = None if recipe is None else as_recipe("DuotoneCallback", recipe)
         self.rules, self.schedule = tuple(rules), schedule
         self.step = 0
@@ -199,9 +203,12 @@ class DuotoneCallback(TrainerCallback):
         if saved is not None and quantized_parameters(model) and state.is_world_process_zero and file.parent.is_dir():
             save_planes(model, file, saved)
 
-    def on_train_end(self, *_: object, **__: object) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
         for hook in self.hooks:
             hook.remove()
+        if self.report is not None and state.is_world_process_zero:
+            recipe = recipe_names(model) if self.schedule is None else self.schedule.at(self.step).name
+            Path(self.report).write_text(f"{state.global_step} steps, at the end under {recipe}\n{plan(model)}\n")
 
     def _follow(self, model: nn.Module) -> None:
         """Convert quantized parameters where a phase begins that asks for it."""
