@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35202
+LIBRARY_LINES = 35207
 TOOL_LINES = 7432
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (491, 2, 0),
     "package": (291, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2677, 12, 4),
+    "planned": (2678, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1641, 0, 0),
     "serving": (1190, 0, 0),
     "state": (2062, 13, 1),
-    "tensor": (2380, 15, 0),
+    "tensor": (2384, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import math
 import warnings
@@ -364,6 +365,22 @@ def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
         assert type(value) is Tensor and not hasattr(value, "fsdp_pre_all_gather")
         same(value, m.state_dict()[key].to_local(), key)
     assert b"SentWeight" not in path.with_suffix(".distributed").read_bytes()
+
+
+@check
+def codes_of_plain_weights_do_not_outlive_a_step(folder: Path) -> None:
+    """Each rank would keep half of the model in FP8 beside its shards."""
+    m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
+    split(m, init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+
+    def bytes_of_codes() -> int:
+        gc.collect()
+        live = [t for t in gc.get_objects() if type(t) is Tensor and t.dtype == torch.uint8]
+        return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live}.values())
+
+    before = bytes_of_codes()
+    once(m)
+    assert bytes_of_codes() - before < 128 * 256 / 2
 
 
 @check

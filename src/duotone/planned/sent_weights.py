@@ -102,7 +102,7 @@ class SentWeight:
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
         self.row: Plane | None = None
-        """The rowwise plane since the last write, if every pass sends that plane."""
+        """The rowwise plane from a forward to its backward, if both send it."""
         self.amaxes: dict[Usage, Tensor] = {}
         """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
@@ -177,7 +177,8 @@ class SentWeight:
             return self.plane(side, AnsweredShard(self.group, 0, [self.amaxes[side]] if side in self.amaxes else []))
 
         if self.gathers.derives:
-            self.row = row = self.row or agreed(ROWWISE).rowwise
+            row = self.row or agreed(ROWWISE).rowwise
+            self.row = None if self.gathers.is_backward else row
             return Planes(row, row.transposed() if row is not None and usage.columnwise else None)
         row = agreed(ROWWISE).rowwise if usage.rowwise else None
         return Planes(row, agreed(COLUMNWISE).columnwise if usage.columnwise else None)

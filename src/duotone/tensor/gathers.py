@@ -55,7 +55,7 @@ class Gathers:
         self.shard = self.whole = NOTHING
         """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
         self.encoded: Plane | None = None
-        """The rowwise plane that was sent last, of formats whose shards keep it between writes."""
+        """The rowwise plane that a forward sent last, of formats whose backward sends it again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
         self.names: dict[int, list[str]] = {}
@@ -86,7 +86,7 @@ class Gathers:
         self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
         self.shard = row, col = encode(BOTH if is_first or count == 1 else self.sent)
         self.is_repeated = self.derives and row is self.encoded
-        self.encoded = row if self.derives else None
+        self.encoded = row if self.derives and not self.is_backward else None
         if count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
             return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
@@ -122,8 +122,12 @@ class Gathers:
             return BOTH
         if not self._needs_columnwise:
             return ROWWISE
-        is_backward = group._training_state.name == "PRE_BACKWARD"
-        return COLUMNWISE if is_backward and group.reshard_after_backward and not self.keeps_rowwise else BOTH
+        return COLUMNWISE if self.is_backward and group.reshard_after_backward and not self.keeps_rowwise else BOTH
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the gather is one for a backward."""
+        return self.group is not None and self.group._training_state.name == "PRE_BACKWARD"
 
     @property
     def _needs_columnwise(self) -> bool:
