@@ -15,7 +15,7 @@ from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.ranking import Judgement
-from duotone.lab.schema import Document, Json, RepeatEntry, RunEntry
+from duotone.lab.schema import Document, Json, RunEntry
 from duotone.lab.trainer import TrainConfig
 
 PERTURBATION = 1e-6
@@ -29,6 +29,8 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
     """
     judgement = Judgement(runs)
     entries = [_entry(recipe, judgement, config) for recipe in judgement.recipes.values()]
+    gemms = (row for run in runs for row in run.observed["plan"])
+    quantized = {row["module"] for row in gemms if {row["a"], row["b"]} - {"identity", None}}
     noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
     return {
         "duotone": duotone.__version__,
@@ -49,7 +51,7 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
             "seed": config.seed,
             "seeds": max(map(len, judgement.recipes.values())),
             "judged_step": judgement.step,
-            "linears": models.linear_shapes(config.model, config.preset, _quantized(runs)),
+            "linears": models.linear_shapes(config.model, config.preset, quantized),
             "learning_rate": config.preset.learning_rate,
             "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
             "config": config.to_dict(),
@@ -90,7 +92,10 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "final_train_loss": run.final_train_loss,
         "final_heldout_loss": run.final_heldout_loss,
         **judgement.verdict(run.name),
-        "repeats": [_repeat(other) for other in runs[1:]],
+        "repeats": [
+            {"seed": each.seed, "train_loss": each.train_loss, "heldout_loss": each.heldout_loss, "error": each.error}
+            for each in runs[1:]
+        ],
         "step_ms": step_ms,
         "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,
         "peak_memory_bytes": memory and memory.peak_bytes,
@@ -99,15 +104,6 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         **run.observed,
         "error": next((run.error for run in runs if run.error), None),
     }
-
-
-def _quantized(runs: Sequence[Run]) -> set[str]:
-    """The modules with a product of codes in any run."""
-    return {row["module"] for run in runs for row in run.observed["plan"] if {row["a"], row["b"]} - {"identity", None}}
-
-
-def _repeat(run: Run) -> RepeatEntry:
-    return {"seed": run.seed, "train_loss": run.train_loss, "heldout_loss": run.heldout_loss, "error": run.error}
 
 
 def _commit() -> str | None:

@@ -82,7 +82,7 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
     where = choice.hardware(result)
     limits = planes.signal_limits(runs)
     columns = planes.columns([entry for run in runs for entry in run["statistics"]])
-    rows = [_row(run, detail, limits) | _remedies(run, runs) for run in runs]
+    rows = [_row(run, runs, detail, limits) for run in runs]
     for row, run, look in zip(rows, runs, looks, strict=True):
         row["colour"], row["trouble"] = look.colour, verdict.trouble(result, run)
         row["overview"] = planes.overview(run, columns, limits)
@@ -113,18 +113,15 @@ def _view(result: Document, detail: Detail) -> dict[str, object]:
     }
 
 
-def _remedies(run: RunEntry, runs: list[RunEntry]) -> dict[str, object]:
-    """The worst planes of a run and what would be better there."""
+def _row(run: RunEntry, runs: list[RunEntry], detail: Detail, limits: tuple[float, float]) -> dict[str, object]:
+    """One run with what is derived from it, and what the others do better."""
     weak = worst.worst(run, [other for other in runs if other is not run])
-    return {"weak": weak, "rules": worst.rules(run, weak)}
-
-
-def _row(run: RunEntry, detail: Detail, limits: tuple[float, float]) -> dict[str, object]:
-    """One run with what is derived from it."""
     plan = plan_table.observed(run["plan"], run["statistics"])
     groups = plan_table.groups(plan)
     return {
         "run": run,
+        "weak": weak,
+        "rules": worst.rules(run, weak),
         "as_asked": sum(row.get("ran", "").startswith("as asked") for row in plan),
         "otherwise": [row["module"] for row in plan if row.get("ran", "").startswith("NOT")],
         "gemms": plan_table.counts(run["plan"]) if run["plan"] else None,
