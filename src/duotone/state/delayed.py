@@ -148,9 +148,9 @@ class DelayedState(nn.Module):
         """fp32 (n,): the values of `scales`."""
         return self._buffers["scale"] if scales.past is None else scales.past  # type: ignore[return-value]
 
-    def views(self, slot: int, recompute: bool) -> tuple[Tensor, Tensor]:
-        """The encode scale of the slot, fp32 (1,), and the bits of its live amax, int32 (1,)."""
-        scale, amaxes = self.scales_of(self.used(recompute)), self._buffers["amax_history"]  # past nn.Module's look-up
+    def views(self, slot: int, scales: Scales) -> tuple[Tensor, Tensor]:
+        """The encode scale of the slot among `scales`, fp32 (1,), and the bits of its live amax, int32 (1,)."""
+        scale, amaxes = self.scales_of(scales), self._buffers["amax_history"]  # past nn.Module's look-up
         assert amaxes is not None
         cached = self._views.get(slot)
         if cached is None or cached[0] is not scale or cached[1] is not amaxes:

@@ -72,8 +72,8 @@ class DelayedSlot(Slot):
         self, device: torch.device, count: int, distance: int, amaxes: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor | None]:
         """`place` for the first of `count` slots, `distance` apart; `amaxes` measures theirs, fp32 (count,)."""
-        state, mode, record = self.open()
-        scale, live = state.views(self.index, recompute=mode is AmaxMode.RECOMPUTE)
+        state, scales, mode, record = self.open()
+        scale, live = state.views(self.index, scales)
         if scale.device != device:
             raise UserError(f"a delayed scale is on {scale.device} and what it scales on {device}; move one of them")
         new = state.new
@@ -99,16 +99,16 @@ class DelayedSlot(Slot):
         recomputes = self.mode is AmaxMode.RECOMPUTE or (not self.backward and in_backward())
         return FixedSlot(state, state.used(recomputes), self.index)
 
-    def open(self) -> tuple[DelayedState, AmaxMode, bool]:
-        """The state, the mode that holds now, and whether the amax is recorded. The state will be rolled."""
+    def open(self) -> tuple[DelayedState, Scales, AmaxMode, bool]:
+        """The state, the scales and the mode that hold now, and whether the amax is recorded. It will be rolled."""
         state, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
-        key = ("scale", self.state, self.index)
+        step, key = state.step, ("scale", self.state, self.index)
         earlier = frames.recomputed() if running and not self.backward else None
         if earlier is not None:
-            state.step.before, state.step.deferred = entry = earlier.take(key)
-            record = state.step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
+            step.before, step.deferred = entry = earlier.take(key)
+            record = step.deferred and mode is AmaxMode.RECOMPUTE and earlier.is_first_run
             mode = AmaxMode.RECOMPUTE
         elif running and self.mode is AmaxMode.RECOMPUTE:
             raise UserError(
@@ -117,11 +117,11 @@ class DelayedSlot(Slot):
             )
         else:
             record = state.records(mode)
-            entry = state.used(mode is AmaxMode.RECOMPUTE), state.step.deferred
+            entry = state.used(mode is AmaxMode.RECOMPUTE), step.deferred
         if not self.backward:
             frames.remember(key, entry)
         pending().add(self.state, self.group, record, running, self.backward)
-        return state, mode, record
+        return state, entry[0], mode, record
 
 
 @dataclass(frozen=True, eq=False)
