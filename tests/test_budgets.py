@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35207
+LIBRARY_LINES = 35209
 TOOL_LINES = 7425
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2388, 21, 0),
+    "attention": (2390, 21, 0),
     "cli": (1508, 3, 0),
     "comm": (162, 1, 0),
     "compat": (2440, 7, 0),

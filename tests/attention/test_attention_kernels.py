@@ -211,6 +211,12 @@ def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None
     measured.clear()
     core(*less)
     assert not measured  # half of the work
+    more = [torch.randn(2, 64, 2, 64) for _ in range(3)]
+    core(*more)
+    assert not measured  # fp32, whose backward has no kernel
+    with torch.autocast("cpu", torch.bfloat16):
+        core(*more)
+    assert measured == ["attend"]
     rows = {row.gemm: row for row in core.plan_rows(recipe, "sm90")}
     assert "high precision, which is faster there" in rows["PV"].reason and rows["dS K"].kernel == "cuDNN"
 

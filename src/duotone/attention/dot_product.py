@@ -26,6 +26,7 @@ from duotone.dispatch.attention import (
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
+from duotone.pipeline.op import is_autocast
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
@@ -288,8 +289,9 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         tokens = least[trains]
         if queries < tokens or not is_measured:
             return queries >= tokens
-        pairs = heads[0].numel() // self.channels[0] * keys
-        return seen is None and heads[0].dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+        pairs, kind = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
+        dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else heads[0].dtype
+        return seen is None and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
 
     def pick(self, recipe: Recipe, device: str) -> tuple[bool, tuple[int, int]]:
         """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
