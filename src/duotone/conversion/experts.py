@@ -72,7 +72,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
     def refuse_held(self, weight: nn.Parameter) -> None:
         if isinstance(weight, QuantizedTensor) and self.transposed:
             raise UserError(f"{self.module_name}: a transposed parameter of experts cannot be held quantized; keep it")
-        self.refuse_crossing(weight)
+        super().refuse_held(weight)
 
     def _members(self, whole: Tensor) -> Sequence[Tensor]:
         return (whole.transpose(1, 2) if self.transposed else whole).unbind(0)

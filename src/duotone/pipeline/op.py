@@ -145,7 +145,7 @@ class Op(Channels, KnownRoles):
 
     def spread(self, x: "Spread") -> "Spread":
         """How the output lies on a mesh if the input lies there like `x`. UserError if the op takes local tensors."""
-        refuse_distributed(getattr(self, "module_name", ""))
+        refuse_distributed(self)
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:
         """The `extra` inputs of this call as the linked stage wants them. Raises UserError where one does not fit."""

@@ -15,7 +15,7 @@ the last one takes a module whose `scatter_dim` is `dim`.
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.layout import GatheringShards, ScatteringShards, Sharded
@@ -85,7 +85,7 @@ def _on_one_mesh(module: "PlannedLinear", x: "Spread | None") -> tuple["Spread",
 
     name, weight = module.module_name, module.linear_weight
     if not is_distributed(weight):
-        refuse_distributed(name)
+        refuse_distributed(module)
     if x is None:
         raise UserError(
             f"{name}: its weight is a DTensor and its input is not; give it a DTensor, as the styles of "
@@ -105,7 +105,10 @@ def local_operands(
     from duotone.pipeline.spread import placement_of, to_local
 
     call, name = placed(module, x), module.module_name
-    keep_local_buffers(module)
+    for part in module.modules():  # `distribute_module` makes DTensors of seeds and delayed states too
+        for key, buffer in part._buffers.items():
+            if is_distributed(buffer):
+                part._buffers[key] = buffer.to_local()
     stored = placement_of(weight, f"the weight of {name}")
     local = to_local(weight, call.gradient or stored, stored)
     if bias is None:
@@ -113,11 +116,3 @@ def local_operands(
     if not is_distributed(bias) or placement_of(bias, f"the bias of {name}") != call.bias:
         raise UserError(f"{name}: beside a weight of {stored!r} its bias has to be a DTensor of {call.bias!r}")
     return call.layout, local, to_local(bias, call.gradient or call.bias, call.bias)
-
-
-def keep_local_buffers(module: nn.Module) -> None:
-    """Make seeds and delayed states local again: `distribute_module` makes DTensors of all buffers."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if is_distributed(buffer):
-                part._buffers[name] = buffer.to_local()  # type: ignore[union-attr]

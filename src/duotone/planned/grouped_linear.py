@@ -155,9 +155,11 @@ class PlannedGroup(Planned):
         linears = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
         return self.make_stage(linears)
 
-    def refuse_crossing(self, weight: Tensor) -> None:
+    def refuse_held(self, weight: nn.Parameter) -> None:
         """UserError where a scale or a block of a packed weight would belong to two experts."""
-        for dim, plane in enumerate(weight.planes if isinstance(weight, QuantizedTensor) else ()):
+        if not self.single_grouped_weight or not isinstance(weight, QuantizedTensor):
+            return
+        for dim, plane in enumerate(weight.planes):
             if plane is not None and (plane.spans(dim) or weight.shape[1] % plane.format.alignment[dim]):
                 raise UserError(
                     f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
@@ -321,10 +323,6 @@ class GroupedLinear(PlannedGroup, nn.Module):
     @property
     def weight_parameters(self) -> tuple[nn.Parameter, ...]:
         return (self.weight,) if self.single_grouped_weight else self.weights
-
-    def refuse_held(self, weight: nn.Parameter) -> None:
-        if self.single_grouped_weight:
-            self.refuse_crossing(weight)
 
     @property
     def pipeline(self) -> tuple[Op, ...] | None:
