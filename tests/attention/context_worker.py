@@ -144,5 +144,21 @@ def codes_do_not_go_round(folder: Path) -> None:
             raise AssertionError("attention in high precision was not refused")
 
 
+@check
+def compiled_attention_does_not_send_codes_round(folder: Path) -> None:
+    """Also where its graph is older than the context."""
+    ring._cp_options.enable_load_balance = True
+    recipe = recipes.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0)
+    for is_older in (False, True):
+        torch._dynamo.reset()
+        heads = [torch.randn(TOKENS, 1, HEADS, 64, dtype=DTYPE) for _ in range(3)]
+        m, plain = DotProductAttention(HEADS, 64, recipe=recipe), DotProductAttention(HEADS, 64)
+        compiled = torch.compile(m, backend="aot_eager")
+        if is_older:
+            compiled(*heads)
+        with parallel(heads, [0] * 3):
+            near(compiled(*heads), plain(*heads), f"{is_older}", BOUND)
+
+
 if __name__ == "__main__":
     checks.main()
