@@ -1,15 +1,10 @@
 """`duotone plan`: what would run for each GEMM of each module."""
 
-from typing import TYPE_CHECKING
+import dataclasses
 
 import click
 
 from duotone.cli import command_options as options
-
-if TYPE_CHECKING:
-    from duotone import Plan
-    from duotone.lab.trainer import TrainConfig
-    from duotone.recipes import Recipe
 
 
 @click.command()
@@ -32,6 +27,7 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     from duotone.cli.table import print_table
     from duotone.conversion.model_plan import COLUMNS
     from duotone.lab.comparison import planned
+    from duotone.recipes.recipe import MEASURED
 
     config = config_from(typed)
     chosen = make_strict(recipes.load(recipe), strict)
@@ -46,20 +42,12 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
         from duotone.lab.forecast import Parallel, forecast
 
         click.echo(str(forecast(config, chosen, Parallel.parse(parallel))))
-    small = 0 if chosen.min_weight_elements else _small(config, chosen, device, rows)
-    if small:
+    if chosen.min_weight_elements:
+        return
+    # How many modules the entries of this device for `min_weight_elements` would leave in bf16.
+    left = planned(config, dataclasses.replace(chosen, min_weight_elements=MEASURED), device)
+    if small := len({row.module for row, other in zip(rows, left, strict=True) if row != other}):
         click.echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
             'min_weight_elements = "measured" in a recipe file leaves them in bf16'
         )
-
-
-def _small(config: "TrainConfig", recipe: "Recipe", device: str, rows: "Plan") -> int:
-    """How many modules the entries of this device for `min_weight_elements` would leave in bf16."""
-    import dataclasses
-
-    from duotone.lab.comparison import planned
-    from duotone.recipes.recipe import MEASURED
-
-    left = planned(config, dataclasses.replace(recipe, min_weight_elements=MEASURED), device)
-    return len({row.module for row, other in zip(rows, left, strict=True) if row != other})

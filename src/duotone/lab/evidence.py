@@ -43,7 +43,18 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
     }
     try:
         if finding is not None:
-            evidence |= _of_finding(finding)
+            chosen: dict[str, dict[str, str]] = {}
+            for (module, gemm), option in finding.chosen.items():
+                chosen.setdefault(module, {})[gemm] = option.recipe
+            measured = finding.measured
+            evidence |= {
+                "chosen": chosen,
+                "predicted": asdict(finding.predicted),
+                "uniform": {name: asdict(prediction) for name, prediction in finding.uniform.items()},
+                "measured": measured and {key: measured.get(key) for key in ("gap_percent", "gap_margin", "gaps")},
+                "off_by": finding.off_by,
+                "verdict": finding.verdict,
+            }
             text = file_text(finding.recipe.title, finding.recipe.rules)
             files.publish_file(folder / RECIPE, text.encode())
         files.publish_file(folder / EVIDENCE, files.json_text(evidence, indent=1).encode())
@@ -60,21 +71,6 @@ def settings(search: Search, corpus: Corpus) -> dict[str, object]:
         "seeds": search.seeds,
         "recipes": [recipe.to_dict() for recipe in search.recipes],
         "digests": digests(search.config, corpus),
-    }
-
-
-def _of_finding(finding: Finding) -> dict[str, object]:
-    measured = finding.measured
-    chosen: dict[str, dict[str, str]] = {}
-    for (module, gemm), option in finding.chosen.items():
-        chosen.setdefault(module, {})[gemm] = option.recipe
-    return {
-        "chosen": chosen,
-        "predicted": asdict(finding.predicted),
-        "uniform": {name: asdict(prediction) for name, prediction in finding.uniform.items()},
-        "measured": measured and {key: measured.get(key) for key in ("gap_percent", "gap_margin", "gaps")},
-        "off_by": finding.off_by,
-        "verdict": finding.verdict,
     }
 
 
