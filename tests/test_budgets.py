@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35202
-TOOL_LINES = 7425
+LIBRARY_LINES = 35195
+TOOL_LINES = 7390
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2390, 21, 0),
-    "cli": (1508, 3, 0),
+    "cli": (1486, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2440, 7, 0),
     "conversion": (2644, 5, 0),
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4209, 0, 0),
-    "lab": (3655, 12, 1),
+    "lab": (3642, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2227, 6, 0),
+    "observe": (2220, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),
     "package": (291, 1, 0),

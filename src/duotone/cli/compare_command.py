@@ -57,8 +57,11 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     from duotone.lab import comparison, files
 
     folder = Path(out or "runs/compare")
-    if parallel is not None and not resume and restarted(folder / summary.RESULT):
-        resume, typed, recipes, strict, force = True, {}, (), False, False  # torchrun types everything again
+    if parallel is not None and not resume and (folder / summary.RESULT).exists():
+        from duotone.lab.parallel import restarts
+
+        if restarts():  # torchrun types everything again
+            resume, typed, recipes, strict, force = True, {}, (), False, False
     if resume:
         chosen = runs.continued_comparison(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
     else:
@@ -86,12 +89,4 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     if result["partial"]:
         click.echo(f"Continue with: duotone compare --resume --out {shlex.quote(str(folder))}", err=True)
         context.exit(interrupt.exit_code)
-    if any(run["error"] for run in result["runs"]):
-        context.exit(1)
-
-
-def restarted(result: Path) -> bool:
-    """Whether torchrun starts ranks again that left a result."""
-    from duotone.lab.parallel import restarts
-
-    return result.exists() and restarts() > 0
+    context.exit(int(any(run["error"] for run in result["runs"])))

@@ -16,7 +16,14 @@ def config_from(typed: Mapping[str, Typed], stored: Mapping[str, Any] | None = N
     """The config of the options; where one was not typed it is that of `stored`, else its default."""
     chosen: dict[str, Any] = dict(stored or {})
     chosen |= {key: value for key, value in typed.items() if value not in (None, ())}
-    preset = _preset(chosen)
+    stored_preset = chosen.get("preset", "demo")  # a name, or a table with the sizes that were typed then
+    if isinstance(stored_preset, str):
+        stored_preset = {"name": stored_preset, "model": {}}
+    preset = presets.get(stored_preset["name"]).resized(
+        learning_rate=chosen.get("lr", stored_preset.get("learning_rate")),
+        batch=chosen.get("batch", stored_preset.get("batch")),
+        context=chosen.get("context_bytes", stored_preset["model"].get("context")),
+    )
     device, model = chosen.get("device", "cpu"), chosen.get("model", models.DEFAULT)
     require_device(device)
     models.describe(model, preset)  # a UserError where there is no such model
@@ -27,18 +34,6 @@ def config_from(typed: Mapping[str, Typed], stored: Mapping[str, Any] | None = N
         device=device,
         data=tuple(chosen.get("data", ())),
         model=model,
-    )
-
-
-def _preset(chosen: Mapping[str, Any]) -> presets.Preset:
-    """The preset by name, in the sizes that were typed; one that was stored is a table with its own sizes."""
-    stored = chosen.get("preset", "demo")
-    if isinstance(stored, str):
-        stored = {"name": stored, "model": {}}
-    return presets.get(stored["name"]).resized(
-        learning_rate=chosen.get("lr", stored.get("learning_rate")),
-        batch=chosen.get("batch", stored.get("batch")),
-        context=chosen.get("context_bytes", stored["model"].get("context")),
     )
 
 

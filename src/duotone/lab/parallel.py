@@ -159,8 +159,11 @@ class ParallelTrainer(Trainer):
         self.model = duotone.convert(built, self.schedule.at(0))
         for phase in reversed(self.schedule.phases):
             self._prepare(phase.recipe)
-        if self._sends_planes():
-            duotone.gather_quantized(self.model)
+        recipes = {phase.recipe.key: phase.recipe for phase in self.schedule.phases}.values()
+        linears = [module for module in self.model.modules() if isinstance(module, Planned)]
+        plans = [linear.plans.plan(recipe) for recipe in recipes for linear in linears]
+        if self.parallel.tp == len(recipes) == 1 and all(sends_planes(plan.weight.quantizer) for plan in plans):
+            duotone.gather_quantized(self.model)  # each weight has one plan, and ranks can encode their shards
         blocks = [block for block in self.model.modules() if isinstance(block, nn.ModuleList)]
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         shard = partial(fully_shard, mp_policy=policy)
@@ -174,15 +177,6 @@ class ParallelTrainer(Trainer):
         self.optimizer = ShardedAdamW(self.model, mesh["ep"])  # type: ignore[assignment]
         self.first = 0
         self.part, self.parts = dist.get_rank() // self.parallel.tp, data
-
-    def _sends_planes(self) -> bool:
-        """Whether each weight has one plan, under which ranks can encode their shards before a gather."""
-        recipes = {phase.recipe.key: phase.recipe for phase in self.schedule.phases}.values()
-        linears = [module for module in self.model.modules() if isinstance(module, Planned)]
-        plans = [linear.plans.plan(recipe) for recipe in recipes for linear in linears]
-        return (
-            self.parallel.tp == 1 and len(recipes) == 1 and all(sends_planes(plan.weight.quantizer) for plan in plans)
-        )
 
     def _spread_experts(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Keep this rank's experts of each mixture."""

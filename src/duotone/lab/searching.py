@@ -14,7 +14,7 @@ from duotone.errors import UserError
 from duotone.lab import checkpoint, comparison, continuation, meta
 from duotone.lab.data import Corpus
 from duotone.lab.gemm_options import Option, Size, options_of
-from duotone.lab.goal import Costs, Goal, Prediction, predict
+from duotone.lab.goal import Goal, Prediction, predict
 from duotone.lab.loop import Progress, Run, Saving, train
 from duotone.lab.schema import Document, Losses, RunEntry
 from duotone.lab.sensitivity import Effect, effects
@@ -92,7 +92,11 @@ class Search:
 
     def conclude(self, reference: Run) -> "Finding":
         """The recipe that follows from the effects, and what it and uniform recipes are predicted to be."""
-        costs = self._costs(reference)
+        loss, rate = reference.final_heldout_loss or math.inf, nats_per_e_fold(reference.train_loss)
+        costs = {
+            (effect.module, effect.gemm, effect.recipe): 100 * (effect.forward + rate * effect.backward) / loss
+            for effect in self.effects
+        }
         chosen = self.goal.choose(self.options, costs)
         rules = rules_for({gemm: option.formats for gemm, option in chosen.items() if option.formats != EXACT})
         uniform = {}
@@ -102,13 +106,6 @@ class Search:
                 uniform[recipe.name] = predict({gemm: choices[0] for gemm, choices in alike.items()}, costs)
         recipe = RuleRecipe(title=TITLE, rules=rules or (Rule(format="identity"),), strict=self.recipes[0].strict)
         return Finding(recipe, chosen, predict(chosen, costs), uniform)
-
-    def _costs(self, reference: Run) -> Costs:
-        loss, rate = reference.final_heldout_loss or math.inf, nats_per_e_fold(reference.train_loss)
-        return {
-            (effect.module, effect.gemm, effect.recipe): 100 * (effect.forward + rate * effect.backward) / loss
-            for effect in self.effects
-        }
 
     def check(
         self,

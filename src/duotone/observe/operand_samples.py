@@ -102,22 +102,15 @@ def _sample(
         _require_loss(loss)
         loss.backward()
     ran = [sample for sample in samples.values() if sample.operands]
-    for sample in ran:
-        _require_numbers(sample)
+    for sample, kind, operand in ((s, kind, operand) for s in ran for kind, operand in s.operands.items()):
+        where = f"in the {kind} of {sample.name}"  # no statistic could tell formats apart
+        if not operand.numel():
+            raise UserError(f"advise met no rows {where}; give a batch that is not empty")
+        if not bool(torch.isfinite(operand).all()):
+            raise UserError(f"advise met NaN or infinities {where}; give a batch and weights that are finite")
     if not ran:
         raise UserError("no linear of the model ran: advise on a model that calls its nn.Linear modules, before fuse")
     return ran
-
-
-def _require_numbers(sample: LinearSample) -> None:
-    """UserError for operands without rows, or that are not finite: no statistic could tell formats apart."""
-    for kind, operand in sample.operands.items():
-        if not operand.numel():
-            raise UserError(f"advise met no rows in the {kind} of {sample.name}; give a batch that is not empty")
-        if not bool(torch.isfinite(operand).all()):
-            raise UserError(
-                f"advise met NaN or infinities in the {kind} of {sample.name}; give a batch and weights that are finite"
-            )
 
 
 Hook = Callable[[nn.Linear, tuple[Tensor, ...], dict[str, Tensor], Tensor | tuple[Tensor, ...]], None]
