@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import duotone
+from duotone.errors import UserError
 
 
 class Readers(nn.Module):
@@ -45,6 +46,18 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_quantized_parameters_are_refused_where_it_would_take_their_memory() -> None:
+    def quantized() -> nn.Module:
+        return duotone.convert_parameters(duotone.convert(nn.Linear(64, 64), "mxfp8", ()), "mxfp8")
+
+    with pytest.raises(UserError, match=r"^FSDP1 takes no quantized parameters [^\n]*fully_shard[^\n]*$"):
+        FullyShardedDataParallel(quantized(), use_orig_params=True, device_id=torch.device("cpu"))
+    x, module = torch.randn(32, 64), quantized()
+    want = module(x)
+    assert torch.equal(FullyShardedDataParallel(module, device_id=torch.device("cpu"))(x), want)
 
 
 @pytest.mark.filterwarnings("ignore::Warning")

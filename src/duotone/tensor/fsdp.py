@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 class ShardHooks(PlaneTensor):
     """Mixed into QuantizedTensor."""
 
+    @property
+    def _fsdp_flattened(self) -> bool:
+        return False
+
+    @_fsdp_flattened.setter
+    def _fsdp_flattened(self, _: bool) -> None:
+        """FSDP1 marks parameters so whose memory it would take over."""
+        raise UserError(
+            "FSDP1 takes no quantized parameters with use_orig_params=True; use fully_shard, which is FSDP2"
+        )
+
     def fsdp_pre_all_gather(
         self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: object
     ) -> "tuple[tuple[Tensor, ...], tuple[ShardHooks, Gathers]]":
