@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35206
+LIBRARY_LINES = 35196
 TOOL_LINES = 7390
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (491, 2, 0),
     "package": (291, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2671, 12, 4),
+    "planned": (2661, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1638, 0, 0),
     "serving": (1190, 0, 0),

@@ -29,14 +29,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return False
     if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
-    starts = a.data_ptr(), b.data_ptr()
-    ends = [x.data_ptr() + (1 + _reach(x)) * x.element_size() for x in (a, b)]
-    return starts[0] < ends[1] and starts[1] < ends[0]
-
-
-def _reach(x: Tensor) -> int:
-    """The largest offset of an element."""
-    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    ends: list[int] = []
+    for x in (a, b):
+        reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        ends.append(x.data_ptr() + (1 + reach) * x.element_size())
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
 
 
 def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:

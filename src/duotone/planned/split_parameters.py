@@ -15,30 +15,23 @@ if TYPE_CHECKING:
 Splits = Sequence[str] | Mapping[str, int] | None
 
 
-def split_sizes(splits: Sequence[str] | Mapping[str, int], out_features: int) -> dict[str, int]:
-    """Rows of each piece by name. UserError unless they sum to out_features."""
-    if isinstance(splits, Mapping):
-        sizes = dict(splits)
-    else:
-        sizes = {name: out_features // len(splits) for name in splits}
-    odd = [name for name in sizes if not isinstance(name, str) or "." in name or not name]
-    if odd:
-        raise UserError(f"parameters_split names a piece {odd[0]!r}; names are words without a dot")
-    whole = all(isinstance(size, int) and size > 0 for size in sizes.values())
-    if not sizes or not whole or sum(sizes.values()) != out_features:
-        words = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
-        raise UserError(f"parameters_split gives {words}, which must be positive and sum to {out_features}")
-    return sizes
-
-
 def split_parameters(module: "Linear", splits: Splits, out_features: int) -> None:
     """Replace `weight` and `bias` by parameters `<name>_weight` and `<name>_bias` over the same memory.
 
-    The sizes are those of the whole linear, of which this rank may hold an equal part.
+    The sizes are those of the whole linear, of which this rank may hold an equal part. UserError unless they sum to
+    out_features and divide over the ranks.
     """
     if splits is None:
         return
-    sizes, ranks = split_sizes(splits, out_features), out_features // module.weight.shape[0]
+    sizes = dict(splits) if isinstance(splits, Mapping) else {name: out_features // len(splits) for name in splits}
+    wrong = [name for name in sizes if not isinstance(name, str) or "." in name or not name]
+    if wrong:
+        raise UserError(f"parameters_split names a piece {wrong[0]!r}; names are words without a dot")
+    positive = all(isinstance(size, int) and size > 0 for size in sizes.values())
+    if not sizes or not positive or sum(sizes.values()) != out_features:
+        words = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "nothing"
+        raise UserError(f"parameters_split gives {words}, which must be positive and sum to {out_features}")
+    ranks = out_features // module.weight.shape[0]
     odd = next((name for name, size in sizes.items() if size % ranks), None)
     if odd is not None:
         raise UserError(f"parameters_split gives {odd} {sizes[odd]} rows, which do not divide over {ranks} ranks")
