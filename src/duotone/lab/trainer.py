@@ -199,7 +199,11 @@ class Trainer:
         UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data. Its run
         may have been meant to be shorter or longer, where the same recipes were on so far.
         """
-        self.check(saved, path)
+        self._require_same_phases(saved, path)
+        self._prepare(self.schedule.at(max(0, saved.step - 1)))
+        checkpoint.require_same_model(saved, self.model, path)
+        self._require_same_run(saved, path)
+        self._require_same_state(saved, path)
         with torch.no_grad():
             state = self.model.state_dict()
             for name, tensor in saved.model.items():
@@ -209,14 +213,6 @@ class Trainer:
         duotone.load_rng_state(self.model, {name.removeprefix(SEEDS): seed for name, seed in seeds.items()})
         torch.set_rng_state(saved.training["torch_rng"])
         self.done = saved.step
-
-    def check(self, saved: Checkpoint, path: Path) -> None:
-        """UserError where `restore` could not take the state of `saved` over."""
-        self._require_same_phases(saved, path)
-        self._prepare(self.schedule.at(max(0, saved.step - 1)))
-        checkpoint.require_same_model(saved, self.model, path)
-        self._require_same_run(saved, path)
-        self._require_same_state(saved, path)
 
     @property
     def _model_digest(self) -> str:
