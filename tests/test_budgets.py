@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35196
+LIBRARY_LINES = 35214
 TOOL_LINES = 7386
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2390, 21, 0),
     "cli": (1486, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2440, 7, 0),
+    "compat": (2458, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2787, 1, 0),
     "distributed": (450, 3, 1),

@@ -342,6 +342,26 @@ def test_moments_of_short_parameters_are_fp32_and_survive_a_checkpoint(te, maste
             theirs.data.copy_(ours)
 
 
+def test_states_that_a_script_fills_before_the_first_step_are_those_of_the_step(te) -> None:
+    """Masters from the values before quantization, as the examples of Transformer Engine fill them."""
+    recipe = te.recipe.Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        linear = te.Linear(32, 32, bias=False)
+    optimizer = te.optimizers.FusedAdam(linear.parameters(), lr=0.1, master_weights=True)
+    weight = linear.weight
+    optimizer.initialize_state(weight, store_param_remainders=False)
+    initial = weight.get_high_precision_init_val()
+    assert torch.equal(optimizer.get_unscaled_state(weight, "master_param"), initial)
+    optimizer.set_scaled_state(weight, "master_param", initial + 1)
+    weight.grad = torch.randn(32, 32)
+    reference = nn.Parameter(initial + 1)
+    reference.grad = weight.grad.clone()
+    torch.optim.AdamW([reference], lr=0.1, weight_decay=0).step()
+    optimizer.step()
+    assert torch.allclose(optimizer.get_unscaled_state(weight, "master_param"), reference, rtol=1e-6)
+    assert torch.allclose(weight.dequantize(), reference, rtol=0.07)
+
+
 def test_a_layer_of_quantized_weights_trains_with_main_grads(te) -> None:
     """All six calls of a script that keeps FP8 weights alone: each linear accumulates, also those of the MLP."""
     with te.quantized_model_init(enabled=True, recipe=te.recipe.Float8CurrentScaling()):

@@ -10,7 +10,9 @@ from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
 from duotone.optim.adamw import MOMENTS
+from duotone.optim.master import needs_master, values_of
 from duotone.optim.update import Group
+from duotone.tensor import QuantizedTensor
 
 ADAM: dict[str, Rule] = {
     "bias_correction": (lambda value: value is True, "write the update yourself"),
@@ -58,6 +60,22 @@ class FusedAdam(optim.AdamW):
         _refuse("FusedAdam", options, ADAM)
         self.use_decoupled_grad = use_decoupled_grad
         super().__init__(params, lr, betas, eps, weight_decay, master_weights=master_weights)
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
+        """Make the states of a parameter before its first step; values that `quantized_model_init` preserved stay."""
+        group = next(group for group in self.param_groups if any(p is param for p in group["params"]))
+        values = param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
+        master = torch.empty(param.shape, dtype=torch.float32, device=param.device)
+        self._state_of(param, master)
+        if needs_master(param, group):
+            self.state[param]["master"] = master.copy_(values_of(param) if values is None else values)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state by its name there: "exp_avg", "exp_avg_sq" or "master_param". All are fp32."""
+        return self.state[param][state_name.removesuffix("_param")]  # type: ignore[no-any-return]
+
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        self.get_unscaled_state(param, state_name).copy_(unscaled_state)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"]] if self.use_decoupled_grad else []
