@@ -55,9 +55,9 @@ def addresses(history: Tensor, scale: Tensor, events: Tensor) -> Tensor:
     `history` fp32 (L, n), `scale` fp32 (n,), `events` int32 (2, n), contiguous.
     """
     slots = scale.numel()
-    first = torch.tensor([history.data_ptr(), scale.data_ptr(), events.data_ptr(), slots])
-    distance = torch.tensor([4, 4, 4, 0])
-    return (first + torch.arange(slots)[:, None] * distance).to(scale.device)
+    offset = torch.arange(slots, device=scale.device) * 4  # made there: a copy from the host waits for the device
+    starts = [offset + buffer.data_ptr() for buffer in (history, scale, events)]
+    return torch.stack([*starts, torch.full_like(offset, slots)], 1)
 
 
 def roll(table: Tensor, largest: Tensor, length: int, recent: bool, skip: bool, spike: float) -> Tensor:
