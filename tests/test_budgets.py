@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35214
+LIBRARY_LINES = 35218
 TOOL_LINES = 7386
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,11 +29,11 @@ BUDGETS = {
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4209, 0, 0),
+    "kernels": (4207, 0, 0),
     "lab": (3638, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2220, 6, 0),
+    "observe": (2226, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),
     "package": (291, 1, 0),

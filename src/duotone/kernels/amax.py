@@ -14,7 +14,7 @@ from duotone.kernels.launch import kernel
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
 CHUNK = 8192
-CENSUS_PARTIALS, CENSUS_CHUNK = 1024, 4096
+CENSUS_PROGRAMS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
@@ -73,8 +73,8 @@ def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr, NAN: tl.constexpr):
 
 
 @kernel
-def tensor_census_kernel(x, partial, N, CHUNK: tl.constexpr):
-    """Each program walks over every P-th chunk of N elements and leaves the three numbers of `tensor_census`."""
+def tensor_census_kernel(x, counts, N, CHUNK: tl.constexpr):
+    """Each program walks over every P-th chunk of N elements and adds to the three numbers of `tensor_census`."""
     i = tl.arange(0, CHUNK)
     largest = tl.zeros([CHUNK], tl.float32)
     nan, infinite = tl.zeros([CHUNK], tl.int32), tl.zeros([CHUNK], tl.int32)
@@ -85,10 +85,11 @@ def tensor_census_kernel(x, partial, N, CHUNK: tl.constexpr):
         largest = tl.maximum(largest, tl.where(is_nan | is_infinite, 0.0, value))
         nan += is_nan.to(tl.int32)
         infinite += is_infinite.to(tl.int32)
-    numbers = partial + 3 * tl.program_id(0)
-    tl.store(numbers, tl.max(largest, axis=0).to(tl.float64))
-    tl.store(numbers + 1, tl.sum(nan, axis=0).to(tl.float64))
-    tl.store(numbers + 2, tl.sum(infinite, axis=0).to(tl.float64))
+    bits = tl.max(largest, axis=0).to(tl.int32, bitcast=True).to(tl.int64)
+    tl.atomic_max(counts, bits, sem="relaxed")
+    nans, infinities = tl.sum(nan, axis=0).to(tl.int64), tl.sum(infinite, axis=0).to(tl.int64)
+    tl.atomic_add(counts + 1, nans, mask=nans > 0, sem="relaxed")
+    tl.atomic_add(counts + 2, infinities, mask=infinities > 0, sem="relaxed")
 
 
 @kernel
@@ -132,13 +133,10 @@ def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
     return partial
 
 
-def tensor_census(x: Tensor) -> Tensor:
-    """float64 (3,): the largest finite magnitude of contiguous `x`, and how many elements are NaN and infinite."""
-    count = x.numel()
-    programs = min(-(-count // CENSUS_CHUNK), CENSUS_PARTIALS)
-    partial = torch.empty(programs, 3, dtype=torch.float64, device=x.device)
-    _CENSUS(programs, (x, partial), (count,))
-    return torch.cat([partial[:, :1].amax(0), partial[:, 1:].sum(0)])
+def tensor_census(x: Tensor, counts: Tensor) -> None:
+    """Enter contiguous `x` into `counts`, int64 (3,), which begins with zeros: the bits of the largest finite magnitude
+    as fp32, and how many elements are NaN and infinite."""
+    _CENSUS(min(-(-x.numel() // CENSUS_CHUNK), CENSUS_PROGRAMS), (x, counts), (x.numel(),))
 
 
 def line_amax(x: Tensor, nan: bool = False) -> tuple[Tensor, Tensor]:

@@ -55,7 +55,8 @@ class StepStatistics(Sampler):
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
         if x.is_cuda and is_capturing():
             return  # every replay would measure again, and nobody would read it
-        whole = count(x)
+        whole = torch.zeros(3, dtype=torch.int64, device=x.device)
+        count(x, whole)
         sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
         for direction, matrix, plane in sides:
             if plane is not None:
@@ -71,10 +72,14 @@ class StepStatistics(Sampler):
         """Start the copy of all numbers to the host, and of which delayed slots have met no amax."""
         self._measure()
         are_new = [is_new(state.amax_history, state.scale).double() for state in states]
-        tensors = [*(measured.flatten() for _, measured in self._measured), *self._whole, *are_new]
         places = [place for places, _ in self._measured for place in places]
         slots = [slot for state in states for slot in slots_of(state)]
-        device = tensors[0].device if tensors else torch.device("cpu")
+        tensors = [*(measured.flatten() for _, measured in self._measured), *are_new]
+        device = next((t.device for t in (*self._whole, *tensors)), torch.device("cpu"))
+        if self._whole:
+            counts = torch.stack([each.to(device, non_blocking=True) for each in self._whole])
+            amaxes = counts[:, :1].int().view(torch.float32)
+            tensors.insert(len(self._measured), torch.cat([amaxes.double(), counts[:, 1:].double()], 1).flatten())
         numbers = torch.cat([t.to(device, non_blocking=True) for t in tensors]) if tensors else torch.empty(0)
         sent = Sent(self.keys, places, self._twins, slots, numbers)
         self._begin()
@@ -114,15 +119,16 @@ CLIPPED = 1.5
 """Times its limit. Scales that are rounded leave the largest elements of many blocks a little above the limit."""
 
 
-def count(x: Tensor) -> Tensor:
-    """float64 (3,): the largest finite magnitude in the matrix, and how many elements are NaN and how many infinite."""
+def count(x: Tensor, counts: Tensor) -> None:
+    """Enter a matrix into `counts`, int64 (3,), which begins with zeros: the bits of the largest finite magnitude as
+    fp32, and how many elements are NaN and how many infinite."""
     if has_kernels(x):
         from duotone.kernels.amax import tensor_census
 
-        return tensor_census(x.contiguous())
-    finite = torch.nan_to_num(x, 0.0, 0.0, 0.0)
-    amax = finite.abs().amax() if x.numel() else x.new_zeros(())
-    return torch.stack([each.double() for each in (amax, x.isnan().sum(), x.isinf().sum())])
+        tensor_census(x.contiguous(), counts)
+    elif x.numel():
+        finite = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().float()
+        counts.copy_(torch.stack([finite.view(torch.int32), x.isnan().sum(), x.isinf().sum()]))
 
 
 def is_transposed(row: Plane | None, col: Plane | None) -> bool:
