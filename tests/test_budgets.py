@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 35218
-TOOL_LINES = 7386
+TOOL_LINES = 7390
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4207, 0, 0),
-    "lab": (3638, 12, 1),
+    "lab": (3642, 12, 1),
     "linear": (1873, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2226, 6, 0),

@@ -199,11 +199,7 @@ class Trainer:
         UserError, with nothing changed, unless it has this model, recipe, config and the bytes of this data. Its run
         may have been meant to be shorter or longer, where the same recipes were on so far.
         """
-        self._require_same_phases(saved, path)
-        self._prepare(self.schedule.at(max(0, saved.step - 1)))
-        checkpoint.require_same_model(saved, self.model, path)
-        self._require_same_run(saved, path)
-        self._require_same_state(saved, path)
+        self.check(saved, path)
         with torch.no_grad():
             state = self.model.state_dict()
             for name, tensor in saved.model.items():
@@ -213,6 +209,14 @@ class Trainer:
         duotone.load_rng_state(self.model, {name.removeprefix(SEEDS): seed for name, seed in seeds.items()})
         torch.set_rng_state(saved.training["torch_rng"])
         self.done = saved.step
+
+    def check(self, saved: Checkpoint, path: Path) -> None:
+        """UserError if `restore` cannot take over the state of `saved`."""
+        self._require_same_phases(saved, path)
+        self._prepare(self.schedule.at(max(0, saved.step - 1)))
+        checkpoint.require_same_model(saved, self.model, path)
+        self._require_same_run(saved, path)
+        self._require_same_state(saved, path)
 
     @property
     def _model_digest(self) -> str:
