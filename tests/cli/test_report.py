@@ -48,6 +48,14 @@ def test_a_page_of_two_is_replaced_only_when_forced(duotone, refused, folders):
     assert duotone("report", folders / "fast", folders / "slow", "--force")[0] == 0
 
 
+def test_a_page_is_made_anew_in_its_place_and_replaces_no_other(duotone, refused, folders):
+    other = folders / "slow" / "report.html"
+    assert duotone("report", folders / "slow", "--out", other)[0] == 0
+    before = other.read_bytes()
+    assert f"{other} exists" in refused("report", folders / "fast", "--out", other)
+    assert other.read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

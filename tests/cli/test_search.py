@@ -114,7 +114,9 @@ def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_pa
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "evidence.json").write_text('{"settings": {}, "effects": []}')
     assert "is not the evidence of a search (settings lacks or adds 'config')" in refused("search", "--resume", *out)
-    assert "holds a search: continue it with --resume" in refused(*typed, *out)
+    assert "holds a search: continue it with `duotone search --resume`" in refused(*typed, *out)
+    tiny = ("--preset", "tiny", "--steps", "2", "--recipes", "bf16")
+    assert "holds a search" in refused("compare", *tiny, *out)
 
 
 def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, typed, tmp_path, monkeypatch):

@@ -216,6 +216,8 @@ def test_bad_input_is_one_line() -> None:
         observe.advise(model, BATCH)
     with pytest.raises(UserError, match="got a number without a gradient"):
         observe.advise(model, BATCH, lambda y: y.detach().sum())
+    with pytest.raises(UserError, match="advise got no recipes; give at least one"):
+        observe.advise(model, BATCH, square, candidates=[])
     with pytest.raises(UserError, match="got dict"):
         observe.advise(model, BATCH, lambda y: {"loss": y})
     with pytest.raises(UserError, match="no linear of the model ran"):

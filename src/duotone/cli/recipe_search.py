@@ -42,8 +42,6 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     require_solver()
     files.require_writable(folder)
     summary.require_none(folder, bool(typed["force"]))
-    if not typed["force"] and (folder / evidence.EVIDENCE).exists():
-        raise UserError(f"{folder} holds a search: continue it with --resume, or replace it with --force")
     names = cast(tuple[str, ...], typed["recipes"]) or UNIFORM
     recipes = [make_strict(recipe, bool(typed["strict"])) for recipe in load_candidates("search", names)]
     config = config_from(cast(Mapping[str, Typed], typed))

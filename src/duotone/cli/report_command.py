@@ -11,7 +11,7 @@ from duotone.errors import UserError
 @click.argument("folder", metavar="DIR")
 @click.argument("other", metavar="[DIR2]", required=False)
 @click.option("--out", metavar="FILE", help="The page; DIR/report.html, or DIR/against-DIR2.html for two.")
-@click.option("--force", is_flag=True, help="Replace a page of two results that is at --out.")
+@click.option("--force", is_flag=True, help="Replace a page of another result, or of two, that is at --out.")
 @click.pass_context
 def report(context: click.Context, folder: str, other: str | None, out: str | None, force: bool) -> None:
     """Make the page of the result in DIR anew, or compare it with that in DIR2.
@@ -24,12 +24,12 @@ def report(context: click.Context, folder: str, other: str | None, out: str | No
     from duotone.report import write_report
 
     result = continuation.load(Path(folder, summary.RESULT))
-    path = Path(out or Path(folder, summary.REPORT))
+    label = Path(other).resolve().name if other is not None else ""
+    page = Path(folder, f"against-{label}.html" if label else summary.REPORT)
+    path = Path(out or page)
+    if path.exists() and not force and (label or path.resolve() != page.resolve()):
+        raise UserError(f"{path} exists: choose another --out, or replace it with --force")
     if other is not None:
-        label = Path(other).resolve().name
-        path = Path(out or Path(folder, f"against-{label}.html"))
-        if path.exists() and not force:
-            raise UserError(f"{path} exists: choose another --out, or replace it with --force")
         second = continuation.load(Path(other, summary.RESULT))
         result = continuation.merged(result, second, label, command=context.obj)
     write_report(result, path)

@@ -15,7 +15,7 @@ from duotone.cli import summary
 from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.errors import UserError
-from duotone.lab import checkpoint, comparison, continuation, data, document, files, meta, texts
+from duotone.lab import checkpoint, comparison, continuation, data, document, evidence, files, meta, texts
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.presets import DEFAULT_RECIPES
@@ -36,14 +36,23 @@ class Runs(NamedTuple):
 def new_comparison(
     folder: Path, names: Sequence[str], typed: Mapping[str, Typed], *, seeds: int, strict: bool, force: bool
 ) -> Runs:
-    """A new comparison of the recipes `names`; UserError where `folder` holds a report, unless `force`."""
+    """A new comparison of the recipes `names`; UserError if `folder` holds a report or a search, unless `force`.
+
+    A search in `folder` goes, so that `duotone search --resume` cannot replace the report of this comparison.
+    """
     files.require_writable(folder)
     summary.require_none(folder, force)
     recipes = [make_strict(library.load(name), strict) for name in names or DEFAULT_RECIPES]
     config = config_from(typed)
     texts.require(config.data)
-    runs = comparison.plan_runs(config, recipes, seeds)
-    return Runs(config, runs, data.load(config.data, context=config.preset.model.context))
+    planned = Runs(
+        config,
+        comparison.plan_runs(config, recipes, seeds),
+        data.load(config.data, context=config.preset.model.context),
+    )
+    for name in (evidence.EVIDENCE, evidence.RECIPE):
+        (folder / name).unlink(missing_ok=True)
+    return planned
 
 
 def continued_comparison(folder: Path, typed: Sequence[Typed | bool], *, seeds: int) -> Runs:

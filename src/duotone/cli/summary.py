@@ -58,9 +58,15 @@ def numbers(result: Document) -> dict[str, object]:
 
 
 def require_none(folder: Path, force: bool) -> None:
-    """UserError where `folder` holds a report or the numbers of one, unless `force`."""
+    """UserError if `folder` holds a report, the numbers of one, or a search, unless `force`."""
+    from duotone.lab.evidence import EVIDENCE
+
     if not force and any((folder / name).exists() for name in (REPORT, RESULT)):
         raise UserError(f"{folder} holds a report: choose another --out, or replace it with --force")
+    if not force and (folder / EVIDENCE).exists():
+        raise UserError(
+            f"{folder} holds a search: continue it with `duotone search --resume`, or replace it with --force"
+        )
 
 
 def write_result(result: Document, folder: Path, *, quiet: bool = False) -> None:

@@ -29,7 +29,9 @@ Formats = tuple[str, str]
 
 
 def load_candidates(taker: str, names: Sequence[RecipeLike]) -> list[Recipe]:
-    """The recipes by their names, bf16 first whether it is among them or not. UserError where two have one name."""
+    """The recipes by their names, bf16 first in any case. UserError if no name is given, or two are one."""
+    if not names:
+        raise UserError(f"{taker} got no recipes; give at least one, such as 'mxfp8'")
     chosen = [as_recipe(taker, name) for name in names]
     counts = Counter(recipe.name for recipe in chosen)
     if twice := next((name for name, count in counts.items() if count > 1), None):

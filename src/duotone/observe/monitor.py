@@ -148,8 +148,13 @@ class JsonLines:
     """Appends to a file: an object for each row, and one for each alarm."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"a monitor cannot write {path} ({error.strerror}): give a file that it may make"
+            ) from error
 
     def __call__(self, step: int, rows: Sequence[Row], alarms: Sequence[Alarm]) -> None:
         told = [
