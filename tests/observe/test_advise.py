@@ -240,6 +240,15 @@ def test_a_batch_that_tells_nothing_is_refused(batch: torch.Tensor, words: str) 
         observe.advise(model, batch, lambda y: y.square().sum())
 
 
+@pytest.mark.parametrize("origin", [0, 1, 2])
+def test_a_weight_that_is_not_finite_is_named_before_what_follows_from_it(origin: int) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+    with torch.no_grad():
+        model[origin].weight[3, 5] = torch.inf
+    with pytest.raises(UserError, match=f"met NaN or infinities in the weight of {origin}"):
+        observe.advise(model, torch.randn(8, 16), lambda y: y.square().sum())
+
+
 @pytest.mark.parametrize("size", [(4096,), "4096x8192", (0, 0)])
 def test_a_size_is_two_positive_integers(size: object) -> None:
     with pytest.raises(UserError, match="give width and tokens"):

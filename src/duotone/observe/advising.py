@@ -57,7 +57,8 @@ def advise(
     - `memory`: bytes that samples may take, a quarter of what is free unless given.
     - `size`: width and tokens, for bytes and speeds as if the model had them.
 
-    UserError if the model cannot run so, or if no sample fits. RecipeError if a candidate is no recipe.
+    UserError if the model gives no loss, if an operand is empty or not finite, or if no sample fits. RecipeError if a
+    candidate is no recipe. What the model itself raises comes out as it is.
     """
     if size is not None and not (
         isinstance(size, tuple) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)

@@ -102,7 +102,10 @@ def _sample(
         _require_loss(loss)
         loss.backward()
     ran = [sample for sample in samples.values() if sample.operands]
-    for sample, kind, operand in ((s, kind, operand) for s in ran for kind, operand in s.operands.items()):
+    forward = [(sample, kind) for sample in ran for kind in ("input", "weight")]
+    backward = [(sample, "grad_output") for sample in reversed(ran) if "grad_output" in sample.operands]
+    for sample, kind in (*forward, *backward):  # the first that is not finite is the origin
+        operand = sample.operands[kind]
         where = f"in the {kind} of {sample.name}"  # no statistic could tell formats apart
         if not operand.numel():
             raise UserError(f"advise met no rows {where}; give a batch that is not empty")
