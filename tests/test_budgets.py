@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35229
+LIBRARY_LINES = 35226
 TOOL_LINES = 7403
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,7 +31,7 @@ BUDGETS = {
     "integrations": (624, 9, 0),
     "kernels": (4207, 0, 0),
     "lab": (3642, 12, 1),
-    "linear": (1873, 5, 0),
+    "linear": (1870, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2237, 6, 0),
     "ops": (1391, 0, 0),

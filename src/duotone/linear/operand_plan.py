@@ -170,9 +170,8 @@ def columnwise_of_product(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor)
     return columnwise(quantizer, ctx, x * 1)
 
 
-KEEP_COLUMNWISE = KeepColumnwise()
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
-    None: KEEP_COLUMNWISE,
+    None: KeepColumnwise(),
     "high_precision": KeepOriginal(),
     "dequantized": DequantizeRowwise(),
 }
@@ -228,8 +227,6 @@ class OperandPlan:
         """What is saved for backward of the matrix `x` and its planes; None if backward does not need the operand."""
         if not self.is_kept:
             return None
-        if self.backward is KEEP_COLUMNWISE:
-            return planes.columnwise
         context = self.context if self.stream is None else self.seeded(seed)
         return self.backward.keep(x, planes, self.quantizer, context)
 
