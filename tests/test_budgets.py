@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 35226
-TOOL_LINES = 7403
+TOOL_LINES = 7404
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2390, 21, 0),
-    "cli": (1499, 2, 0),
+    "cli": (1500, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2458, 7, 0),
     "conversion": (2644, 5, 0),

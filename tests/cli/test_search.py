@@ -119,6 +119,17 @@ def test_bad_input_is_one_line_before_anything_is_trained(refused, typed, tmp_pa
     assert "holds a search" in refused("compare", *tiny, *out)
 
 
+def test_a_comparison_removes_a_search_but_no_recipe_of_the_user(duotone, tmp_path):
+    tiny = ("compare", "--preset", "tiny", "--steps", "1", "--recipes", "bf16")
+    for folder, files in (("users", ["recipe.toml"]), ("search", ["recipe.toml", "evidence.json"])):
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / name).write_text("{}")
+    assert duotone(*tiny, "--out", tmp_path / "users")[0] == 0 and (tmp_path / "users" / "recipe.toml").exists()
+    assert duotone(*tiny, "--force", "--out", tmp_path / "search")[0] == 0
+    assert not [name for name in files if (tmp_path / "search" / name).exists()]
+
+
 def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, typed, tmp_path, monkeypatch):
     measure = sensitivity._effect
 

@@ -50,8 +50,9 @@ def new_comparison(
         comparison.plan_runs(config, recipes, seeds),
         data.load(config.data, context=config.preset.model.context),
     )
-    for name in (evidence.EVIDENCE, evidence.RECIPE):
-        (folder / name).unlink(missing_ok=True)
+    if (folder / evidence.EVIDENCE).exists():  # without it a recipe.toml is the user's
+        for name in (evidence.EVIDENCE, evidence.RECIPE):
+            (folder / name).unlink(missing_ok=True)
     return planned
 
 
