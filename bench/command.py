@@ -63,6 +63,8 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
         click.option("--turns", type=click.IntRange(min=1), default=6, help="Of each candidate; 6."),
         click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=0.3, help="Of a turn; 0.3."),
         click.option("--one-thread", is_flag=True, help="Backward in the thread that asks for it, for all candidates."),
+        click.option("--graph", is_flag=True, help="Each step is one replay of a CUDA graph, for all candidates."),
+        click.option("--only", cls=ListOption, metavar="TEXT", help="Only candidates with this in their name."),
         click.option("--device", metavar="cpu|cuda", help="cuda where there is one, else cpu."),
         click.option("--out", metavar="FILE", help="Append one JSON object per candidate and shape."),
     ]
@@ -114,9 +116,15 @@ def _run(
     pace = Pace(typed.pop("turns"), typed.pop("seconds"))
     if not math.isfinite(pace.seconds):
         raise UserError(f"--seconds is {pace.seconds}; give the seconds of a turn, above 0 and up to 60")
+    only, graph = typed.pop("only"), typed.pop("graph")
     settings = _settings(recipes, device, typed)
     wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
+    if only:
+        cases = [case.only(only) for case in cases]
+    if graph:
+        _require_cuda(settings.device)
+        cases = [case.graphed() for case in cases]
     if one_thread:
         cases = [replace(case, what=f"{case.what}, one thread") for case in cases]
     if out is not None:
@@ -151,6 +159,11 @@ def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out:
         records.append(Path(out), records.lines(results, device))
     if all(record.error for record in results):
         raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
+
+
+def _require_cuda(device: str) -> None:
+    if device != "cuda":
+        raise UserError(f"--graph is for CUDA, and the device is {device}: leave it out")
 
 
 def _settings(names: tuple[str, ...], device: str | None, typed: dict[str, Any]) -> "Settings":

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from bench.timing.duel import Clock
+import torch
+
+from bench.timing.duel import WARM_UP, Clock
 from duotone.errors import UserError
 from duotone.recipes import Recipe
 
@@ -46,6 +48,19 @@ class Work:
     amount: float = 1.0
     peak_mib: Callable[[], float] | None = None
 
+    def graphed(self) -> "Work":
+        """The same, where a call replays a CUDA graph of one call."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                self.call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.call()
+        return replace(self, call=graph.replay, peak_mib=None)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -66,6 +81,22 @@ class Case:
     candidates: Callable[[], Sequence[Candidate]]
     unit: str = ""
     scale: float = 1.0
+
+    def only(self, texts: Sequence[str]) -> "Case":
+        """The case of the base and of the candidates whose name holds one of the texts."""
+
+        def candidates() -> list[Candidate]:
+            return [c for c in self.candidates() if c.name == self.base or any(text in c.name for text in texts)]
+
+        return replace(self, candidates=candidates)
+
+    def graphed(self) -> "Case":
+        """The case in which each call replays a CUDA graph."""
+
+        def candidates() -> list[Candidate]:
+            return [Candidate(c.name, lambda c=c: c.make().graphed()) for c in self.candidates()]
+
+        return replace(self, what=f"{self.what}, CUDA graphs", candidates=candidates)
 
 
 @dataclass(frozen=True)

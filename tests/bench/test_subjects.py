@@ -209,3 +209,13 @@ def test_torchs_grouped_product_computes_what_the_loop_computes():
     x = torch.randn(384, 32, dtype=torch.bfloat16)
     torch.testing.assert_close(whole(x), loop(x), rtol=0.02, atol=0.02)
     assert grouped.base("cuda") == "torch._grouped_mm bf16 compiled" and grouped.base("cpu") == "torch bf16 compiled"
+
+
+def test_only_keeps_the_base_and_the_candidates_with_the_text():
+    settings = Settings("cpu", (HIGH, recipes.load("mxfp8")), compiled=True)
+    (case,) = linear.LINEAR.cases(settings, (32, 32, 32))
+    assert [c.name for c in case.only(("mxfp8, comp", "eager")).candidates()] == [
+        "torch bf16 eager",
+        "torch bf16 compiled",
+        "mxfp8, compiled",
+    ]
