@@ -14,20 +14,20 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35226
+LIBRARY_LINES = 35186
 TOOL_LINES = 7404
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2390, 21, 0),
+    "attention": (2383, 21, 0),
     "cli": (1500, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2458, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2787, 1, 0),
+    "dispatch": (2772, 1, 0),
     "distributed": (450, 3, 1),
-    "formats": (1481, 0, 0),
+    "formats": (1479, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4207, 0, 0),
     "lab": (3642, 12, 1),
@@ -36,13 +36,13 @@ BUDGETS = {
     "observe": (2237, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (491, 2, 0),
-    "package": (291, 1, 0),
+    "package": (317, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2661, 12, 4),
+    "planned": (2650, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1638, 0, 0),
     "serving": (1190, 0, 0),
-    "state": (2062, 13, 1),
+    "state": (2031, 12, 1),
     "tensor": (2395, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

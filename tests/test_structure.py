@@ -11,9 +11,9 @@ import duotone
 
 ROOT = Path(duotone.__file__).parent
 ORDER = (
-    "errors renamed text numbered allocate capture formats kernels comm dispatch tensor recipes state pipeline linear "
-    "planned ops modules attention optim conversion observe distributed compat serving integrations lab report cli "
-    "__init__ __main__"
+    "errors renamed text numbered allocate capture graph_ops formats kernels comm dispatch tensor recipes state "
+    "pipeline linear planned ops modules attention optim conversion observe distributed compat serving "
+    "integrations lab report cli __init__ __main__"
 ).split()
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = {"lab", "report", "cli", "integrations"}

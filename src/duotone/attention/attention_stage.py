@@ -16,9 +16,9 @@ from duotone.attention.heads import from_heads, to_heads, token_axis
 from duotone.dispatch import attention
 from duotone.dispatch.attention import KERNEL, AttentionProblem, Options, Rounding
 from duotone.errors import UserError
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.numbered import Numbered
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.state.delayed_slot import TAGS
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Plane, Usage
 
@@ -295,14 +295,7 @@ def _fake_attend_backward(parts: list[Tensor], *arguments: object) -> tuple[Tens
     return tuple(_empty(parts[0], each, dtype) for each in (shape.query, shape.key, shape.value))
 
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
 _CALL = "Tensor? seen, Tensor? seed, Tensor? scale, SymInt[] sizes, ScalarType dtype, str number"
-_LIBRARY.define(f"attend(Tensor[] parts, {_CALL}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"attend_backward(Tensor[] parts, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)", tags=TAGS)
-for _name, _kernel, _fake in (
-    ("attend", _attend, _fake_attend),
-    ("attend_backward", _attend_backward, _fake_attend_backward),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"duotone::{_name}", _fake, lib=_LIBRARY)
+_BACKWARD = f"attend_backward(Tensor[] parts, Tensor lse, {_CALL}) -> (Tensor, Tensor, Tensor)"
+define_op(f"attend(Tensor[] parts, {_CALL}) -> (Tensor, Tensor)", _attend, _fake_attend)
+define_op(_BACKWARD, _attend_backward, _fake_attend_backward, tags=STATEFUL)

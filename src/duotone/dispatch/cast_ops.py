@@ -9,6 +9,7 @@ from torch import Tensor
 from duotone.allocate import allocator
 from duotone.dispatch.casts import cast_of
 from duotone.formats import Format, get
+from duotone.graph_ops import define_op
 
 if TYPE_CHECKING:
     from duotone.kernels.cast import Cast
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
 PARTS = ("codes", "scale", "amax")
 """What an op gives of each plane; the first two where no plane has an amax."""
-
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-CAST = "Tensor x, str row, str col, bool propagate"
-_LIBRARY.define(f"cast_planes({CAST}, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def cast_planes(
@@ -103,18 +100,16 @@ def _empty_two_level(x: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     return tuple(parts)
 
 
-def _fake(x: Tensor, row: str, col: str, propagate: bool, scale: Tensor | None) -> tuple[Tensor, ...]:
+def _fake(x: Tensor, row: str, col: str, *_: object) -> tuple[Tensor, ...]:
     return empty_planes(x, row, col)
 
 
-def _fake_two_level(x: Tensor, row: str, col: str, propagate: bool, seed: Tensor | None) -> tuple[Tensor, ...]:
+def _fake_two_level(x: Tensor, row: str, col: str, *_: object) -> tuple[Tensor, ...]:
     return _empty_two_level(x, row, col)
 
 
-_LIBRARY.define(f"cast_two_level({CAST}, Tensor? seed) -> ({', '.join(['Tensor'] * 6)})")
-for _name, _kernel, _meta in (
-    ("cast_planes", cast_planes, _fake),
-    ("cast_two_level", cast_two_level, _fake_two_level),
-):
-    _LIBRARY.impl(_name, _kernel, "CUDA")
-    _LIBRARY.impl(_name, _meta, "Meta")
+_CAST = "Tensor x, str row, str col, bool propagate"
+_PLANES = f"cast_planes({_CAST}, Tensor? scale) -> (Tensor, Tensor, Tensor, Tensor)"
+_TWO_LEVEL = f"cast_two_level({_CAST}, Tensor? seed) -> ({', '.join(['Tensor'] * 6)})"
+define_op(_PLANES, cast_planes, _fake, devices=("CUDA",))
+define_op(_TWO_LEVEL, cast_two_level, _fake_two_level, devices=("CUDA",))

@@ -16,6 +16,7 @@ from duotone.dispatch.stages import stages_for
 from duotone.dispatch.target import decodes_in_kernels
 from duotone.formats import Epilogue, Factors, Format, get
 from duotone.formats.geometry import crop
+from duotone.graph_ops import define_op
 
 
 def factors(plane: Operand) -> Factors:
@@ -51,26 +52,18 @@ def finish(y: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     return y if y.dtype is out_dtype else y.to(out_dtype)  # torch 2.11 loses gradients behind a cast that does nothing
 
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("mm_fp32(Tensor a, Tensor b) -> Tensor")
-
-
-def _cpu(a: Tensor, b: Tensor) -> Tensor:
+def _mm_fp32(a: Tensor, b: Tensor) -> Tensor:
+    if a.is_cuda:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
     # No setting of the process asks for bf16 instructions here: other threads would multiply under it too.
     return torch.mm(a.to(torch.float32), b.to(torch.float32).t())
 
 
-def _cuda(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b.t(), out_dtype=torch.float32)
-
-
-def _meta(a: Tensor, b: Tensor) -> Tensor:
+def _empty_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.float32)
 
 
-_LIBRARY.impl("mm_fp32", _cpu, "CPU")
-_LIBRARY.impl("mm_fp32", _cuda, "CUDA")
-_LIBRARY.impl("mm_fp32", _meta, "Meta")
+define_op("mm_fp32(Tensor a, Tensor b) -> Tensor", _mm_fp32, _empty_fp32)
 
 
 def mm_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -309,8 +302,9 @@ def _fake_decoded_mm(
     return a[0].new_empty((a[0].shape[0], b[0].shape[0]), dtype=out_dtype)
 
 
-_LIBRARY.define(
-    "decoded_mm(Tensor[] a, str format_a, Tensor[] b, str format_b, ScalarType out_dtype, Tensor? bias) -> Tensor"
+define_op(
+    "decoded_mm(Tensor[] a, str format_a, Tensor[] b, str format_b, ScalarType out_dtype, Tensor? bias) -> Tensor",
+    _decoded_mm,
+    _fake_decoded_mm,
+    devices=("CUDA",),
 )
-_LIBRARY.impl("decoded_mm", _decoded_mm, "CUDA")
-_LIBRARY.impl("decoded_mm", _fake_decoded_mm, "Meta")

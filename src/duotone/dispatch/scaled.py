@@ -26,6 +26,7 @@ from duotone.dispatch.segments import MOST
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
+from duotone.graph_ops import define_op
 
 if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments
@@ -37,8 +38,7 @@ QUAD = 4
 FP8_SINCE = (8, 9)
 SINCE = ".".join(map(str, BLOCKS_SINCE))
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define(
+_BLOCK_MM = (
     "block_mm(Tensor a, Tensor scale_a, int kind_a, Tensor b, Tensor scale_b, int kind_b, Tensor? bias,"
     " ScalarType dtype) -> Tensor"
 )
@@ -66,8 +66,7 @@ def _fake_block_mm(
 
 
 # Own, because Dynamo does not trace torch._scaled_mm_v2.
-_LIBRARY.impl("block_mm", _block_mm, "CUDA")
-_LIBRARY.impl("block_mm", _fake_block_mm, "Meta")
+define_op(_BLOCK_MM, _block_mm, _fake_block_mm, devices=("CUDA",))
 
 
 def _scaling(fmt: Format) -> Block | None:

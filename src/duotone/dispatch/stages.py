@@ -19,6 +19,7 @@ from duotone.dispatch.compiler import backend, compiler_reason
 from duotone.formats import elements, hadamard, philox
 from duotone.formats.elements import PLAIN, Element, Stages
 from duotone.formats.geometry import TENSOR
+from duotone.graph_ops import define_op
 
 T = TypeVar("T")
 
@@ -251,10 +252,6 @@ def _empty_bytes(seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
     return seed.new_empty((rows, cols), dtype=torch.uint8)
 
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("rotate(Tensor x) -> Tensor")
-_LIBRARY.define("random_bytes(Tensor seed, SymInt rows, SymInt cols, int plane) -> Tensor")
-_LIBRARY.impl("rotate", _rotate, "CPU")
-_LIBRARY.impl("rotate", hadamard.rotate, "Meta")
-_LIBRARY.impl("random_bytes", _random_bytes, "CPU")
-_LIBRARY.impl("random_bytes", _empty_bytes, "Meta")
+_BYTES = "random_bytes(Tensor seed, SymInt rows, SymInt cols, int plane) -> Tensor"
+define_op("rotate(Tensor x) -> Tensor", _rotate, hadamard.rotate, devices=("CPU",))
+define_op(_BYTES, _random_bytes, _empty_bytes, devices=("CPU",))

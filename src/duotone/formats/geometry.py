@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.graph_ops import define_op
+
 
 class Block(NamedTuple):
     """`rows` x `cols` elements share a scale; 0 stands for the whole extent.
@@ -54,16 +56,12 @@ class Block(NamedTuple):
 TENSOR = Block(0, 0)
 ROW = Block(1, 0)
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor")
-
 
 def _crop(x: Tensor, rows: int, cols: int) -> Tensor:
     return x[:rows, :cols].clone()
 
 
-_LIBRARY.impl("crop", _crop, "CPU")
-_LIBRARY.impl("crop", _crop, "Meta")
+define_op("crop(Tensor x, SymInt rows, SymInt cols) -> Tensor", _crop, _crop, devices=("CPU",))
 
 
 def crop(x: Tensor, rows: int, cols: int) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from duotone.comm import group_size
 from duotone.errors import UserError
 from duotone.formats import IDENTITY
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.operand_plan import OperandPlan
@@ -137,22 +138,6 @@ LEFT: Numbered[ForBackward] = Numbered()
 """By the number in the token of the forward, as long as a graph holds the memory of that."""
 
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-_LIBRARY.define(
-    "stage_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? seed, Tensor? splits, SymInt[] counts, "
-    "Tensor handle, str plan, bool? first, bool[] shares, SymInt[] size) -> (Tensor, Tensor)",
-    tags=TAGS,
-)
-GRADIENTS = (
-    "(Tensor dy, Tensor token, Tensor[] sources, SymInt[] size, bool input, bool[] weights, bool[] biases, "
-    "bool gives) -> Tensor[]"
-)
-for _name in ("stage_backward", "stage_backward_kept"):
-    _LIBRARY.define(_name + GRADIENTS, tags=TAGS)
-mark_effect("duotone::stage_backward_kept")  # of which a graph may need no output
-
-
 def _forward(  # noqa: PLR0913 (the arguments of the op)
     x: Tensor,
     parts: Sequence[Tensor],
@@ -239,11 +224,15 @@ def _fake_backward(
     return [*([dy.new_empty(size)] if of_input else ()), *weights, *biases]
 
 
-for _name, _kernel, _fake in (
-    ("stage_forward", _forward, _fake_forward),
-    ("stage_backward", _backward, _fake_backward),
-    ("stage_backward_kept", _backward, _fake_backward),
-):
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_name, _kernel, _key)
-    torch.library.register_fake(f"duotone::{_name}", _fake, lib=_LIBRARY)
+_STAGE_FORWARD = (
+    "stage_forward(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? seed, Tensor? splits, SymInt[] counts, "
+    "Tensor handle, str plan, bool? first, bool[] shares, SymInt[] size) -> (Tensor, Tensor)"
+)
+_GRADIENTS = (
+    "(Tensor dy, Tensor token, Tensor[] sources, SymInt[] size, bool input, bool[] weights, bool[] biases, "
+    "bool gives) -> Tensor[]"
+)
+define_op(_STAGE_FORWARD, _forward, _fake_forward, tags=STATEFUL)
+define_op(f"stage_backward{_GRADIENTS}", _backward, _fake_backward, tags=STATEFUL)
+define_op(f"stage_backward_kept{_GRADIENTS}", _backward, _fake_backward, tags=STATEFUL)
+mark_effect("duotone::stage_backward_kept")  # of which a graph may need no output

@@ -18,6 +18,7 @@ from duotone.comm import all_reduce, require_same
 from duotone.dispatch.cast_ops import cast_planes, empty_planes
 from duotone.dispatch.stages import amax_of
 from duotone.errors import UserError
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.state import frames, history
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
 from duotone.state.region import AMAX_MODES, AmaxMode, in_backward
@@ -139,15 +140,6 @@ class FixedSlot(Slot):
 TRACED: set[str] = set()
 """Numbers of states that graphs hold."""
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-# Not pure, and no part of a CUDA graph: a replay would record amaxes that nobody rolls.
-TAGS = (torch.Tag.nondeterministic_seeded, *filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
-SLOT = "Tensor x, str state, int index, str group, str mode, bool backward"
-_LIBRARY.define(f"delayed_scale({SLOT}) -> Tensor", tags=TAGS)
-_LIBRARY.define(
-    f"delayed_planes({SLOT}, str row, str col, bool propagate) -> (Tensor, Tensor, Tensor, Tensor)", tags=TAGS
-)
-
 
 def measured_scale(slot: Slot, x: Tensor) -> Tensor:
     """The scale of a slot, fp32 (1,), which records the amax of `x`."""
@@ -157,28 +149,40 @@ def measured_scale(slot: Slot, x: Tensor) -> Tensor:
     return scale.clone()
 
 
-def _delayed_scale(x: Tensor, state: str, index: int, group: str, mode: str, backward: bool) -> Tensor:
-    return measured_scale(DelayedSlot(state, index, group, AMAX_MODES[mode], backward), x)
+def define_slot_ops(
+    name: str, place: str, slot_of: Callable[..., Slot], trace: Callable[..., object] = lambda *_: None
+) -> None:
+    """Define the ops `<name>_scale` and `<name>_planes` of slots that a graph names by `place`, part of a schema.
+
+    A trace calls `trace(*place)` for each of them.
+    """
+
+    def scale(x: Tensor, *place: Any) -> Tensor:
+        return measured_scale(slot_of(*place), x)
+
+    def planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *place, row, col, propagate = arguments
+        factor, live = slot_of(*place).place(x)
+        return cast_planes(x, row, col, propagate, factor, live)
+
+    def scale_shape(x: Tensor, *place: Any) -> Tensor:
+        trace(*place)
+        return x.new_empty((1,), dtype=torch.float32)
+
+    def plane_shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *place, row, col, _ = arguments
+        trace(*place)
+        return empty_planes(x, row, col)
+
+    formats, results = "str row, str col, bool propagate", "(Tensor, Tensor, Tensor, Tensor)"
+    define_op(f"{name}_scale(Tensor x, {place}) -> Tensor", scale, scale_shape, tags=STATEFUL)
+    define_op(f"{name}_planes(Tensor x, {place}, {formats}) -> {results}", planes, plane_shapes, tags=STATEFUL)
 
 
-def _meta_scale(x: Tensor, state: str, *_: object) -> Tensor:
-    TRACED.add(state)
-    return x.new_empty((1,), dtype=torch.float32)
+def _slot(state: str, index: int, group: str, mode: str, backward: bool) -> DelayedSlot:
+    return DelayedSlot(state, index, group, AMAX_MODES[mode], backward)
 
 
-def _delayed_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    state, index, group, mode, backward, row, col, propagate = arguments
-    scale, live = DelayedSlot(state, index, group, AMAX_MODES[mode], backward).place(x)
-    return cast_planes(x, row, col, propagate, scale, live)
-
-
-def _meta_planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    state, *_, row, col, _ = arguments
-    TRACED.add(state)
-    return empty_planes(x, row, col)
-
-
-_LIBRARY.impl("delayed_planes", _delayed_planes, "CUDA")
-_LIBRARY.impl("delayed_planes", _meta_planes, "Meta")
-for _key, _kernel in (("CPU", _delayed_scale), ("CUDA", _delayed_scale), ("Meta", _meta_scale)):
-    _LIBRARY.impl("delayed_scale", _kernel, _key)
+define_slot_ops(
+    "delayed", "str state, int index, str group, str mode, bool backward", _slot, lambda state, *_: TRACED.add(state)
+)

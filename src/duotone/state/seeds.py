@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.graph_ops import define_op
 from duotone.state import frames
 from duotone.state.region import in_backward
 
@@ -56,11 +57,6 @@ def _again(key: tuple[str, int], advances: bool = True) -> Tensor:
     return seed
 
 
-_LIBRARY = torch.library.Library("duotone", "FRAGMENT")
-_LIBRARY.define("take_seed(Tensor(a!) buffer, int count) -> Tensor")
-_LIBRARY.define("upcoming_seed(Tensor buffer, int count) -> Tensor")
-
-
 def _draw_seed(buffer: Tensor, count: int) -> Tensor:
     seed = buffer.clone()
     buffer.add_(count)
@@ -85,13 +81,12 @@ def _upcoming_seed(buffer: Tensor, count: int) -> Tensor:
     return buffer - count if record is None else record.take("compiled", advances=False).clone()
 
 
-def _meta(buffer: Tensor, count: int) -> Tensor:
+def _empty_seed(buffer: Tensor, count: int) -> Tensor:
     return torch.empty_like(buffer)
 
 
-for _name, _eager in (("take_seed", _take_seed), ("upcoming_seed", _upcoming_seed)):
-    for _key, _kernel in (("CPU", _eager), ("CUDA", _eager), ("Meta", _meta)):
-        _LIBRARY.impl(_name, _kernel, _key)
+define_op("take_seed(Tensor(a!) buffer, int count) -> Tensor", _take_seed, _empty_seed)
+define_op("upcoming_seed(Tensor buffer, int count) -> Tensor", _upcoming_seed, _empty_seed)
 
 
 def rng_state(model: nn.Module) -> dict[str, Tensor]:
