@@ -91,8 +91,10 @@ def fsdp_step(m: Decoder, options: argparse.Namespace, device: torch.device) -> 
     count = int(options.shape.split("x")[0])
     sequence = min(options.sequence, count)
     tokens = torch.randint(options.vocabulary, (count // sequence, sequence + 1), device=device)
-    fused = {"fused": True} if options.optimizer == "adamw" and not has_planes(m) else {"foreach": True}
-    optimizer = OPTIMIZERS[options.optimizer](m.parameters(), lr=LEARNING_RATE, **fused)
+    fused = {"fused": True} if options.optimizer == "adamw" else {"foreach": True}
+    optimizer: torch.optim.Optimizer = duotone.optim.AdamW(m.parameters(), lr=LEARNING_RATE)
+    if options.optimizer == "sgd" or not has_planes(m):
+        optimizer = OPTIMIZERS[options.optimizer](m.parameters(), lr=LEARNING_RATE, **fused)
 
     def step() -> None:
         m(tokens[:, :-1], tokens[:, 1:]).backward()

@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35186
+LIBRARY_LINES = 35226
 TOOL_LINES = 7404
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2383, 21, 0),
     "cli": (1500, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2458, 7, 0),
+    "compat": (2460, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2772, 1, 0),
     "distributed": (450, 3, 1),
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2237, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (491, 2, 0),
+    "optim": (529, 2, 0),
     "package": (317, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2650, 12, 4),

@@ -7,6 +7,7 @@ import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import checks
 import torch
@@ -18,18 +19,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 import duotone
 from duotone import recipes
+from duotone.comm import collectives
 from duotone.dispatch import stages
 from duotone.errors import MissingPlaneError
 from duotone.recipes import Recipe, Rule, RuleRecipe
 
 
-def train(m: nn.Module, steps: int = 3, after: Callable[[], None] = lambda: None) -> tuple[list[Tensor], list[Tensor]]:
+def train(
+    m: nn.Module, steps: int = 3, after: Callable[[], None] = lambda: None, optimizer: Optimizer | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(1)
     x, y = torch.randn(64, 128).bfloat16(), torch.randn(64, 256).bfloat16()
-    optimizer = torch.optim.SGD(m.parameters(), lr=0.5)
+    optimizer = optimizer or torch.optim.SGD(m.parameters(), lr=0.5)
     losses, gradients = [], []
     for _ in range(steps):
         loss = ((m(x) - y).float() ** 2).mean()
@@ -49,11 +54,12 @@ def shard(m: nn.Sequential) -> nn.Sequential:
     return fully_shard(m, mesh=mesh)
 
 
-def compare(recipe: Recipe) -> nn.Module:
+def compare(recipe: Recipe, optimizer: Callable[[nn.Module], Optimizer | None] = lambda m: None) -> nn.Module:
     sharded = model(recipe)
     single = copy.deepcopy(sharded)
     shard(sharded)
-    for got, want in zip(*(functools.reduce(operator.iadd, train(m), []) for m in (sharded, single)), strict=True):
+    results = [functools.reduce(operator.iadd, train(m, optimizer=optimizer(m)), []) for m in (sharded, single)]
+    for got, want in zip(*results, strict=True):
         same(got, want, "losses and gradients")
     rank, world = dist.get_rank(), dist.get_world_size()
     for mine, whole in zip(sharded.parameters(), single.parameters(), strict=True):
@@ -128,6 +134,27 @@ def a_monitored_run_has_the_same_bits_and_a_file_for_each_rank(folder: Path) -> 
 @check
 def fp8_delayed_agrees_on_its_scale_without_an_amax_reduction_group(folder: Path) -> None:
     compare(recipes.DelayedScaling(amax_history_len=2))
+
+
+@check
+def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
+    """Masters, moments and planes; each step agrees on the scales of all weights in one collective."""
+    for name, agreements in {"fp8-current": 1, "nvfp4": 1, "fp8-rowwise": 1, "fp8-delayed": 1, "mxfp8": 0}.items():
+        optimizers: list[duotone.optim.AdamW] = []
+
+        def adamw(m: nn.Module, optimizers: list[duotone.optim.AdamW] = optimizers) -> Optimizer:
+            optimizers.append(duotone.optim.AdamW(m.parameters(), lr=0.01, master_weights=True))
+            return optimizers[-1]
+
+        compare(recipes.load(name), adamw)
+        sharded, single = (list(optimizer.state.values()) for optimizer in optimizers)
+        for mine, whole in zip(sharded, single, strict=True):
+            for key in ("exp_avg", "exp_avg_sq", "master"):
+                assert isinstance(mine[key], DTensor) and mine[key].dtype == torch.float32
+                same(mine[key].full_tensor(), whole[key], f"{name} {key}")
+        with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as agreed:
+            optimizers[0].step()
+        assert agreed.call_count == agreements, (name, agreed.call_count)
 
 
 @check

@@ -101,21 +101,6 @@ def test_stochastic_rounding_takes_the_seed_of_the_context() -> None:
     assert torch.equal(p.dequantize(), want.dequantize())
 
 
-class Sharded(torch.Tensor):
-    """As a DTensor, where `AdamW` looks."""
-
-    def to_local(self) -> torch.Tensor:
-        return self.as_subclass(torch.Tensor)
-
-
-def test_a_distributed_parameter_that_needs_a_master() -> None:
-    p = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16).as_subclass(Sharded))
-    with pytest.raises(UserError, match="DTensor") as raised:
-        AdamW([p], master_weights=True)
-    assert "\n" not in str(raised.value)
-    AdamW([p])
-
-
 def test_a_step_inside_of_a_cuda_graph() -> None:
     p = nn.Parameter(torch.ones(4))
     p.grad = torch.ones(4)

@@ -12,8 +12,10 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
-from duotone.optim.update import Group, Rates, Saved, State, write
+from duotone.optim.update import Group, Rates, Saved, State, shard_of, write
+from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.writes import write_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FP32 = frozenset((*MOMENTS, "master"))
@@ -28,10 +30,12 @@ class AdamW(Optimizer):
       step updates the master. The parameter becomes `parameter.copy_(master)`: rounded to its dtype or, if it is
       quantized, encoded to each of its planes by its quantizer.
     - Parameters and their buffers stay the same objects.
+    - Of a DTensor each rank updates its shard, and the state is DTensors that lie alike. Scales that span shards are
+      agreed on for all parameters in one collective.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
     - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
 
-    UserError if a hyperparameter is out of range, or if a parameter that needs a master is a DTensor.
+    UserError if a hyperparameter is out of range.
     """
 
     def __init__(
@@ -55,8 +59,6 @@ class AdamW(Optimizer):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            for parameter in group["params"]:
-                refuse_distributed(parameter, group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -79,22 +81,25 @@ class AdamW(Optimizer):
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for parameter in chain.from_iterable(parameters for _, parameters in groups):
             check_step(parameter)
+        encoded: list[Tensor] = []
         for group, parameters in groups:
-            mastered = [p for p in parameters if "master" in self.state[p] or needs_master(p, group)]
+            mastered = [p for p in parameters if "master" in self.state[p] or needs_master(shard_of(p), group)]
             plain = set(parameters).difference(mastered)
             self._update_plain(group, [p for p in parameters if p in plain])
-            for parameter in mastered:
-                self._update_mastered(group, parameter)
+            encoded += [p for p in mastered if self._update_mastered(group, p)]
+        shards = [(shard_of(p), shard_of(self.state[p]["master"])) for p in encoded]
+        write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])
+        self._marks.update((p, Mark.of(p)) for p in encoded)
         return loss
 
     def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
         states = [self._state_of(p, p) for p in parameters]
         beta1, beta2 = group["betas"]
         adamw(
-            parameters,
-            [p.grad for p in parameters if p.grad is not None],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [shard_of(p) for p in parameters],
+            [gradient(p) for p in parameters],
+            [shard_of(state["exp_avg"]) for state in states],
+            [shard_of(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             has_complex=any(p.is_complex() for p in parameters),
@@ -103,22 +108,30 @@ class AdamW(Optimizer):
             beta2=beta2,
             **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
         )
+        torch.autograd.graph.increment_version([p for p in parameters if is_distributed(p)])
 
-    def _update_mastered(self, group: Group, parameter: Tensor) -> None:
+    def _update_mastered(self, group: Group, parameter: Tensor) -> bool:
+        """Update the master. Returns whether the parameter has still to be encoded from it."""
         state = self.state[parameter]
         mark = self._marks.get(parameter)
         if "master" not in state:
-            state["master"] = initial_master(parameter)
+            state["master"] = laid_like(parameter, initial_master(shard_of(parameter)))
         elif mark is not None:
-            adopt_writes(parameter, state["master"], mark)
+            adopt_writes(parameter, shard_of(state["master"]), mark)
         self._state_of(parameter, state["master"])
         for name in FP32:  # moments may be from before the parameter had a master, or from torch
-            state[name] = state[name].to(torch.float32).contiguous()
+            if state[name].dtype != torch.float32 or not shard_of(state[name]).is_contiguous():
+                state[name] = laid_like(parameter, shard_of(state[name]).to(torch.float32).contiguous())
         state["step"] += 1
-        assert parameter.grad is not None
-        rates = Rates.of(group, state["step"].item())
-        write(parameter, State(parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["master"]), rates)
-        self._marks[parameter] = Mark.of(parameter)
+        shards = [shard_of(state[name]) for name in (*MOMENTS, "master")]
+        is_written = write(
+            shard_of(parameter), State(gradient(parameter), *shards), Rates.of(group, state["step"].item())
+        )
+        if is_distributed(parameter):
+            torch.autograd.graph.increment_version(parameter)
+        if is_written:
+            self._marks[parameter] = Mark.of(parameter)
+        return not is_written
 
     def _state_of(self, parameter: Tensor, like: Tensor) -> Saved:
         state = self.state[parameter]
@@ -149,7 +162,7 @@ class AdamW(Optimizer):
             hook.remove()
         for group, parameter, saved in self._saved(loaded):
             state = self.state[parameter]
-            has_master = "master" in saved or needs_master(parameter, group)
+            has_master = "master" in saved or needs_master(shard_of(parameter), group)
             for name in FP32.intersection(saved):
                 dtype = torch.float32 if has_master else state[name].dtype
                 state[name] = saved[name].to(parameter.device, dtype, copy=True)
@@ -192,14 +205,21 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def refuse_distributed(parameter: Tensor, group: Group) -> None:
-    """UserError if a parameter that needs a master is a DTensor."""
-    to_local = getattr(parameter, "to_local", None)  # needs no import of DTensor
-    if to_local is not None and needs_master(to_local(), group):
-        raise UserError(
-            f"a DTensor of shape {tuple(parameter.shape)} would need a master, which AdamW keeps for whole tensors "
-            "alone; shard plain parameters, without master_weights"
-        )
+def gradient(parameter: Tensor) -> Tensor:
+    """The gradient; of a DTensor that of this rank's shard."""
+    grad = parameter.grad
+    assert grad is not None
+    if is_distributed(grad) and is_distributed(parameter) and grad.placements != parameter.placements:
+        return grad.redistribute(placements=parameter.placements).to_local()
+    return shard_of(grad)
+
+
+def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """A DTensor of these shards that lies as the parameter; the shard itself if the parameter is no DTensor."""
+    if not is_distributed(parameter):
+        return shard
+    cut, size = (parameter.device_mesh, parameter.placements), parameter.shape
+    return type(parameter).from_local(shard, *cut, run_check=False, shape=size, stride=parameter.stride())
 
 
 def check_step(parameter: Tensor) -> None:
@@ -207,6 +227,7 @@ def check_step(parameter: Tensor) -> None:
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")
+    parameter = shard_of(parameter)
     if not isinstance(parameter, QuantizedTensor):
         return
     parameter.require_writable()

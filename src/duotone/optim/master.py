@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.formats import Format
-from duotone.optim.update import Group
+from duotone.optim.update import Group, shard_of
 from duotone.tensor import QuantizedTensor
 
 
@@ -51,13 +51,14 @@ class Mark(NamedTuple):
 
     @staticmethod
     def of(parameter: Tensor, *, is_load: bool = False) -> "Mark":
-        codes, fmt = parameter, None
-        if isinstance(parameter, QuantizedTensor):
-            plane = parameter.planes.rowwise or parameter.planes.columnwise
+        codes, fmt = shard_of(parameter), None
+        version = parameter._version if codes is parameter else parameter._version + codes._version
+        if isinstance(codes, QuantizedTensor):
+            plane = codes.planes.rowwise or codes.planes.columnwise
             if plane is not None:
                 codes, fmt = plane.parts["codes"], plane.format
         memory = StorageWeakRef(codes.untyped_storage())
-        return Mark(memory, codes.storage_offset(), parameter._version, parameter.dtype, fmt, is_load)
+        return Mark(memory, codes.storage_offset(), version, parameter.dtype, fmt, is_load)
 
 
 def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
@@ -72,6 +73,7 @@ def adopt_writes(parameter: Tensor, master: Tensor, mark: Mark) -> None:
     is_moved = now.memory != mark.memory or now.offset != mark.offset
     if not is_moved and now.version == mark.version:
         return
+    parameter = shard_of(parameter)
     values = values_of(parameter)
     if is_moved or mark.is_load:
         expected = _rounded(parameter, master, mark.dtype) if now.format == mark.format else None

@@ -86,29 +86,44 @@ def update(state: State, rates: Rates) -> None:
     p.mul_(decay).sub_((m * step_size).div_(root.mul_(correction).add_(eps)))
 
 
-def write(parameter: Tensor, state: State, rates: Rates) -> None:
-    """One step; `parameter` becomes what `copy_` makes of the fp32 master: rounded, or each plane encoded."""
+def shard_of(x: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return getattr(x, "_local_tensor", x)
+
+
+def write(parameter: Tensor, state: State, rates: Rates) -> bool:
+    """One step. A plain parameter becomes the fp32 master, rounded.
+
+    Returns whether the parameter is written. If not, it is quantized and its planes have still to be encoded.
+    """
     if has_kernels(state.master) and has_kernels(state.grad):
-        _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), rates)
-    else:
-        update(state, rates)
-        parameter.copy_(state.master)
+        return _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), rates)
+    update(state, rates)
+    return _copied(parameter, state.master)
 
 
-def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> None:
-    """The step writes planes under one delayed scale, and contiguous plain parameters; others are copied afterwards."""
+def _copied(parameter: Tensor, master: Tensor) -> bool:
+    if isinstance(parameter, QuantizedTensor):
+        return False
+    parameter.copy_(master)
+    return True
+
+
+def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> bool:
+    """The step writes planes under one delayed scale, and contiguous plain parameters."""
     from duotone.kernels import adamw
 
     target = _target(parameter, state.master) if isinstance(parameter, QuantizedTensor) else None
+    plain = type(parameter) in (Tensor, torch.nn.Parameter) and parameter.dtype != torch.float32
     if target is not None:
         adamw.update_planes(state, rates, target)
-        torch.autograd.graph.increment_version(parameter)
-    elif type(parameter) is torch.nn.Parameter and parameter.dtype != torch.float32 and parameter.is_contiguous():
+    elif plain and parameter.is_contiguous():
         adamw.update(state, rates, parameter)
-        torch.autograd.graph.increment_version(parameter)
     else:
         adamw.update(state, rates)
-        parameter.copy_(state.master)
+        return _copied(parameter, state.master)
+    torch.autograd.graph.increment_version(parameter)
+    return True
 
 
 def _target(parameter: QuantizedTensor, master: Tensor) -> "Target | None":

@@ -9,9 +9,9 @@ from torch.optim.optimizer import ParamsT, StateDict
 from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
-from duotone.optim.adamw import MOMENTS
+from duotone.optim.adamw import MOMENTS, laid_like
 from duotone.optim.master import needs_master, values_of
-from duotone.optim.update import Group
+from duotone.optim.update import Group, shard_of
 from duotone.tensor import QuantizedTensor
 
 ADAM: dict[str, Rule] = {
@@ -64,11 +64,13 @@ class FusedAdam(optim.AdamW):
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the states of a parameter before its first step; values that `quantized_model_init` preserved stay."""
         group = next(group for group in self.param_groups if any(p is param for p in group["params"]))
-        values = param.get_high_precision_init_val() if isinstance(param, QuantizedTensor) else None
-        master = torch.empty(param.shape, dtype=torch.float32, device=param.device)
-        self._state_of(param, master)
-        if needs_master(param, group):
-            self.state[param]["master"] = master.copy_(values_of(param) if values is None else values)
+        shard = shard_of(param)
+        values = shard.get_high_precision_init_val() if isinstance(shard, QuantizedTensor) else None
+        master = torch.empty(shard.shape, dtype=torch.float32, device=shard.device)
+        self._state_of(param, laid_like(param, master))
+        if needs_master(shard, group):
+            master.copy_(values_of(shard) if values is None else values)
+            self.state[param]["master"] = laid_like(param, master)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state by its name there: "exp_avg", "exp_avg_sq" or "master_param". All are fp32."""
