@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35226
+LIBRARY_LINES = 35258
 TOOL_LINES = 7404
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (529, 2, 0),
     "package": (317, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2650, 12, 4),
+    "planned": (2676, 12, 4),
     "recipes": (2001, 5, 0),
     "report": (1638, 0, 0),
     "serving": (1190, 0, 0),
-    "state": (2031, 12, 1),
-    "tensor": (2395, 15, 0),
+    "state": (2032, 12, 1),
+    "tensor": (2400, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -99,14 +99,24 @@ def shards_of_quantized_weights_come_from_meta(folder: Path) -> None:
     """As the examples of Transformer Engine do it: built on meta, sharded, then filled."""
     recipe = DelayedScaling(amax_history_len=2)
     with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
-        model = nn.Sequential(te.LayerNormMLP(WIDTH, WIDE, device="meta"), te.Linear(WIDTH, WIDTH, device="meta"))
+        block = te.TransformerLayer(WIDTH, WIDE, 4, fuse_qkv_params=True, device="meta")
+        model = nn.Sequential(
+            te.LayerNormMLP(WIDTH, WIDE, device="meta"), te.Linear(WIDTH, WIDTH, device="meta"), block
+        )
     fully_shard(model)
     bases = [module for module in model.modules() if isinstance(module, te.TransformerEngineBaseModule)]
-    assert bases == list(model)
+    assert bases == [*model[:2], block.self_attention, block.layernorm_mlp]
     for module in bases:
         module.reset_parameters()
+    assert not any(p.is_meta for p in model.parameters())
+    for parameter in model.parameters():
+        shard = parameter._local_tensor
+        if isinstance(shard, te.QuantizedTensor):
+            values = shard.get_high_precision_init_val()
+            codes = shard.dequantize()
+            assert not torch.equal(values, codes) and torch.allclose(values, codes, rtol=2**-4, atol=2**-9)
     with te.autocast(recipe=recipe):
-        model(torch.ones(TOKENS, WIDTH)).sum().backward()
+        model(torch.ones(TOKENS, 1, WIDTH)).sum().backward()
     weight = model[1].weight.full_tensor()
     assert abs(weight.dequantize().std() / 0.023 - 1) < 0.2 and model[1].weight.grad.full_tensor().isfinite().all()
 

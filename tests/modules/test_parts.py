@@ -101,7 +101,8 @@ def test_reset_parameters_brings_quantized_weights_and_their_scales_from_meta(re
         module = duotone.LayerNormMLP(32, 64, device="meta")
         real = duotone.LayerNormMLP(32, 64)
     module.reset_parameters()
-    assert module.fc1.weight.get_high_precision_init_val() is None
+    values, codes = module.fc1.weight.get_high_precision_init_val(), module.fc1.weight.dequantize()
+    assert not torch.equal(values, codes) and torch.allclose(values, codes, rtol=2**-4, atol=2**-9)
     module.load_state_dict(real.state_dict())
     x = torch.randn(32, 32)
     with duotone.autocast(recipe=recipe):

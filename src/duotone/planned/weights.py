@@ -1,6 +1,7 @@
 """Weights of planned modules: their initial values, weights that exist only as planes, and shards of DTensors."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from duotone.state.delayed import DelayedState
 from duotone.state.parameters import construction
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
-from duotone.tensor.fsdp import tell_shards
+from duotone.tensor.fsdp import shard_of, tell_shards
 from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import INIT_VALUE
 from duotone.tensor.state_entry import ENTRY, mark_entry
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 
 INITIALISER = "_init_method"
+PRESERVES = "_preserves_init_values"
 
 
 def keep_initialiser(module: nn.Module, init_method: Callable[[Tensor], object] | None) -> None:
@@ -58,12 +60,12 @@ def initialise(module: nn.Module, default: Callable[[], None] | None = None) -> 
     if hasattr(module, "module_name"):  # at construction the caller's device decides
         materialise(module)
     init_method = module.__dict__.get(INITIALISER)
-    if init_method is None and default is not None:
-        default()
-        return
-    fan_in: int = module.in_features  # type: ignore[assignment]
-    bound = fan_in**-0.5 if fan_in else 0.0
-    with torch.no_grad():
+    with preserved_values(module), torch.no_grad():
+        if init_method is None and default is not None:
+            default()
+            return
+        fan_in: int = module.in_features  # type: ignore[assignment]
+        bound = fan_in**-0.5 if fan_in else 0.0
         for name, parameter in module.named_parameters(recurse=False):
             if init_method is None:
                 nn.init.uniform_(parameter, -bound, bound)
@@ -71,6 +73,28 @@ def initialise(module: nn.Module, default: Callable[[], None] | None = None) -> 
                 parameter.zero_()
             elif "layer_norm" not in name:
                 init_method(parameter)
+
+
+@contextmanager
+def preserved_values(module: nn.Module) -> Iterator[None]:
+    """If the module preserves initial values, let the caller fill plain tensors; quantized weights are their codes."""
+    parameters = dict(module.named_parameters(recurse=False)) if PRESERVES in vars(module) else {}
+    weights = {name: p for name, p in parameters.items() if isinstance(shard_of(p), QuantizedTensor)}
+    plain = {name: nn.Parameter(torch.zeros_like(p), requires_grad=False) for name, p in weights.items()}
+    module._parameters.update(plain)
+    try:
+        yield
+    finally:
+        module._parameters.update(weights)
+    for name, weight in weights.items():
+        shard, values = shard_of(weight), shard_of(plain[name]).detach()
+        version = shard._version
+        with torch.no_grad():
+            shard.copy_(values)
+        if version == 0:  # the first fill counts as no write: masters start from the values
+            torch._C._autograd._unsafe_set_version_counter((shard,), (0,))  # type: ignore[attr-defined]
+        if not values.is_meta:
+            setattr(shard, INIT_VALUE, values.to("cpu", copy=True))
 
 
 INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "gathers", "_shells", ENTRY)
@@ -105,6 +129,8 @@ def quantize_weights(module: "Planned") -> None:
     module.recipe = recipe if module.recipe == HIGH_PRECISION else module.recipe
     if quantizer.rowwise == quantizer.columnwise == IDENTITY:
         return
+    if region.preserve_high_precision_init_val:
+        module.__dict__[PRESERVES] = True  # `reset_parameters` does so too
     values = {id(weight): weight.detach() for weight in module.weight_parameters}
     for name, weight in list(module.named_parameters(recurse=False)):
         if id(weight) in values:

@@ -33,6 +33,7 @@ class quantized_model_init(RegionManager[Construction]):
 
     With `preserve_high_precision_init_val`, each weight also keeps a copy of its values in high precision on the CPU:
     `param.get_high_precision_init_val()` returns it, `param.clear_high_precision_init_val()` drops it.
+    `module.reset_parameters()` keeps a copy too, also for shards of a module that was built on meta.
     """
 
     stack, region_type = STACK, Construction

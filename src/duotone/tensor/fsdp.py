@@ -77,6 +77,11 @@ class ShardHooks(PlaneTensor):
         return gathers.deliver(outputs, out, whole)
 
 
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)  # `to_local` may return another view
+
+
 def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     """Let quantized shards among these parameters agree with the other shards on all later writes.
 
@@ -84,8 +89,8 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     MissingPlaneError if ranks would gather pieces of different sizes.
     """
     for parameter in parameters:
-        shard = getattr(parameter, "_local_tensor", None)  # of a DTensor; `to_local` may return another view
-        if not isinstance(shard, ShardHooks) or shard.context.shard is not None:
+        shard = None if parameter is None else shard_of(parameter)
+        if shard is parameter or not isinstance(shard, ShardHooks) or shard.context.shard is not None:
             continue
         holder = cast("DTensor", parameter)
         mesh, rows = holder.device_mesh, holder.shape[0]

@@ -100,7 +100,7 @@ class TakesTheirArguments:
 
 
 class TransformerEngineBaseModule(TakesTheirArguments):
-    """The linears, for `isinstance`."""
+    """The linears, and attention with those inside, for `isinstance`: each has `reset_parameters`."""
 
 
 class TakesGroupLater:
@@ -212,7 +212,7 @@ class DotProductAttention(TakesTheirArguments, attention.DotProductAttention):
             return super().forward(*values, **options)
 
 
-class MultiheadAttention(TakesTheirArguments, attention.MultiheadAttention):
+class MultiheadAttention(TransformerEngineBaseModule, attention.MultiheadAttention):
     def prepare_call(self, named: Options) -> None:
         drop_unused_mask(named, self.core_attention.attn_mask_type)
 
