@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35258
-TOOL_LINES = 7404
+LIBRARY_LINES = 35269
+TOOL_LINES = 7503
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2383, 21, 0),
-    "cli": (1500, 2, 0),
+    "cli": (1519, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2460, 7, 0),
     "conversion": (2644, 5, 0),
@@ -30,17 +30,17 @@ BUDGETS = {
     "formats": (1479, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4207, 0, 0),
-    "lab": (3642, 12, 1),
+    "lab": (3662, 12, 1),
     "linear": (1870, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2237, 6, 0),
+    "observe": (2248, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (529, 2, 0),
     "package": (317, 1, 0),
     "pipeline": (1403, 5, 2),
     "planned": (2676, 12, 4),
     "recipes": (2001, 5, 0),
-    "report": (1638, 0, 0),
+    "report": (1698, 0, 0),
     "serving": (1190, 0, 0),
     "state": (2032, 12, 1),
     "tensor": (2400, 15, 0),

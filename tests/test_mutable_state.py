@@ -66,6 +66,7 @@ ALLOWED = {
     "recipes.library._shipped": PURE,
     "recipes.recipe._FIRST": "the first of equal recipes, so that equals share a key",
     "recipes.recipe._RECIPES": GRAPHS,
+    "observe.candidates.recipe_of": PURE,
     "report.page._environment": PURE,
     "state.delayed.STATES": GRAPHS,
     "state.delayed_slot.TRACED": "states whose number a graph holds, which serves no other state",

@@ -18,6 +18,9 @@ from duotone.lab.trainer import Trainer
 pytest.importorskip("scipy", reason="pip install 'scipy>=1.11'")
 
 
+PAGES = ["report.html", "result.json"]
+
+
 def evidence(folder):
     told = json.loads((folder / "evidence.json").read_text())
     return {key: value for key, value in told.items() if key not in ("command", "machine")}
@@ -45,7 +48,7 @@ def test_it_leaves_a_recipe_its_evidence_and_a_report(whole):
     out, code, text, progress = whole
     told = evidence(out)
     assert code == 0 and sorted(os.listdir(out)) == [
-        *("checkpoints", "evidence.json", "planes.csv", "recipe.toml", "report.html", "result.json")
+        *("checkpoints", "evidence.json", "planes.csv", "recipe.toml", *PAGES)
     ]
     assert told["predicted"]["speed"] >= 1.3 and len(told["effects"]) == 2 * 4 * 3 * 2
     assert told["speeds"]["gpu"] == "NVIDIA H200" and told["settings"]["goal"] == {"kind": "speed", "value": 1.3}
@@ -58,6 +61,9 @@ def test_it_leaves_a_recipe_its_evidence_and_a_report(whole):
     assert len(quantized) == names.count("fp8-current") and recipes.load(str(out / "recipe.toml")).title == "searched"
     assert told["verdict"] in text and f"24 GEMMs: {names.count(names[0])} as in {names[0]}" in text
     assert "effects of single GEMMs: step 48/48" in progress
+    page, ratio = (out / "report.html").read_text(), told["predicted"]["speed"]
+    first = f"as if 4096 wide with 8192 tokens, is predicted {ratio:.2f} times as fast as in bf16, so speed=1.3 is met;"
+    assert "<h1>Use searched on an NVIDIA H200:" in page and first in page and first in text.replace("\n", " ")
 
 
 def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, typed, whole, tmp_path, monkeypatch):
@@ -125,9 +131,13 @@ def test_a_comparison_removes_a_search_but_no_recipe_of_the_user(duotone, tmp_pa
         (tmp_path / folder).mkdir()
         for name in files:
             (tmp_path / folder / name).write_text("{}")
-    assert duotone(*tiny, "--out", tmp_path / "users")[0] == 0 and (tmp_path / "users" / "recipe.toml").exists()
+        (tmp_path / folder / "checkpoints" / "step-00000050").mkdir(parents=True)
+    assert duotone(*tiny, "--out", tmp_path / "users")[0] == 0
+    assert sorted(os.listdir(tmp_path / "users")) == ["checkpoints", "planes.csv", "recipe.toml", *PAGES]
+    assert len(os.listdir(tmp_path / "users" / "checkpoints")) == 1
     assert duotone(*tiny, "--force", "--out", tmp_path / "search")[0] == 0
-    assert not [name for name in files if (tmp_path / "search" / name).exists()]
+    assert sorted(os.listdir(tmp_path / "search")) == ["checkpoints", "planes.csv", *PAGES]
+    assert os.listdir(tmp_path / "search" / "checkpoints") == []
 
 
 def test_a_format_under_which_the_loss_is_not_finite_is_never_chosen(duotone, typed, tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ def result(request):
     text_file, corpus = (request.getfixturevalue(name) for name in ("text_file", "corpus"))
     config = comparison.TrainConfig(presets.get("tiny"), steps=8, seed=1, data=(str(text_file),))
     runs = plan_runs(config, [recipes.load(name) for name in ("mxfp8", "bf16", "nvfp4")])
-    return compare(config, runs, corpus, command="duotone")
+    return compare(config, runs, corpus, {"command": "duotone"})
 
 
 def test_the_document_is_json_and_has_the_fields_of_the_report(result):

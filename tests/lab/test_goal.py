@@ -32,8 +32,8 @@ def test_shares_of_bf16_add_up_to_one(options):
 
 
 def test_the_speed_of_a_uniform_recipe_is_that_of_the_table(options):
-    linears = [(4096, 12288, 2), (4096, 4096, 2), (4096, 12288, 2), (6144, 4096, 2)]  # 64, 96 wide -> 4096, 6144
-    expected = speeds.measured().model_speed("fp8-current", 8192, linears).ratio
+    linears = [(4096, 12288), (4096, 4096), (4096, 12288), (6144, 4096)]  # 64, 96 wide -> 4096, 6144
+    expected = speeds.measured().model_speed([("fp8-current", (8192, *linear)) for linear in linears]).ratio
     assert predict(uniform(options, "fp8-current"), free(options)).speed == pytest.approx(expected)
 
 

@@ -57,10 +57,10 @@ def test_outside_of_the_measured_shapes_nothing_is_known(shape: speeds.Shape) ->
 
 
 def test_a_model_takes_the_time_of_its_linears_together() -> None:
-    speed = TABLE.model_speed("a", 1024, [[1024, 1024, 2], [1024, 4096, 1]])
+    square, wide = (1024, 1024, 1024), (1024, 1024, 4096)
+    speed = TABLE.model_speed([("a", square), ("a", square), ("a", wide)])
     assert speed.ratio == pytest.approx((2 + 4) / (2 / 1.0 + 4 / 2.0)) and speed.basis == "measured"
-    assert TABLE.model_speed("a", 1024, [[1024, 1024, 2], [8, 8, 1]]) == speeds.UNKNOWN
-    assert TABLE.model_speed("a", 1024, []) == speeds.UNKNOWN
+    assert TABLE.model_speed([("a", square), ("a", (1024, 8, 8))]) == TABLE.model_speed([]) == speeds.UNKNOWN
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from duotone.observe import speeds
 from duotone.report import choice, render
 
 Result = dict[str, Any]
@@ -20,11 +23,14 @@ def ranked(result: Result, **gaps: tuple[float, float]) -> Result:
 
 def test_the_fastest_recipe_that_cannot_be_told_from_bf16_is_named_with_its_speed(result: Result) -> None:
     text = choice.answer(ranked(result))
-    assert text.startswith("Use fp8-current on an NVIDIA H200: a linear of 4096 x 14336 with 8192 tokens is 1.6")
+    assert text.startswith(
+        "Use fp8-current on an NVIDIA H200: the work of its linears, as if 4096 wide with 8192 tokens"
+    )
+    assert "is 1.60 times as fast" in text
     assert text.endswith("times as fast, and its loss cannot be told from that of bf16.")
     told = choice.confidence(result)
     assert told.startswith("Confidence: moderate, its gap may be up to 0.30\N{NO-BREAK SPACE}%")
-    assert "bench/results/2026-11-21-h200" in told and "outside of the measured shapes" in told
+    assert "bench/results/2026-11-21-h200" in told and "the linears of this model were not measured" in told
     assert "Unknown for mxfp8-fwd-nvfp4-bwd." in told
 
 
@@ -52,6 +58,54 @@ def test_linears_within_the_measured_shapes_are_interpolated_and_marked(result: 
         result
     )
     assert 'hollow"><title>fp8-current' in render(result)
+
+
+def test_a_size_that_was_named_takes_the_place_of_that_of_the_model(result: Result) -> None:
+    ranked(result)["settings"] |= {"tokens_per_step": 128, "linears": {"up": (64, 64)}, "size": [8192, 16384]}
+    fast = speeds.measured().speed("fp8-current", (16384, 8192, 8192)).ratio
+    assert f"as if 8192 wide with 16384 tokens, is {fast:.2f} times as fast, and" in choice.answer(result)
+
+
+SEARCH = {"recipe": "searched", "kind": "speed", "value": 1.2, "gap_percent": 0.0, "speed": 1.25, "memory": 0.95}
+
+
+@pytest.mark.parametrize(
+    ("gap", "margin", "goal", "words"),
+    [
+        (
+            0.1,
+            0.2,
+            {},
+            "so speed=1.2 is met; its loss ends 0.10 ± 0.20 % above that of bf16 (zero lies in this interval).",
+        ),
+        (-0.3, 0.2, {}, "so speed=1.2 is met; its loss ends 0.30 ± 0.20 % below that of bf16."),
+        (0.1, 0.2, {"kind": "memory", "value": 1.0}, "keeps 0.95 of the bytes for backward, so memory=1 is met"),
+        (0.1, 0.2, {"kind": "gap", "value": 0.2}, "whether gap=0.2 % is met cannot be told"),
+        (0.1, None, {"kind": "gap", "value": 0.2}, "whether gap=0.2 % is met cannot be told"),
+        (0.5, 0.2, {"kind": "gap", "value": 0.2}, "and gap=0.2 % is not met"),
+        (-0.1, 0.2, {"kind": "gap", "value": 0.2}, "and gap=0.2 % is met"),
+        (None, None, {}, "so speed=1.2 is met; its loss is not measured."),
+    ],
+)
+def test_the_first_line_of_a_search_has_speed_gap_and_whether_the_goal_is_met(
+    result: Result, gap: float | None, margin: float | None, goal: Result, words: str
+) -> None:
+    """The recipe mixes GEMMs of two measured recipes; a third of the time of the one and two of the other."""
+    ranked(result)["settings"] |= {"linears": {"up": (64, 64)}, "size": [4096, 8192], "search": SEARCH | goal}
+    run = result["runs"][1] | {"name": "searched", "gap_percent": gap, "gap_margin": margin}
+    run["rank"] = 1 if margin is not None else None
+    fp8, exact = ("fp8_e4m3_tensor", "fp8_e4m3_tensor"), ("identity", "identity")
+    run["plan"] = [
+        {**run["plan"][0], "module": "up", "gemm": gemm, "a": formats[0], "b": formats[1]}
+        for gemm, formats in {"fprop": fp8, "dgrad": exact, "wgrad": exact}.items()
+    ]
+    result["runs"] = [result["runs"][0], run]
+    ratio = 3 / (2 + 1 / speeds.measured().speed("fp8-current", (8192, 4096, 4096)).ratio)
+    text, page = choice.answer(result), render(result)
+    assert text.startswith("Try" if margin is None else "Use") and words in text.replace("\N{NO-BREAK SPACE}", " ")
+    assert f"as if 4096 wide with 8192 tokens, is predicted {ratio:.2f} times as fast as in bf16" in text
+    assert f"<h1>{text}</h1>" in page
+    assert gap is None or f"speed {ratio:.2f} times, predicted</title>" in page
 
 
 def test_without_a_recipe_to_compare_the_page_has_its_plain_heading(result: Result) -> None:

@@ -9,7 +9,7 @@ from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
 from duotone.lab.presets import DEFAULT_RECIPES
-from duotone.lab.schema import Document
+from duotone.lab.schema import Document, Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -25,6 +25,7 @@ from duotone.lab.schema import Document
     default=1,
     help="Runs of each recipe, from --seed on; 1, which ranks nothing.",
 )
+@options.size
 @click.option("--resume", is_flag=True, help="Continue the comparison in --out with its settings, or add seeds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON instead of the table.")
 @options.parallel
@@ -34,6 +35,7 @@ def compare(  # noqa: PLR0913 (one argument for each option)
     context: click.Context,
     recipes: tuple[str, ...],
     seeds: int,
+    size: tuple[int, int] | None,
     resume: bool,
     as_json: bool,
     out: str | None,
@@ -61,11 +63,11 @@ def compare(  # noqa: PLR0913 (one argument for each option)
         from duotone.lab.parallel import restarts
 
         if restarts():  # torchrun types everything again
-            resume, typed, recipes, strict, force = True, {}, (), False, False
+            resume, typed, recipes, size, strict, force = True, {}, (), None, False, False
     if resume:
-        chosen = runs.continued_comparison(folder, [*typed.values(), recipes, strict, force], seeds=seeds)
+        chosen = runs.continued_comparison(folder, [*typed.values(), recipes, size, strict, force], seeds=seeds)
     else:
-        chosen = runs.new_comparison(folder, recipes, typed, seeds=seeds, strict=strict, force=force)
+        chosen = runs.new_comparison(folder, recipes, typed, size=size, seeds=seeds, strict=strict, force=force)
     if parallel is not None:
         from duotone.cli import parallel_run
 
@@ -81,9 +83,8 @@ def compare(  # noqa: PLR0913 (one argument for each option)
 
     with files.locked(folder), Interrupt() as interrupt:
         with run_display.choose() as display:
-            result = comparison.compare(
-                *chosen, command=context.obj, progress=display, should_stop=interrupt, publish=publish
-            )
+            about: Settings = {**chosen.about, "command": context.obj}
+            result = comparison.compare(*chosen[:3], about, progress=display, should_stop=interrupt, publish=publish)
         summary.print_summary(result, as_json=as_json)
         summary.write_result(result, folder, quiet=as_json)
     if result["partial"]:

@@ -61,7 +61,7 @@ def train(
             if first:
                 events = [event["text"] for event in run.observed.get("events", ())]
                 click.echo("\n".join(text for text in events if text.startswith("rank ")))
-                written = document.document(config, corpus, [run], command=context.obj, partial=run.stopped)
+                written = document.document(config, corpus, [run], {"command": context.obj}, partial=run.stopped)
                 summary.print_summary(written)
                 summary.write_result(written, folder)
     if run.stopped or run.error:
@@ -98,8 +98,8 @@ def compare(context: click.Context, parallel: str, folder: Path, chosen: Runs, *
         with files.locked(files.make_folder(folder)) if first else contextlib.nullcontext():
             with run_display.choose() if first else contextlib.nullcontext(Progress()) as display:
                 result = comparison.compare(
-                    *chosen,
-                    command=context.obj,
+                    *chosen[:3],
+                    {**chosen.about, "command": context.obj},
                     progress=display,
                     should_stop=lambda: agreed(interrupt()),
                     publish=partial(summary.write_numbers, folder=folder) if first else lambda _: None,

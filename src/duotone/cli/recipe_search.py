@@ -12,7 +12,7 @@ from duotone.cli.command_options import Typed
 from duotone.cli.inputs import config_from, make_strict
 from duotone.cli.table import print_table
 from duotone.errors import UserError
-from duotone.lab import checkpoint, comparison, continuation, data, evidence, files, texts
+from duotone.lab import comparison, continuation, data, evidence, files, texts
 from duotone.lab.data import Corpus
 from duotone.lab.goal import Goal, Prediction, require_solver
 from duotone.lab.loop import Progress
@@ -52,10 +52,8 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     chosen = Search(config, wanted, recipes, size, cast(int, typed["seeds"]) or SEEDS)
     corpus = data.load(config.data, context=config.preset.model.context)
     if typed["force"]:
-        for name in (evidence.EVIDENCE, evidence.RECIPE, summary.RESULT):
-            (folder / name).unlink(missing_ok=True)
-        for path in checkpoint.steps(folder / CHECKPOINTS):
-            files.remove_folder(path)
+        evidence.remove(folder)
+        (folder / summary.RESULT).unlink(missing_ok=True)
     return chosen, corpus
 
 

@@ -4,16 +4,20 @@ from pathlib import Path
 
 import click
 
+from duotone.cli import command_options as options
 from duotone.errors import UserError
 
 
 @click.command()
 @click.argument("folder", metavar="DIR")
 @click.argument("other", metavar="[DIR2]", required=False)
+@options.size
 @click.option("--out", metavar="FILE", help="The page; DIR/report.html, or DIR/against-DIR2.html for two.")
 @click.option("--force", is_flag=True, help="Replace a page of another result, or of two, that is at --out.")
 @click.pass_context
-def report(context: click.Context, folder: str, other: str | None, out: str | None, force: bool) -> None:
+def report(
+    context: click.Context, folder: str, other: str | None, size: tuple[int, int] | None, out: str | None, force: bool
+) -> None:
     """Make the page of the result in DIR anew, or compare it with that in DIR2.
 
     Two results must be of one model and text. Runs of DIR2 have its name behind theirs, and all are judged against the
@@ -32,6 +36,8 @@ def report(context: click.Context, folder: str, other: str | None, out: str | No
     if other is not None:
         second = continuation.load(Path(other, summary.RESULT))
         result = continuation.merged(result, second, label, command=context.obj)
+    if size is not None:
+        result["settings"]["size"] = size
     write_report(result, path)
     summary.print_summary(result)
     click.echo(f"Report: {path}")

@@ -19,6 +19,7 @@ from duotone.lab import checkpoint, comparison, continuation, data, document, ev
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.presets import DEFAULT_RECIPES
+from duotone.lab.schema import Settings
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe, Schedule
 
@@ -26,15 +27,23 @@ CHECKPOINTS = "checkpoints"
 
 
 class Runs(NamedTuple):
-    """What is trained, the runs with what is already known of them, and the text."""
+    """What is trained, the runs with what is already known of them, the text, and settings that no run reads."""
 
     config: TrainConfig
     runs: list[Run]
     corpus: Corpus
+    about: Settings
 
 
 def new_comparison(
-    folder: Path, names: Sequence[str], typed: Mapping[str, Typed], *, seeds: int, strict: bool, force: bool
+    folder: Path,
+    names: Sequence[str],
+    typed: Mapping[str, Typed],
+    *,
+    size: tuple[int, int] | None,
+    seeds: int,
+    strict: bool,
+    force: bool,
 ) -> Runs:
     """A new comparison of the recipes `names`; UserError if `folder` holds a report or a search, unless `force`.
 
@@ -49,14 +58,14 @@ def new_comparison(
         config,
         comparison.plan_runs(config, recipes, seeds),
         data.load(config.data, context=config.preset.model.context),
+        {} if size is None else {"size": size},
     )
-    if (folder / evidence.EVIDENCE).exists():  # without it a recipe.toml is the user's
-        for name in (evidence.EVIDENCE, evidence.RECIPE):
-            (folder / name).unlink(missing_ok=True)
+    if (folder / evidence.EVIDENCE).exists():  # without it recipe.toml and checkpoints are the user's
+        evidence.remove(folder)
     return planned
 
 
-def continued_comparison(folder: Path, typed: Sequence[Typed | bool], *, seeds: int) -> Runs:
+def continued_comparison(folder: Path, typed: Sequence[object], *, seeds: int) -> Runs:
     """The comparison in `folder` with its settings, and with more seeds where asked for.
 
     UserError where other options were `typed`, or where the data or the model has changed.
@@ -73,7 +82,8 @@ def continued_comparison(folder: Path, typed: Sequence[Typed | bool], *, seeds: 
     corpus = data.load(config.data, context=config.preset.model.context)
     if document.digests(config, corpus) != settings.get("digests"):
         raise UserError(f"the data or the model has changed since the comparison in {folder}: compare anew")
-    return Runs(config, continuation.take_over(runs, result, config.steps), corpus)
+    about: Settings = {"size": settings["size"]} if "size" in settings else {}
+    return Runs(config, continuation.take_over(runs, result, config.steps), corpus, about)
 
 
 @contextmanager

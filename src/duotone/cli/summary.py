@@ -35,6 +35,7 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
     if as_json:
         click.echo(files.json_text(numbers(result)))
         return
+    from duotone.report.choice import answer
     from duotone.report.verdict import verdict
 
     rows = [[cell(run) for cell in COLUMNS.values()] for run in result["runs"]]
@@ -48,7 +49,8 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
         if remark := _remark(run, result):
             click.echo(f"{run['name']}: {remark}")
     if len(result["runs"]) > 1:
-        click.echo("\n".join(textwrap.wrap(verdict(result).replace(SPACE, " "), WIDTH)))
+        for told in filter(None, (answer(result), verdict(result))):
+            click.echo("\n".join(textwrap.wrap(told.replace(SPACE, " "), WIDTH)))
 
 
 def numbers(result: Document) -> dict[str, object]:

@@ -8,6 +8,7 @@ import click
 from duotone.cli import command_options as options
 from duotone.cli.interrupt import Interrupt
 from duotone.errors import UserError
+from duotone.lab.schema import Settings
 
 
 @click.command(cls=options.ListCommand)
@@ -54,7 +55,8 @@ def train(
             return
 
         def report() -> None:
-            written = document.document(trainer.config, trainer.corpus, [run], command=context.obj, partial=run.stopped)
+            about: Settings = {"command": context.obj}
+            written = document.document(trainer.config, trainer.corpus, [run], about, partial=run.stopped)
             summary.print_summary(written)
             summary.write_result(written, folder)
 

@@ -10,9 +10,9 @@ from duotone import Plan
 from duotone.errors import UserError
 from duotone.lab import models
 from duotone.lab.data import Corpus
-from duotone.lab.document import PERTURBATION, document
+from duotone.lab.document import NOTHING, PERTURBATION, document
 from duotone.lab.loop import Progress, Run, train
-from duotone.lab.schema import Document
+from duotone.lab.schema import Document, Settings
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.recipes import Recipe
 
@@ -33,8 +33,8 @@ def compare(
     config: TrainConfig,
     runs: Sequence[Run],
     corpus: Corpus,
+    about: Settings = NOTHING,
     *,
-    command: str = "",
     progress: Progress | None = None,
     should_stop: Callable[[], bool] = lambda: False,
     publish: Callable[[Document], None] = lambda _: None,
@@ -59,8 +59,8 @@ def compare(
         except (UserError, torch.OutOfMemoryError) as error:
             run.error = str(error).splitlines()[0]
         stopped = run.stopped
-        publish(document(config, corpus, runs, command=command, partial=True))
-    return document(config, corpus, runs, command=command, partial=stopped)
+        publish(document(config, corpus, runs, about, partial=True))
+    return document(config, corpus, runs, about, partial=stopped)
 
 
 def plan_runs(config: TrainConfig, recipes: Sequence[Recipe], seeds: int = 1) -> list[Run]:

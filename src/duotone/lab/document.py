@@ -15,22 +15,25 @@ from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.ranking import Judgement
-from duotone.lab.schema import Document, Json, RunEntry
+from duotone.lab.schema import Document, Json, RunEntry, Settings
 from duotone.lab.trainer import TrainConfig
 
 PERTURBATION = 1e-6
 """Relative noise on the initial weights of the noise run."""
 
+NOTHING = Settings()
 
-def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, command: str, partial: bool) -> Document:
+
+def document(
+    config: TrainConfig, corpus: Corpus, runs: Sequence[Run], about: Settings = NOTHING, *, partial: bool
+) -> Document:
     """Everything about `runs`; `partial` where they were stopped. Numbers that do not exist are None.
 
+    `about` are settings that no run reads, such as the command.
     Runs of one name are a recipe under several seeds: one entry, which tells curves, memory and plan of the first.
     """
     judgement = Judgement(runs)
     entries = [_entry(recipe, judgement, config) for recipe in judgement.recipes.values()]
-    gemms = (row for run in runs for row in run.observed["plan"])
-    quantized = {row["module"] for row in gemms if {row["a"], row["b"]} - {"identity", None}}
     noise = next((entry["gap_percent"] for entry in entries if entry["is_noise"]), None)
     return {
         "duotone": duotone.__version__,
@@ -38,7 +41,7 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
         "partial": partial,
         "machine": machine(config.device),
         "settings": {
-            "command": command,
+            "command": "",
             "preset": config.preset.name,
             "model": models.describe(config.model, config.preset),
             "parameters": models.parameter_count(config.model, config.preset),
@@ -51,10 +54,11 @@ def document(config: TrainConfig, corpus: Corpus, runs: Sequence[Run], *, comman
             "seed": config.seed,
             "seeds": max(map(len, judgement.recipes.values())),
             "judged_step": judgement.step,
-            "linears": models.linear_shapes(config.model, config.preset, quantized),
+            "linears": {name: [*shape] for name, shape in models.linear_shapes(config.model, config.preset).items()},
             "learning_rate": config.preset.learning_rate,
             "noise": {"perturbation": PERTURBATION, "gap_percent": noise},
             "config": config.to_dict(),
+            **about,
         },
         "runs": entries,
     }

@@ -8,11 +8,11 @@ from typing import Any
 
 import duotone
 from duotone.errors import UserError
-from duotone.lab import files, meta
+from duotone.lab import checkpoint, files, meta
 from duotone.lab.data import Corpus
 from duotone.lab.document import digests, machine
 from duotone.lab.goal import Goal
-from duotone.lab.searching import Finding, Search
+from duotone.lab.searching import CHECKPOINTS, Finding, Search
 from duotone.lab.sensitivity import Effect
 from duotone.lab.trainer import TrainConfig
 from duotone.observe.candidates import file_text
@@ -60,6 +60,14 @@ def write(folder: Path, search: Search, corpus: Corpus, finding: Finding | None 
         files.publish_file(folder / EVIDENCE, files.json_text(evidence, indent=1).encode())
     except OSError as error:
         raise UserError(f"cannot write to {folder} ({error.strerror}): make room, or choose another --out") from error
+
+
+def remove(folder: Path) -> None:
+    """Remove the search in `folder`, with its recipe and checkpoints; the report stays."""
+    for path in checkpoint.steps(folder / CHECKPOINTS):
+        files.remove_folder(path)
+    for name in (RECIPE, EVIDENCE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def settings(search: Search, corpus: Corpus) -> dict[str, object]:

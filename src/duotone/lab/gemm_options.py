@@ -15,8 +15,7 @@ from duotone.errors import UserError
 from duotone.lab import models
 from duotone.lab.trainer import TrainConfig
 from duotone.observe import speeds
-from duotone.observe.candidates import EXACT, REFERENCE, Formats, Gemm, formats_of, plane_bytes
-from duotone.observe.operand_samples import linears_of
+from duotone.observe.candidates import EXACT, Formats, Gemm, formats_of, plane_bytes, recipe_of
 from duotone.observe.speeds import Shape, SpeedTable
 from duotone.recipes import Recipe
 from duotone.recipes.roles import PLANES_OF_GEMM
@@ -43,11 +42,10 @@ Options = Mapping[Gemm, Sequence[Option]]
 
 def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable, size: Size | None) -> Options:
     """The options of every GEMM, those of bf16 first. UserError for a model without linears that `convert` takes."""
-    linears = linears_of(models.outline(config.model, config.preset))
+    linears = models.linear_shapes(config.model, config.preset)
     if not linears:
         raise UserError(f"the model {config.model} has no linear to choose formats for: give another --model")
-    sizes = [(linear.in_features, linear.out_features) for linear in linears.values()]
-    tokens = config.preset.tokens_per_step
+    sizes, tokens = [*linears.values()], config.preset.tokens_per_step
     if size is not None:
         sizes, tokens = speeds.widened(sizes, size[0]), size[1]
     shapes = {name: (tokens, *linear) for name, linear in zip(linears, sizes, strict=True)}
@@ -56,7 +54,7 @@ def options_of(config: TrainConfig, recipes: Sequence[Recipe], table: SpeedTable
 
     def option(recipe: Recipe, gemm: Gemm, shape: Shape) -> Option:
         names = formats_of(recipe, gemm)
-        ratio = 1.0 if recipe.name == REFERENCE else table.speed(recipe.name, shape).ratio
+        ratio = 1.0 if names == EXACT else table.speed(recipe_of(names, gemm[1]), shape).ratio
         time = None if ratio is None else math.prod(shape) / work / len(PLANES_OF_GEMM) / ratio
         return Option(recipe.name, names, time, _kept(names, gemm[1], shape) / memory)
 

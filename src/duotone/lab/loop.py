@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import duotone
 from duotone import observe
@@ -213,18 +213,11 @@ def _ledger(trainer: Trainer) -> list[ModuleEntry]:
         with duotone.autocast(recipe=trainer.schedule.at(max(0, trainer.done - 1))):
             return trainer.loss(0)
 
-    names = dict(trainer.model.named_modules())
     try:
         rows = observe.ledger(trainer.model, step).rows()
     except UserError:
         return []
-    entries: list[ModuleEntry] = []
-    for row in rows:
-        entries.append({name: row[name] for name in ("module", "weights", "caches", "saved")})  # type: ignore[misc]
-        part = trainer.model.get_submodule(row["module"]) if row["module"] in names else None
-        if isinstance(part, nn.Linear):
-            entries[-1]["linear"] = [part.in_features, part.out_features]
-    return entries
+    return [{name: row[name] for name in ModuleEntry.__annotations__} for row in rows]  # type: ignore[misc]
 
 
 def _first_step(run: Run) -> str:

@@ -1,7 +1,5 @@
 """The models of the laboratory by name, as `--model` takes them. All give forward(tokens, targets) -> mean loss."""
 
-from collections import Counter
-from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +9,7 @@ from duotone.errors import UserError
 from duotone.lab import model
 from duotone.lab.hf import HuggingFace
 from duotone.lab.presets import Preset
+from duotone.observe.operand_samples import linears_of
 
 DEFAULT = "gpt"
 HF = "hf:"
@@ -66,11 +65,10 @@ def describe(name: str, preset: Preset) -> str:
     return f"{name}: {get(name).describe(preset)}"
 
 
-def linear_shapes(name: str, preset: Preset, modules: Container[str]) -> list[list[int]]:
-    """Features in, features out and number of the linears among `modules`, in the order of the model."""
-    linears = (part for path, part in outline(name, preset).named_modules() if path in modules)
-    shapes = Counter((part.in_features, part.out_features) for part in linears if isinstance(part, nn.Linear))
-    return [[*shape, count] for shape, count in shapes.items()]
+def linear_shapes(name: str, preset: Preset) -> dict[str, tuple[int, int]]:
+    """Features in and out of each linear that follows a recipe."""
+    linears = linears_of(outline(name, preset)).items()
+    return {path: (linear.in_features, linear.out_features) for path, linear in linears}
 
 
 def parameter_count(name: str, preset: Preset) -> int:

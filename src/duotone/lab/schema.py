@@ -99,16 +99,12 @@ class ProductEntry(TypedDict):
 
 
 class ModuleEntry(TypedDict):
-    """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them.
-
-    `linear`: features in and out, if it is a linear.
-    """
+    """Bytes that one module owns and that autograd keeps for it, as `duotone.observe.ledger` tells them."""
 
     module: str
     weights: int
     caches: int
     saved: int
-    linear: NotRequired[Sequence[int]]
 
 
 class RepeatEntry(TypedDict):
@@ -179,8 +175,23 @@ class Noise(TypedDict, total=False):
     gap_percent: float | None
 
 
+class SearchEntry(TypedDict):
+    """What a search was to reach, and what its recipe is predicted to cost and to keep, both over bf16."""
+
+    recipe: str
+    kind: str
+    value: float
+    gap_percent: float
+    speed: float | None
+    memory: float
+
+
 class Settings(TypedDict, total=False):
-    """What was trained, on what and for how long."""
+    """What was trained, on what and for how long.
+
+    `linears`: features in and out of each that follows a recipe; results of earlier versions have a list of (in, out,
+    count). `size`: the width and the tokens for which speeds are predicted, if they are not those of the model.
+    """
 
     command: str | None
     preset: str
@@ -195,7 +206,9 @@ class Settings(TypedDict, total=False):
     seed: int
     seeds: int
     judged_step: int | None
-    linears: Sequence[Sequence[int]]
+    linears: Mapping[str, Sequence[int]] | Sequence[Sequence[int]]
+    size: Sequence[int]
+    search: SearchEntry
     learning_rate: float
     noise: Noise | None
     config: Json

@@ -7,7 +7,7 @@ falls by r nats for each e-fold of steps, a run that loses the share s of its pr
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from duotone.errors import UserError
@@ -16,7 +16,7 @@ from duotone.lab.data import Corpus
 from duotone.lab.gemm_options import Option, Size, options_of
 from duotone.lab.goal import Goal, Prediction, predict
 from duotone.lab.loop import Progress, Run, Saving, train
-from duotone.lab.schema import Document, Losses, RunEntry
+from duotone.lab.schema import Document, Losses, RunEntry, Settings
 from duotone.lab.sensitivity import Effect, effects
 from duotone.lab.trainer import TrainConfig, Trainer
 from duotone.observe import speeds
@@ -121,11 +121,17 @@ class Search:
     ) -> None:
         """Compare the recipe with bf16 under paired seeds; runs of `previous` that are whole are taken over."""
         first, *others = comparison.plan_runs(self.config, [finding.recipe], self.seeds)
+        about: Settings = {
+            "command": command,
+            "search": {"recipe": TITLE, **asdict(self.goal), **asdict(finding.predicted)},  # type: ignore[typeddict-item]
+        }
+        if self.size is not None:
+            about["size"] = self.size
         runs = [replace(reference, label=first.label), *others]
         if previous is not None:
             runs = [runs[0], *continuation.take_over(others, previous, self.config.steps)]
         finding.document = comparison.compare(
-            self.config, runs, corpus, command=command, progress=progress, should_stop=should_stop, publish=publish
+            self.config, runs, corpus, about, progress=progress, should_stop=should_stop, publish=publish
         )
 
 

@@ -82,8 +82,7 @@ def advise(
             for sample, shape in zip(samples, shapes, strict=True)
             for row in _Linear(sample, shape, table).rows(recipes)
         ]
-    counted = [(inputs, outputs, 1) for _, inputs, outputs in shapes]
-    ratios = {name: table.model_speed(name, shapes[0][0], counted).ratio for name in recipes}
+    ratios = {name: table.model_speed([(name, shape) for shape in shapes]).ratio for name in recipes}
     slow = {name for name, ratio in ratios.items() if ratio is not None and ratio < 1.0}
     return conclude(rows, recipes, slow, [*notes, _speed_note(table, rows)])
 

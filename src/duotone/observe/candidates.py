@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -47,6 +48,12 @@ def formats_of(recipe: Recipe, gemm: Gemm, site: Site = ANYWHERE) -> Formats:
         fmt = getattr(recipe.quantizer(QuantizerRole("linear", tensor_type, module), site), direction)
         names.append("identity" if fmt is None else fmt.name)
     return names[0], names[1]
+
+
+@cache
+def recipe_of(formats: Formats, kind: str) -> str:
+    """The name of the uniform recipe that gives the operands of "fprop", "dgrad" or "wgrad" these formats, else ""."""
+    return next((name for name in UNIFORM if formats_of(recipes.load(name), ("", kind)) == formats), "")
 
 
 def plane_bytes(fmt: Format, shape: tuple[int, int], dtype: torch.dtype) -> int:

@@ -52,16 +52,21 @@ class SpeedTable:
                 return Speed(slow + (fast - slow) * share, "interpolated")
         return UNKNOWN
 
-    def model_speed(self, recipe: str, tokens: int, linears: Sequence[Sequence[int]]) -> Speed:
-        """Of several linears, each (features in, features out, count): their time together, unknown if one is."""
-        shapes = [((tokens, inputs, outputs), count) for inputs, outputs, count in linears]
-        speeds = [self.speed(recipe, shape) for shape, _ in shapes]
+    def model_speed(self, parts: Sequence[tuple[str, Shape]]) -> Speed:
+        """Of linears or GEMMs, each with the recipe of its formats: their time together, unknown if one is.
+
+        Parts of several recipes make a speed that is predicted: no linear that mixes recipes was measured.
+        """
+        speeds = [self.speed(*part) for part in parts]
         ratios = [speed.ratio for speed in speeds if speed.ratio is not None]
-        if not shapes or len(ratios) < len(shapes):
+        if not parts or len(ratios) < len(parts):
             return UNKNOWN
-        work = [math.prod(shape) * count for shape, count in shapes]
+        work = [math.prod(shape) for _, shape in parts]
         ratio = sum(work) / sum(part / ratio for part, ratio in zip(work, ratios, strict=True))
-        return Speed(ratio, "measured" if {speed.basis for speed in speeds} == {"measured"} else "interpolated")
+        basis = "predicted" if len({recipe for recipe, _ in parts}) > 1 else "measured"
+        if basis == "measured" and any(speed.basis != "measured" for speed in speeds):
+            basis = "interpolated"
+        return Speed(ratio, basis)
 
 
 def widened(linears: Sequence[tuple[int, int]], width: int) -> list[tuple[int, int]]:

@@ -1,16 +1,22 @@
 """Which recipe to use: what each is worth on a named GPU beside the gap that it costs, in words."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from duotone.lab.schema import Document, RunEntry
+from duotone.lab.schema import Document, RunEntry, SearchEntry, Settings
 from duotone.observe import speeds
-from duotone.observe.speeds import UNKNOWN, Speed
+from duotone.observe.candidates import recipe_of
+from duotone.observe.speeds import UNKNOWN, Shape, Speed
+from duotone.recipes.roles import PLANES_OF_GEMM
 from duotone.report.module_names import pattern
 from duotone.report.numbers import finite, listing, number, percent
 from duotone.report.verdict import compared, gap_text, is_within, reference_of
 
-EXAMPLE = (8192, 4096, 14336)
-"""The linear whose speed stands for large models where those of the model were not measured."""
+EXAMPLE = (4096, 8192)
+"""The width and the tokens for which speeds are told where those of the model were not measured."""
+
+UNNAMED = (4096, 14336)
+"""Features in and out of the linear that stands for a model whose result names none."""
 
 WORTH = 1.05
 """A recipe below this speed over bf16 is not called faster."""
@@ -33,35 +39,59 @@ class Hardware:
 
 
 def hardware(result: Document) -> Hardware:
-    """The GPU that the runs were on; else the measured one, for the model's linears or for one that stands for them."""
+    """The GPU that the runs were on; else the measured one, for the model's linears or for wider ones."""
     runs, reference, settings = result["runs"], reference_of(result), result["settings"]
-    if result["machine"].get("device") == "cuda" and reference is not None:
+    is_asked = "size" in settings or "search" in settings
+    if result["machine"].get("device") == "cuda" and reference is not None and not is_asked:
         times = {run["name"]: ms for run in runs if finite(ms := run["step_ms"]) and ms > 0}
         base = times.get(reference["name"])
         known = {name: Speed(base / ms, "measured") for name, ms in times.items() if base is not None}
         return Hardware(str(result["machine"].get("processor")), "a step of this model", "measured in this run", known)
-    table = speeds.measured()
-    tokens, linears = settings.get("tokens_per_step") or 0, settings.get("linears") or []
-    known = {run["name"]: table.model_speed(run["name"], tokens, linears) for run in runs}
-    record = f"{table.source}, {table.date}"
-    if any(speed.ratio is not None for speed in known.values()):
-        return Hardware(table.device, "the work of the linears of this model", record, known)
-    rows, inputs, outputs = EXAMPLE
-    known = {run["name"]: table.speed(run["name"], EXAMPLE) for run in runs}
-    what = f"a linear of {inputs} x {outputs} with {rows} tokens"
-    note = "the linears of this model are outside of the measured shapes"
-    return Hardware(table.device, what, f"{record}; {note}", known)
+    table, what, note = speeds.measured(), "the work of the linears of this model", ""
+    shapes = _shapes(settings, settings.get("size"))
+    known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
+    if "size" not in settings and all(speed.ratio is None for speed in known.values()):
+        shapes, note = _shapes(settings, EXAMPLE), "; the linears of this model were not measured"
+        known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
+    if note or "size" in settings:
+        width, tokens = settings.get("size", EXAMPLE)
+        what = f"the work of its linears, as if {width} wide with {tokens} tokens,"
+    return Hardware(table.device, what, f"{table.source}, {table.date}{note}", known)
+
+
+def _shapes(settings: Settings, size: Sequence[int] | None) -> dict[str, Shape]:
+    """Tokens, features in and out of each linear, by its module or, in old results, by a number."""
+    linears = settings.get("linears") or {"": UNNAMED}
+    if not isinstance(linears, Mapping):
+        repeated = [linear for *linear, count in linears for _ in range(count)]
+        linears = {str(index): linear for index, linear in enumerate(repeated)}
+    sizes, tokens = [(inputs, outputs) for inputs, outputs in linears.values()], settings.get("tokens_per_step") or 0
+    if size is not None:
+        sizes, tokens = speeds.widened(sizes, size[0]), size[1]
+    return {module: (tokens, *linear) for module, linear in zip(linears, sizes, strict=True)}
+
+
+def _parts(run: RunEntry, shapes: Mapping[str, Shape]) -> list[tuple[str, Shape]]:
+    """The GEMMs of those linears, each with the recipe that gives its formats: that of the run if its plan has none."""
+    plan = {(row["module"], row["gemm"]): (row["a"] or "", row["b"] or "") for row in run["plan"]}
+    return [
+        (recipe_of(plan[module, kind], kind) if (module, kind) in plan else run["name"], shape)
+        for module, shape in shapes.items()
+        for kind in PLANES_OF_GEMM
+    ]
 
 
 def module_speeds(result: Document) -> dict[str, list[str]]:
     """For each kind of linear its speed over bf16 under each run, where the measured table knows it; "" elsewhere."""
-    table, tokens, runs = speeds.measured(), result["settings"].get("tokens_per_step") or 0, result["runs"]
-    shapes: dict[str, tuple[int, int]] = {}
-    for entry in (entry for run in runs for entry in run.get("modules", ())):
-        if (linear := entry.get("linear")) is not None:
-            shapes[pattern(entry["module"])] = linear[0], linear[1]
+    table, kinds = (
+        speeds.measured(),
+        {
+            pattern(module): {module: s}
+            for module, s in _shapes(result["settings"], result["settings"].get("size")).items()
+        },
+    )
     return {
-        kind: [_short(table.speed(run["name"], (tokens, *shape))) for run in runs] for kind, shape in shapes.items()
+        kind: [_short(table.model_speed(_parts(run, shape))) for run in result["runs"]] for kind, shape in kinds.items()
     }
 
 
@@ -72,6 +102,9 @@ def _short(speed: Speed) -> str:
 def answer(result: Document) -> str:
     """What to use on that GPU, and why; "" without a recipe that could be compared."""
     runs, reference, where = compared(result), reference_of(result), hardware(result)
+    if reference is not None and (search := result["settings"].get("search")) is not None:
+        run = next(run for run in result["runs"] if run["name"] == search["recipe"])
+        return _searched(search, run, where, reference["name"])
     if not runs or reference is None:
         return ""
     base, best = reference["name"], _best(result, where)
@@ -83,8 +116,33 @@ def answer(result: Document) -> str:
     loss = f"its loss cannot be told from that of {base}"
     if not is_within(best, result):
         loss = f"its loss ends {gap_text(best)} below that of {base}"
-    verb = "Use" if best.get("rank") else "Try"
-    return f"{verb} {best['name']} on an {where.name}: {where.what} is {_times(where, best)} as fast, and {loss}."
+    use = f"{_verb(best)} {best['name']} on an {where.name}"
+    return f"{use}: {where.what} is {_times(where, best)} as fast, and {loss}."
+
+
+def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) -> str:
+    """The recipe of a search: its predicted speed, its measured gap, and whether the goal is met."""
+    gap, margin, speed = run["gap_percent"], run.get("gap_margin"), where.speed(run)
+    bound = f"{search['kind']}={search['value']:g}"
+    goal = {
+        "speed": f"so {bound} is met",
+        "memory": f"and keeps {number(search['memory'], 2)} of the bytes for backward, so {bound} is met",
+        "gap": f"and whether {bound} % is met cannot be told",
+    }[search["kind"]]
+    told = "its loss is not measured"
+    if gap is not None:
+        told = f"its loss ends {gap_text(run)} {'below' if gap < 0 else 'above'} that of {base}"
+    if gap is not None and margin is not None:
+        told += " (zero lies in this interval)" * (abs(gap) <= margin)
+        if search["kind"] == "gap" and abs(gap - search["value"]) > margin:
+            goal = f"and {bound} % is {'not ' * (gap > search['value'])}met"
+    fast = "of unknown speed" if speed.ratio is None else f"predicted {number(speed.ratio, 2)} times as fast"
+    return f"{_verb(run)} {run['name']} on an {where.name}: {where.what} is {fast} as in {base}, {goal}; {told}."
+
+
+def _verb(run: RunEntry) -> str:
+    """One seed is never more than a try."""
+    return "Use" if run.get("rank") else "Try"
 
 
 def confidence(result: Document) -> str:
@@ -103,6 +161,8 @@ def confidence(result: Document) -> str:
 
 def _best(result: Document, where: Hardware) -> RunEntry | None:
     """The fastest recipe whose loss is not known to be higher than that of the reference."""
+    if "search" in result["settings"]:
+        return next(iter(compared(result)), None)
     good = [run for run in compared(result) if is_within(run, result) or (run["gap_percent"] or 0.0) < 0]
     good = [run for run in good if _is_faster(run, where)]
     return max(good, key=lambda run: where.speed(run).ratio or 0.0, default=None)
@@ -114,4 +174,4 @@ def _is_faster(run: RunEntry, where: Hardware) -> bool:
 
 def _times(where: Hardware, run: RunEntry) -> str:
     speed = where.speed(run)
-    return f"{number(speed.ratio, 2)} times" + (" (interpolated)" if speed.basis == "interpolated" else "")
+    return f"{number(speed.ratio, 2)} times" + (f" ({speed.basis})" * (speed.basis != "measured"))
