@@ -18,6 +18,7 @@ from duotone.linear.plane_source import WeightCache
 from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import GRADIENT, Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
+from duotone.planned.delayed_states import with_slots
 from duotone.state.region import AmaxMode
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
@@ -34,7 +35,7 @@ def plan(name: str = "fp8-rowwise", **given) -> LinearPlan:
 
 def linears(made: LinearPlan, count: int = 3) -> list[LinearStage]:
     if made.is_delayed:
-        return [LinearStage(made.with_slots("f", "b", "", AmaxMode.RECORD, i), GRADIENT) for i in range(count)]
+        return [LinearStage(with_slots(made, ("f", "b"), "", AmaxMode.RECORD, i), GRADIENT) for i in range(count)]
     return [LinearStage(made, GRADIENT) for _ in range(count)]
 
 

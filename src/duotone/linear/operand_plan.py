@@ -3,6 +3,7 @@
 `backward_override` of a recipe and options of a module choose a `BackwardOperand` when the plan is built.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -13,11 +14,8 @@ from torch import Tensor
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
-from duotone.state.delayed_slot import DelayedSlot
-from duotone.state.region import AmaxMode
-from duotone.state.traced_slot import TracedSlot
 from duotone.tensor import QuantizedTensor
-from duotone.tensor.context import QuantizeContext
+from duotone.tensor.context import QuantizeContext, Slot
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -201,7 +199,7 @@ class OperandPlan:
     """The operand's random numbers are those of the call's seed plus this; None if it rounds to nearest."""
 
     slot_distance: int = 0
-    """From the delayed slots of one linear to those of the next, if several share the states of a module."""
+    """From the delayed slots of one linear to those of the next in the states of a module."""
 
     def seeded(self, seed: Tensor | None) -> QuantizeContext:
         """The context of a call. `seed` is int64 (1,), or None if nothing in the plan is stochastic."""
@@ -236,25 +234,11 @@ class OperandPlan:
         rowwise, columnwise = self.usage
         return self.quantizer.rowwise if rowwise else None, self.quantizer.columnwise if columnwise else None
 
-    def with_slots(
-        self, state: str, member: int, first: int, distance: int, group: str, mode: AmaxMode, backward: bool = False
-    ) -> "OperandPlan":
-        """The plan whose delayed directions use slots of a state: `first` and the next, of the `member`-th linear."""
+    def with_slots(self, slot: Callable[[int], Slot]) -> "OperandPlan":
+        """The plan whose delayed directions use `slot(0)` rowwise and `slot(1)` columnwise."""
         row, col = self.quantizer.delayed
-        index = first + member * distance
-        slots = (
-            DelayedSlot(state, index, group, mode, backward) if row else None,
-            DelayedSlot(state, index + 1, group, mode, backward) if col else None,
-        )
-        return replace(self, context=replace(self.context, slots=slots), slot_distance=distance)
-
-    def with_traced_slots(self, plan: str, member: int, operand: str) -> "OperandPlan":
-        """The plan for a graph that equal modules share; `plan` is its name there and `operand` that of this one."""
-        slots = [
-            TracedSlot(plan, member, operand, side) if asks else None
-            for side, asks in enumerate(self.quantizer.delayed)
-        ]
-        return replace(self, context=replace(self.context, slots=(slots[0], slots[1])))
+        slots = slot(0) if row else None, slot(1) if col else None
+        return replace(self, context=replace(self.context, slots=slots))
 
     def of_module(self, handle: Tensor) -> "OperandPlan":
         """In a trace: the plan with the slots of the module that `handle` names."""

@@ -4,8 +4,9 @@ A request decides the plan. Execution reads no mode; it follows the plan. A plan
 rows say which kernel runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from duotone.linear.operand_plan import OperandPlan
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, TENSOR_TYPES, QuantizerRole, Site
 from duotone.recipes.rules import Rule, first_match
-from duotone.state.region import AmaxMode
+from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
 
 
@@ -184,23 +185,15 @@ class LinearPlan:
     def is_delayed(self) -> bool:
         return any(any(operand.quantizer.delayed) for operand in self.operands.values())
 
-    def with_slots(self, forward: str, backward: str, group: str, mode: AmaxMode, member: int = 0) -> "LinearPlan":
-        """The plan for the `member`-th linear of a module whose delayed states have these numbers."""
+    def with_slots(self, slot: Callable[[str, int], Slot]) -> "LinearPlan":
+        """The plan whose delayed operands use `slot(name of the field, side)`; sides as of `OperandPlan.with_slots`."""
         return replace(
             self,
-            input=self.input.with_slots(forward, member, 0, FORWARD_SLOTS, group, mode),
-            weight=self.weight.with_slots(forward, member, 2, FORWARD_SLOTS, group, mode),
-            gradient=self.gradient.with_slots(backward, member, 0, BACKWARD_SLOTS, group, AmaxMode.RECORD, True),
+            input=self.input.with_slots(partial(slot, "input")),
+            weight=self.weight.with_slots(partial(slot, "weight")),
+            gradient=self.gradient.with_slots(partial(slot, "gradient")),
             rolls_forward_alone=not any(self.gradient.quantizer.delayed),
         )
-
-    def with_traced_slots(self, name: str, member: int) -> "LinearPlan":
-        """The plan of the `member`-th linear for a graph that equal modules share, under its name there."""
-        operands = {
-            field: getattr(self, field).with_traced_slots(name, member, field)
-            for field in ("input", "weight", "gradient")
-        }
-        return replace(self, **operands, rolls_forward_alone=not any(self.gradient.quantizer.delayed))
 
     def of_module(self, handle: Tensor) -> "LinearPlan":
         """In a trace: the plan with the delayed slots of the module that `handle` names."""

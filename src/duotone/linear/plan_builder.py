@@ -20,7 +20,7 @@ from duotone.linear.operand_plan import (
     BackwardOperand,
     OperandPlan,
 )
-from duotone.linear.plan import GemmPlan, LinearPlan, PlanRequest, ask_recipe
+from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, GemmPlan, LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, USE_HELD, PlaneSource, source_of_plain
 from duotone.recipes.recipe import MEASURED
 from duotone.recipes.roles import PLANES_OF_GEMM, TENSOR_TYPES
@@ -59,7 +59,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
         kind: str, backward: BackwardOperand, owed: bool, shard: ShardContext | None, stream: int | None
     ) -> OperandPlan:
         usage, context = Usage(True, backward.needs_columnwise and owed), _context(request, shard, quantizers[kind])
-        return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, owed, stream)
+        return OperandPlan(quantizers[kind], sources[kind], usage, context, backward, owed, stream, FORWARD_SLOTS)
 
     input_backward = _input_backward(request, override, quantizers["input"])
     weight_backward = _weight_backward(request, override, quantizers["weight"], sources["weight"])
@@ -74,6 +74,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
             _context(request, shards[2], gradient),
             BACKWARD_OPERANDS[None],
             stream=streams[2],
+            slot_distance=BACKWARD_SLOTS,
         ),
         output=quantizers["output"],
         grad_input=quantizers["grad_input"],

@@ -11,6 +11,7 @@ from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
 from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import DelayedState
+from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from duotone.planned.planned import Planned
 
 FORWARD_STATE, BACKWARD_STATE = "duotone_forward", "duotone_backward"
+FIRST = {"input": 0, "weight": 2}
+"""The rowwise slot of an operand among those of its linear in the forward state."""
+
 STATES = {FORWARD_STATE: FORWARD_SLOTS, BACKWARD_STATE: BACKWARD_SLOTS}
 
 
@@ -61,6 +65,18 @@ def states_for(module: "Planned", plan: LinearPlan) -> tuple[str, str]:
     forward.largest = [*largest(plan.input.quantizer), *largest(plan.weight.quantizer)] * members
     backward.largest = largest(plan.gradient.quantizer) * members
     return forward.number, backward.number
+
+
+def with_slots(plan: LinearPlan, numbers: tuple[str, str], group: str, mode: AmaxMode, member: int = 0) -> LinearPlan:
+    """The plan for the `member`-th linear of a module whose forward and backward state have these numbers."""
+    forward, backward = numbers
+
+    def slot(operand: str, side: int) -> DelayedSlot:
+        if operand == "gradient":
+            return DelayedSlot(backward, member * BACKWARD_SLOTS + side, group, AmaxMode.RECORD, backward=True)
+        return DelayedSlot(forward, member * FORWARD_SLOTS + FIRST[operand] + side, group, mode)
+
+    return plan.with_slots(slot)
 
 
 class HoldsStates(Protocol):
@@ -120,7 +136,7 @@ def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> Quan
     state = module._modules.get(FORWARD_STATE)
     if not isinstance(state, DelayedState):
         return LOCAL
-    return plan.with_slots(state.number, "", "", AmaxMode.USE, member).weight.context
+    return with_slots(plan, (state.number, ""), "", AmaxMode.USE, member).weight.context
 
 
 def largest(quantizer: Quantizer) -> list[float]:

@@ -24,7 +24,6 @@ from duotone.recipes.recipe import RecipeLike
 from duotone.recipes.roles import QuantizerRole
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
-from duotone.state.region import AmaxMode
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.quantizer import quantizer_of
 
@@ -106,10 +105,7 @@ class PlannedGroup(Planned):
                 )
 
     def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
-        plans = [
-            plan.with_slots("", "", "", AmaxMode.USE, i) if plan.is_delayed else plan for i in range(self.num_gemms)
-        ]
-        stage = GroupedStage.of([LinearStage(one, GRADIENT) for one in plans], self.weights[0].shape)
+        stage = GroupedStage.of([LinearStage(plan, GRADIENT)] * self.num_gemms, self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
         return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from duotone.state import seeds, traced_stages
 from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
+from duotone.state.traced_slot import TracedSlot
 from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
@@ -246,7 +248,7 @@ class Planner:
             assert isinstance(planner, Planner)
             seeds.warn_of_load(planner.module, plan.seeds)
         members = range(len(module.weights))
-        plans = [plan.with_traced_slots(name, member) if plan.is_delayed else plan for member in members]
+        plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]
         return module.make_stage([LinearStage(each, GRADIENT, name) for each in plans])
 
     def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
@@ -336,9 +338,9 @@ class Planner:
         numbers = delayed_states.states_for(module, plan)
         for member, weight in enumerate(weights):
             if isinstance(weight, QuantizedTensor):
-                context = plan.with_slots(*numbers, group, AmaxMode.RECORD, member).weight.context
+                context = delayed_states.with_slots(plan, numbers, group, AmaxMode.RECORD, member).weight.context
                 weight.context = QuantizeContext(weight.context.shard, context.slots, propagate=context.propagate)
-        return [plan.with_slots(*numbers, group, mode, member) for member in range(len(weights))]
+        return [delayed_states.with_slots(plan, numbers, group, mode, member) for member in range(len(weights))]
 
     def prepare(self, recipe: Recipe) -> None:
         """Make the states that delayed scaling under the recipe needs, so that checkpoints find them."""
