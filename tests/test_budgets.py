@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35269
+LIBRARY_LINES = 35231
 TOOL_LINES = 7503
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2383, 21, 0),
     "cli": (1519, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2460, 7, 0),
+    "compat": (2461, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2772, 1, 0),
     "distributed": (450, 3, 1),
@@ -31,18 +31,18 @@ BUDGETS = {
     "integrations": (624, 9, 0),
     "kernels": (4207, 0, 0),
     "lab": (3662, 12, 1),
-    "linear": (1870, 5, 0),
+    "linear": (1848, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2248, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (529, 2, 0),
     "package": (317, 1, 0),
     "pipeline": (1403, 5, 2),
-    "planned": (2676, 12, 4),
+    "planned": (2943, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1698, 0, 0),
     "serving": (1190, 0, 0),
-    "state": (2032, 12, 1),
+    "state": (1748, 10, 0),
     "tensor": (2400, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import duotone
 from duotone import recipes
-from duotone.state.traced_stages import PLANS
+from duotone.planned.traced_stages import PLANS
 
 SEED = torch.tensor([5])
 PLAIN: dict[str, tuple[Any, ...]] = {

@@ -15,8 +15,8 @@ from duotone.formats import ROW, TENSOR, Block
 from duotone.linear import PlanRequest, build_plan
 from duotone.linear.plane_source import HIGH_PRECISION
 from duotone.planned.planner import Planner
+from duotone.planned.traced_stages import Call
 from duotone.recipes import QuantizerRole, Rule
-from duotone.state.traced_stages import Call
 
 SR, NEAREST = formats.get("nvfp4_sr"), formats.get("nvfp4")
 

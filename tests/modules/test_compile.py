@@ -14,9 +14,9 @@ import duotone
 from duotone import CustomRecipe, HybridQuantizer, IdentityQuantizer, recipes
 from duotone.compat import MXFP8Quantizer
 from duotone.linear.operand_plan import REENCODE_IN_GRAPH
+from duotone.planned.traced_stages import PLANS
 from duotone.recipes import Recipe
 from duotone.recipes.builtin import BUILTIN
-from duotone.state.traced_stages import PLANS
 
 HYBRID = "mxfp8-fwd-nvfp4-bwd"
 

@@ -9,7 +9,7 @@ import torch
 import duotone
 from duotone import CustomRecipe, Quantizer, recipes
 from duotone.compat import IdentityQuantizer
-from duotone.state import traced_stages as traced
+from duotone.planned import traced_stages as traced
 
 
 def linear(recipe: recipes.Recipe) -> duotone.Linear:

@@ -24,8 +24,8 @@ from duotone.conversion.notices import unmatched_rules
 from duotone.conversion.targets import trains
 from duotone.errors import UserError
 from duotone.planned.planned import Planned
+from duotone.planned.traced_stages import Call
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
-from duotone.state.traced_stages import Call
 from duotone.text import aligned
 
 COLUMNS = ("module", "gemm", "a", "b", "kernel", "runs", "reason")

@@ -14,11 +14,11 @@ from duotone.linear.plan import PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.planned.linear import Linear, PlannedLinear
 from duotone.planned.planned import Planned
+from duotone.planned.traced_stages import Call
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.roles import Site
 from duotone.recipes.rules import Rule
 from duotone.recipes.schedule import Phase
-from duotone.state.traced_stages import Call
 from duotone.tensor import Quantizer
 from duotone.tensor.quantizer import quantizer_of
 

@@ -23,14 +23,13 @@ from duotone.numbered import Numbered
 from duotone.pipeline.autograd import pack, unpack
 from duotone.pipeline.op import KEEPS, info_of
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
+from duotone.planned.traced_stages import planner_of
 from duotone.state.torch_private import mark_effect
-from duotone.state.traced_stages import planner_of
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import Planes, same_memory
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned
-    from duotone.planned.planner import Planner
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +150,7 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     shares: Sequence[bool],
     size: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    planner = cast("Planner", planner_of(handle))
+    planner = planner_of(handle)
     module, stage = planner.module, planner.eager_stage(plan, first)
     weights, seed = _whole(module, parts), None if seed is None else seed.clone()
     info = info_of(x)

@@ -14,14 +14,14 @@ from duotone.linear.layout import WHOLE, Layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
-from duotone.planned import delayed_states, extra_state
+from duotone.planned import delayed_states, extra_state, traced_stages
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.weights import ShardedParameters, mark_entries, moved
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
-from duotone.state import seeds, traced_stages
+from duotone.state import seeds
 from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import tell_shards

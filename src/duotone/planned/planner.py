@@ -19,17 +19,16 @@ from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
-from duotone.planned import delayed_states
+from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
+from duotone.planned.traced_stages import Answered, Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, lacks_rowwise
 from duotone.recipes.recipe import Recipe, drop_dead
-from duotone.state import seeds, traced_stages
+from duotone.state import seeds
 from duotone.state.autocast_context import active_region
 from duotone.state.region import STACK, AmaxMode, CallRegion, in_backward, mode_now
 from duotone.state.torch_private import SHAPES, in_pipeline
-from duotone.state.traced_slot import TracedSlot
-from duotone.state.traced_stages import Answered, Call, Key
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
 
@@ -118,7 +117,7 @@ class Planner:
             call.dtype,
             *call.grads,
             site=module.site,
-            layout=call.layout if isinstance(call.layout, Layout) else module.layout,
+            layout=call.layout or module.layout,
             weight_held=module.weight_held,
             input_held=call.input_held,
             output_role=module.output_quantizer_role,
@@ -239,13 +238,12 @@ class Planner:
         return self.answers[key]
 
     def template(
-        self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: Iterable[traced_stages.Planner]
+        self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: "Iterable[Planner]"
     ) -> PlannedStage:
         """The stage for every module like this one, under its name in graphs."""
         module, plan = self.module, self.plan(recipe, call, mode)
         module.require_whole(module.weights)
         for planner in alike:
-            assert isinstance(planner, Planner)
             seeds.warn_of_load(planner.module, plan.seeds)
         members = range(len(module.weights))
         plans = [plan.with_slots(partial(TracedSlot, name, member)) if plan.is_delayed else plan for member in members]

@@ -17,8 +17,8 @@ from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
+from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
-from duotone.state.traced_stages import Call
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Plane, Planes, Usage

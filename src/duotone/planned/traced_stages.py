@@ -7,18 +7,25 @@ its parameters, its seed, and the `handle` that delayed scaling finds its states
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.linear.layout import Layout
 from duotone.numbered import Numbered
-from duotone.recipes.recipe import Recipe, drop_dead, recipe_of
+from duotone.recipes.recipe import drop_dead, recipe_of
+from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
 from duotone.tensor.quantizer import Quantizer
+
+if TYPE_CHECKING:
+    from duotone.planned.planner import PlannedStage, Planner
 
 
 class Call(NamedTuple):
@@ -31,7 +38,7 @@ class Call(NamedTuple):
     dtype: torch.dtype
     grads: tuple[bool, bool] = (True, True)
     input_held: Quantizer | None = None
-    layout: Hashable = None
+    layout: Layout | None = None
     is_traced: bool = False
 
 
@@ -57,30 +64,6 @@ class Key(NamedTuple):
     """The formats that the weight is held in, or ""."""
 
 
-class Planner(Protocol):
-    """Builds the stages of one module."""
-
-    number: str
-    answered: "Answered"
-
-    def owner(self) -> object:
-        """The module; None if it is gone."""
-
-    def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
-        """Whether a call in `dtype` sees such a weight."""
-        ...
-
-    def answer(self, recipe: Recipe) -> object:
-        """Ask a recipe, once. Fills `answered`."""
-
-    def template(self, name: str, recipe: Recipe, call: Call, mode: AmaxMode, alike: "Iterable[Planner]") -> object:
-        """The stage for every module like this one; `alike` are the planners of those."""
-
-    def slot(self, plan: str, member: int, operand: str, side: int) -> Slot:
-        """The delayed slot of this module that stands where a template names one."""
-        ...
-
-
 class Answers(dict[str, Quantizer]):
     """What a recipe gave each slot of a module. Equal answers are one object, as long as a module has them."""
 
@@ -98,13 +81,13 @@ class Answered:
 class Template(NamedTuple):
     """A stage for all modules of one content, and how it reduces and records amaxes."""
 
-    stage: Any
+    stage: "PlannedStage"
     group: str
     mode: AmaxMode
 
 
-_PLANNERS: Numbered[Planner] = Numbered()
-_ALIKE: dict[str, weakref.WeakSet[Planner]] = {}
+_PLANNERS: "Numbered[Planner]" = Numbered()
+_ALIKE: "dict[str, weakref.WeakSet[Planner]]" = {}
 """Planners by the content of their modules."""
 
 _CONTENTS: dict[Hashable, str] = {}
@@ -145,12 +128,12 @@ def shared(answers: Mapping[str, Quantizer], own: str) -> Answers:
     return result
 
 
-def number(planner: Planner) -> str:
+def number(planner: "Planner") -> str:
     """A number for a planner, by which ops of a graph find it as long as its module lives."""
     return _PLANNERS.add(planner)
 
 
-def planner_of(handle: torch.Tensor) -> Planner:
+def planner_of(handle: Tensor) -> "Planner":
     """The planner whose number an int64 (1,) on the CPU holds. UserError if its module is gone."""
     planner = _PLANNERS.get(str(handle.item()))
     if planner is None:
@@ -160,7 +143,38 @@ def planner_of(handle: torch.Tensor) -> Planner:
     return planner
 
 
-def move(planner: Planner, old: str, new: str) -> None:
+@dataclass(frozen=True)
+class TracedSlot(Slot):
+    """The delayed slot of one plane in a plan of `PLANS`, for the module whose number `handle` holds.
+
+    The op finds the slot of that module, so eager and compiled code record alike.
+    """
+
+    plan: str
+    member: int
+    operand: str
+    side: int
+    handle: Tensor | None = None
+
+    def of_module(self, handle: Tensor) -> "TracedSlot":
+        return replace(self, handle=handle)
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
+
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
+        where = (self.handle, self.plan, self.member, self.operand, self.side)
+        return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
+
+
+def _slot(handle: Tensor, *place: Any) -> Slot:
+    return planner_of(handle).slot(*place)
+
+
+define_slot_ops("traced", "Tensor handle, str plan, int member, str operand, int side", _slot)
+
+
+def move(planner: "Planner", old: str, new: str) -> None:
     """The content of the module of a planner is `new` now; "" is none. Traces ask the planners of their content."""
     if old in _ALIKE:
         _ALIKE[old].discard(planner)
