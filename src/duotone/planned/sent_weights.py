@@ -6,24 +6,23 @@ Scales that span the weight are agreed on for all weights of a model in one coll
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from inspect import Parameter, Signature
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from duotone.comm import ShardContext
 from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
 from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
-from duotone.tensor import QuantizedTensor
+from duotone.tensor import QuantizeContext, QuantizedTensor
+from duotone.tensor.fsdp import BEFORE
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor
-from duotone.tensor.shards import AnsweredShard, agree, ask, spans
+from duotone.tensor.shards import AnsweredShard, AskingShard, agree, ask, spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
     from duotone.planned.planned import Planned
 
-BEFORE = "mesh", "outer_size", "outer_stride", "module", "mp_policy"
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -93,8 +91,7 @@ def _refusal(parameter: "DTensor", shard: Tensor, weight: OperandPlan) -> str:
 class SentWeight:
     """The hooks of one shard (M, K). A call is the one before a gather."""
 
-    __signature__ = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in BEFORE])
-    """FSDP2 asks for it at every gather, and inspect would compute it each time."""
+    __signature__ = BEFORE
 
     def __init__(self, module: "Planned", shard: Tensor) -> None:
         self.module, self.shard = module, shard
@@ -116,12 +113,13 @@ class SentWeight:
         mp_policy: "MixedPrecisionPolicy",
     ) -> tuple[tuple[Tensor, ...], "SentWeight"]:
         del outer_size, outer_stride, module
-        self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
+        if self.weight is None:
+            self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
         if self.stamp != self.writes:
             agree_on_amaxes([*self.of_model()])
         if not self.gathers.derives:
             self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
-        return self.gathers.send(mesh.size(), self.planes), self
+        return self.gathers.send(mesh, self.planes), self
 
     def after_gather(
         self,
@@ -140,11 +138,12 @@ class SentWeight:
 
     def prepare(self, dtype: torch.dtype, group: str) -> None:
         """Choose the formats, those of the call that gathers first. `group`: the ranks of the shards."""
-        if self.weight is not None:
-            return
         call = Call(str(self.shard.device), dtype)
         self.weight = self.module.plans.plan(active_recipe() or self.module.recipe, call).weight
-        self.dtype, self.group = dtype, group
+        self.dtype, self.answers = dtype, AnsweredShard(group)
+        self.asking, self.answered = (
+            replace(self.weight.context, shard=shard) for shard in (AskingShard(""), self.answers)
+        )
         self.gathers = Gathers(self.weight.formats, self.weight.quantizer.derives_columnwise)
         self.gathers.find(self.shard)
 
@@ -153,7 +152,7 @@ class SentWeight:
         """Changes with every write that leaves a version, and every step of an optimizer."""
         param = self.gathers.param
         holders = (self.shard,) if param is None else (self.shard, param.sharded_param)
-        return STEPS.count, *(0 if holder.is_inference() else holder._version for holder in holders)
+        return STEPS.count, *[0 if holder.is_inference() else holder._version for holder in holders]
 
     def of_model(self) -> "Iterator[SentWeight]":
         """This weight and all others under one root of FSDP2."""
@@ -162,26 +161,27 @@ class SentWeight:
             for param in group.fsdp_params if group.comm_ctx is root else ():
                 sent = getattr(param._sharded_local_tensor, PRE, None)
                 if isinstance(sent, SentWeight):
-                    dtype = param.param_dtype or param.orig_dtype
-                    sent.prepare(dtype, param.shard_mesh.get_group().group_name)
+                    if sent.weight is None:
+                        sent.prepare(param.param_dtype or param.orig_dtype, param.shard_mesh.get_group().group_name)
                     yield sent
 
-    def plane(self, usage: Usage, shard: ShardContext) -> Planes:
+    def plane(self, usage: Usage, context: QuantizeContext) -> Planes:
         """The plane that `usage` names, of this shard."""
         assert self.weight is not None
-        values = self.shard.detach().to(self.dtype)
-        return self.weight.quantizer.encode(values, usage, replace(self.weight.context, shard=shard))
+        return self.weight.quantizer.encode(self.shard.detach().to(self.dtype), usage, context)
+
+    def agreed(self, side: Usage) -> Planes:
+        """The plane under what all shards agreed on."""
+        self.answers.answers[:] = [self.amaxes[side]] if side in self.amaxes else []
+        return self.plane(side, self.answered)
 
     def planes(self, usage: Usage) -> Planes:
-        def agreed(side: Usage) -> Planes:
-            return self.plane(side, AnsweredShard(self.group, 0, [self.amaxes[side]] if side in self.amaxes else []))
-
         if self.gathers.derives:
-            row = self.row or agreed(ROWWISE).rowwise
+            row = self.row or self.agreed(ROWWISE).rowwise
             self.row = None if self.gathers.is_backward else row
             return Planes(row, row.transposed() if row is not None and usage.columnwise else None)
-        row = agreed(ROWWISE).rowwise if usage.rowwise else None
-        return Planes(row, agreed(COLUMNWISE).columnwise if usage.columnwise else None)
+        row = self.agreed(ROWWISE).rowwise if usage.rowwise else None
+        return Planes(row, self.agreed(COLUMNWISE).columnwise if usage.columnwise else None)
 
     @property
     def sides(self) -> Iterator[Usage]:
@@ -199,9 +199,9 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     for weight in weights:
         weight.stamp, weight.row = weight.writes, None
         for side in weight.sides:
-            amax = ask(lambda shard, of=weight, side=side: of.plane(side, shard))
+            amax = ask(lambda _, of=weight, side=side: of.plane(side, of.asking))
             assert amax is not None
             asked.append((weight, side, amax))
-    agreed = agree([weight.group for weight, *_ in asked], [amax for *_, amax in asked])
+    agreed = agree([weight.answers.group for weight, *_ in asked], [amax for *_, amax in asked])
     for (weight, side, _), amax in zip(asked, agreed, strict=True):
         weight.amaxes[side] = amax

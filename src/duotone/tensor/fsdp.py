@@ -7,7 +7,7 @@ gathered: all shards agree on them at each write. For this a shard knows its gro
 
 from collections.abc import Iterable
 from dataclasses import replace
-from inspect import signature
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -25,6 +25,36 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+ARGUMENTS = "mesh", "outer_size", "outer_stride", "module", "mp_policy"
+BEFORE = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in ARGUMENTS])
+"""Of a hook before a gather. FSDP2 asks for it at every gather, and inspect would compute it each time."""
+
+
+class BeforeGather:
+    """The hook of one shard before a gather."""
+
+    __signature__ = BEFORE
+
+    def __init__(self, shard: "ShardHooks") -> None:
+        self.shard = shard
+
+    def __call__(
+        self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: object
+    ) -> "tuple[tuple[Tensor, ...], tuple[ShardHooks, Gathers]]":
+        """The buffers to gather, the sharded dimension first. Later writes of this shard agree with the others."""
+        del outer_size, outer_stride, mp_policy
+        shard = self.shard
+        if shard.context.shard is None:
+            shard.context = replace(shard.context, shard=ShardContext(mesh.get_group().group_name))
+        if shard.gathers is None:
+            shard.gathers = Gathers(shard.formats, shard.derives_columnwise)
+        gathers = shard.gathers
+        gathers.find(shard)
+        if not gathers.derives:
+            gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
+        return gathers.send(mesh, lambda usage: shard.planes), (shard, gathers)
+
+
 class ShardHooks(PlaneTensor):
     """Mixed into QuantizedTensor."""
 
@@ -39,20 +69,9 @@ class ShardHooks(PlaneTensor):
             "FSDP1 takes no quantized parameters with use_orig_params=True; use fully_shard, which is FSDP2"
         )
 
-    def fsdp_pre_all_gather(
-        self, mesh: "DeviceMesh", outer_size: object, outer_stride: object, module: object, mp_policy: object
-    ) -> "tuple[tuple[Tensor, ...], tuple[ShardHooks, Gathers]]":
-        """The buffers to gather, the sharded dimension first. Later writes of this shard agree with the others."""
-        del outer_size, outer_stride, mp_policy
-        if self.context.shard is None:
-            self.context = replace(self.context, shard=ShardContext(mesh.get_group().group_name))
-        if self.gathers is None:
-            self.gathers = Gathers(self.formats, self.derives_columnwise)
-        gathers = self.gathers
-        gathers.find(self)
-        if not gathers.derives:
-            gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
-        return gathers.send(mesh.size(), lambda usage: self.planes), (self, gathers)
+    @property
+    def fsdp_pre_all_gather(self) -> "BeforeGather":
+        return BeforeGather(self)
 
     def fsdp_post_all_gather(
         self,
@@ -110,7 +129,3 @@ def _require_dtype(shard: PlaneTensor, dtype: torch.dtype) -> None:
         raise UserError(
             f"a high-precision plane in {shard.dtype} cannot be gathered as {dtype}; set param_dtype to its dtype"
         )
-
-
-for _hook in (ShardHooks.fsdp_pre_all_gather, ShardHooks.fsdp_post_all_gather):
-    vars(_hook)["__signature__"] = signature(_hook)  # FSDP2 asks for it at every gather

@@ -25,6 +25,8 @@ from duotone.tensor.plane import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -43,6 +45,9 @@ class Gathers:
 
     `derives`: the columnwise plane is the transpose of the rowwise one, without loss.
     """
+
+    states: "type[TrainingState]"
+    """torch's enum, once there is a group."""
 
     def __init__(self, formats: tuple[Format | None, Format | None], derives: bool) -> None:
         self.formats, self.derives = formats, derives
@@ -67,27 +72,31 @@ class Gathers:
         """Find FSDP2's own objects for this shard. Without them every gather sends both planes."""
         if self.param is None:
             self.param, self.group = _owners(shard)
+            if self.group is not None:
+                self.states = type(self.group._training_state)
         if self.param is not None and self.group is not None and self.whole == NOTHING:
             module = self.param._module_info.module
             parts: list[tuple[str, torch.nn.Module]]
             parts = [pair for root in self.group.modules for pair in root.named_modules()]  # type: ignore
             self.keeps_rowwise |= any(part is module and CHECKPOINT in name for name, part in parts)
 
-    def send(self, count: int, encode: Callable[[Usage], Planes]) -> tuple[Tensor, ...]:
-        """The buffers of this rank for a gather over `count` ranks. `encode` gives planes of the shard."""
-        if self.group is not None and self.group._use_post_forward_mesh:
-            raise UserError(
-                "reshard_after_forward as a number takes parameters of one buffer, and quantized ones have several; "
-                "give fully_shard reshard_after_forward=True or False"
-            )
+    def send(self, mesh: "DeviceMesh", encode: Callable[[Usage], Planes]) -> tuple[Tensor, ...]:
+        """The buffers of this rank for a gather over a mesh. `encode` gives planes of the shard."""
         is_first = self.whole == NOTHING
-        self.count, self.encode, self.sent = count, encode, self._sent_now()
+        if is_first:
+            self.count = mesh.size()
+            if self.group is not None and self.group._use_post_forward_mesh:
+                raise UserError(
+                    "reshard_after_forward as a number takes parameters of one buffer, and quantized ones have "
+                    "several; give fully_shard reshard_after_forward=True or False"
+                )
+        self.encode, self.sent = encode, self._sent_now()
         rowwise, columnwise = self.sent
         self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
-        self.shard = row, col = encode(BOTH if is_first or count == 1 else self.sent)
+        self.shard = row, col = encode(BOTH if is_first or self.count == 1 else self.sent)
         self.is_repeated = self.derives and row is self.encoded
         self.encoded = row if self.derives and not self.is_backward else None
-        if count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
+        if self.count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
             return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
             of_row, of_col = self.wires
@@ -127,13 +136,13 @@ class Gathers:
     @property
     def is_backward(self) -> bool:
         """Whether the gather is one for a backward."""
-        return self.group is not None and self.group._training_state.name == "PRE_BACKWARD"
+        return self.group is not None and self.group._training_state is self.states.PRE_BACKWARD
 
     @property
     def _needs_columnwise(self) -> bool:
         """Whether this pass, or one after it without a gather, reads the columnwise plane."""
         group = self.group
-        if group is None or not group._reshard_after_forward or group._training_state.name != "FORWARD":
+        if group is None or not group._reshard_after_forward or group._training_state is not self.states.FORWARD:
             return True
         return torch._C._current_graph_task_id() != -1  # the forward recomputes, and its backward gathers nothing
 

@@ -1,6 +1,6 @@
 """Every way of rewriting a quantized tensor. All checks come before the first byte, amax or collective."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,7 +39,13 @@ class Writes(PlaneTensor):
         A `noop_flag` (one element, on the device) that is not 0 leaves every byte and amax as it was. The tensor's
         quantizer and context complete what is not given. The quantizer must make the formats that are held.
         """
-        written = quantizer or self.quantizer
+        self._pending(source, noop_flag, quantizer or self.quantizer, usage)(ctx)
+        return self
+
+    def _pending(
+        self, source: Tensor, noop_flag: Tensor | None, written: "Quantizer", usage: Usage
+    ) -> Callable[[QuantizeContext], None]:
+        """Check a write. The result encodes and writes under a context."""
         self.require_writable()
         self._require_formats((written.rowwise, written.columnwise), usage)
         check_source(source)
@@ -59,12 +65,15 @@ class Writes(PlaneTensor):
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
         if keep is not None:
             matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
-        fresh = written.encode(matrix, wanted, self._write_context(ctx))
-        self._require_formats(fresh.formats, usage)
-        self._take(fresh, keep)
-        if not self.is_inference():
-            torch.autograd.graph.increment_version(self)
-        return self
+
+        def write(ctx: QuantizeContext) -> None:
+            fresh = written.encode(matrix, wanted, self._write_context(ctx))
+            self._require_formats(fresh.formats, usage)
+            self._take(fresh, keep)
+            if not self.is_inference():
+                torch.autograd.graph.increment_version(self)
+
+        return write
 
     def _take(self, fresh: Planes, keep: Tensor | None) -> None:
         """Copy planes into those that are held. If `keep` is true on the device, no byte changes."""
@@ -200,18 +209,18 @@ def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[
 
 def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
     """`quantize_` each tensor from its values. All shards of a group agree on their scales in one collective."""
-    asked: list[tuple[Writes, Tensor, ShardContext, Tensor]] = []
+    asked: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     for target, value in writes:
-        shard = target.context.shard
+        shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH)
         if shard is None or len(writes) == 1:
-            target.quantize_(value)
+            write(LOCAL)
             continue
-        amax = ask(lambda asking, to=target, x=value: to.quantize_(x, ctx=QuantizeContext(asking)))
+        amax = ask(lambda asking, write=write: write(QuantizeContext(asking)))
         if amax is not None:
-            asked.append((target, value, shard, amax))
-    agreed = agree([shard.group for _, _, shard, _ in asked], [amax for *_, amax in asked])
-    for (target, value, shard, _), amax in zip(asked, agreed, strict=True):
-        target.quantize_(value, ctx=QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
+            asked.append((write, shard, amax))
+    agreed = agree([shard.group for _, shard, _ in asked], [amax for *_, amax in asked])
+    for (write, shard, _), amax in zip(asked, agreed, strict=True):
+        write(QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
 
 
 NARROW = (torch.bfloat16, torch.float16)
