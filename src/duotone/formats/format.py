@@ -43,6 +43,8 @@ class Format:
     """Whether `derive` makes the parts of the transpose."""
     spans_rows: bool = False
     """Whether a scale covers all rows, so that shards of a tensor have to agree on it."""
+    part_names: tuple[str, ...] = ("codes",)
+    """The names of the buffers, in order."""
     stored: tuple[object, ...]
     """What decides how parts are read. Two formats that share it differ in how the next write finds its scales."""
 
@@ -135,11 +137,11 @@ class Format:
         raise NotImplementedError
 
 
-def require_parts(name: str, wanted: tuple[str, ...], parts: Parts) -> None:
+def require_parts(fmt: Format, parts: Parts) -> None:
     """UserError if a buffer of an encoded plane is missing."""
-    for part in wanted:
+    for part in fmt.part_names:
         if part not in parts:
-            raise UserError(f"parts of {name} without {part!r}; pass all that encode gave")
+            raise UserError(f"parts of {fmt.name} without {part!r}; pass all that encode gave")
 
 
 def require_dense(name: str, x: Tensor) -> None:

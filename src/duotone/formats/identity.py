@@ -30,7 +30,7 @@ class Identity(Format):
         return {"codes": x}
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
-        require_parts(self.name, ("codes",), parts)
+        require_parts(self, parts)
         return parts["codes"].to(dtype)
 
     def ceiling(self, parts: Parts) -> Tensor:
@@ -40,7 +40,7 @@ class Identity(Format):
         return Factors(parts["codes"], None, 1.0)
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts:
-        require_parts(self.name, ("codes",), parts)
+        require_parts(self, parts)
         return {"codes": parts["codes"].t()}
 
     def describe(self) -> dict[str, object]:

@@ -117,7 +117,7 @@ class ScaledFormat(Format):
         return {"codes": codes, **scaled.parts}
 
     def decode(self, parts: Parts, dtype: torch.dtype, stages: Stages | None = None) -> Tensor:
-        require_parts(self.name, self.part_names, parts)
+        require_parts(self, parts)
         if stages is None:
             check_sizes(self, parts)
             stages = PLAIN
@@ -144,7 +144,7 @@ class ScaledFormat(Format):
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:
         if not self.is_derivable:
             return None
-        require_parts(self.name, self.part_names, parts)
+        require_parts(self, parts)
         packed = self.element.codes_per_byte == 2
         codes = (PLAIN.unpack(parts["codes"]) if packed else parts["codes"])[:, :cols]
         shape = (codes.shape[0], codes.shape[1])

@@ -162,7 +162,7 @@ class TracedSlot(Slot):
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.traced_scale(x, self.handle, self.plan, self.member, self.operand, self.side)
 
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
         where = (self.handle, self.plan, self.member, self.operand, self.side)
         return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
 

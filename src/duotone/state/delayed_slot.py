@@ -48,7 +48,7 @@ class DelayedSlot(Slot):
     def scale_for(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.delayed_scale(x, self.state, self.index, self.group, self.mode._value_, self.backward)
 
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
         where = (self.state, self.index, self.group, self.mode._value_, self.backward)
         return torch.ops.duotone.delayed_planes(x, *where, row, col, propagate)
 
@@ -160,23 +160,23 @@ def define_slot_ops(
     def scale(x: Tensor, *place: Any) -> Tensor:
         return measured_scale(slot_of(*place), x)
 
-    def planes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def planes(x: Tensor, *arguments: Any) -> list[Tensor]:
         *place, row, col, propagate = arguments
         factor, live = slot_of(*place).place(x)
-        return cast_planes(x, row, col, propagate, factor, live)
+        return cast_planes(x, row, col, propagate, factor, live=live)
 
     def scale_shape(x: Tensor, *place: Any) -> Tensor:
         trace(*place)
         return x.new_empty((1,), dtype=torch.float32)
 
-    def plane_shapes(x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def plane_shapes(x: Tensor, *arguments: Any) -> list[Tensor]:
         *place, row, col, _ = arguments
         trace(*place)
         return empty_planes(x, row, col)
 
-    formats, results = "str row, str col, bool propagate", "(Tensor, Tensor, Tensor, Tensor)"
+    wanted = "str row, str col, bool propagate"
     define_op(f"{name}_scale(Tensor x, {place}) -> Tensor", scale, scale_shape, tags=STATEFUL)
-    define_op(f"{name}_planes(Tensor x, {place}, {formats}) -> {results}", planes, plane_shapes, tags=STATEFUL)
+    define_op(f"{name}_planes(Tensor x, {place}, {wanted}) -> Tensor[]", planes, plane_shapes, tags=STATEFUL)
 
 
 def _slot(state: str, index: int, group: str, mode: str, backward: bool) -> DelayedSlot:

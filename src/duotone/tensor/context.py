@@ -48,8 +48,8 @@ class Slot:
         """Like `place`, for the first of `count` slots that far apart. `amaxes` measures theirs, fp32 (count,)."""
         raise NotImplementedError
 
-    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> tuple[Tensor, ...]:
-        """In traced code: the codes and scales of both planes, in the formats of these names ("" for no plane)."""
+    def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
+        """In traced code: the parts of both planes, in the formats of these names ("" for no plane)."""
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from duotone.comm import all_gather
-from duotone.dispatch.cast_ops import PARTS
-from duotone.dispatch.casts import decoded, is_two_level, one_read
+from duotone.dispatch.cast_ops import named_parts
+from duotone.dispatch.casts import decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format, Parts
@@ -205,19 +205,13 @@ def _encode_traced(
     names = "" if row is None else row.name, "" if col is None else col.name
     if slot is not None:
         parts = slot.cast(x, *names, ctx.propagate)
-    elif is_two_level(row, col):
-        parts = torch.ops.duotone.cast_two_level(x, *names, ctx.propagate, *(seed or (None,)))
     else:
-        parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None)
-    half = len(parts) // 2
-    row_parts: Parts = dict(zip(PARTS, parts[:half], strict=False))
-    col_parts: Parts = dict(zip(PARTS, parts[half:], strict=False))
-    if col_parts["scale"].shape == (0,):
-        col_parts["scale"] = row_parts["scale"]
+        parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None, *seed)
+    of_row, of_col = named_parts(row, col, parts)
     rows, cols = x.shape[0], x.shape[1]
     return Planes(
-        None if row is None else Plane(row, row_parts, (rows, cols)),
-        None if col is None else Plane(col, col_parts, (cols, rows)),
+        None if row is None else Plane(row, of_row, (rows, cols)),
+        None if col is None else Plane(col, of_col, (cols, rows)),
     )
 
 
