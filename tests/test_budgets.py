@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35246
+LIBRARY_LINES = 35264
 TOOL_LINES = 7503
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -33,7 +33,7 @@ BUDGETS = {
     "lab": (3662, 12, 1),
     "linear": (1848, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2248, 6, 0),
+    "observe": (2266, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (529, 2, 0),
     "package": (317, 1, 0),

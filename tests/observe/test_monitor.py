@@ -87,6 +87,29 @@ def test_a_run_that_goes_on_appends_and_counts_on(tmp_path: Path) -> None:
     assert list(dict.fromkeys(row["step"] for row in lines(path))) == [1, 11]
 
 
+def test_of_many_modules_each_has_its_errors_measured_in_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts and amax are of all modules in each step, and what is measured is what all together would give."""
+    torch.manual_seed(0)
+    model = duotone.convert(nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]), recipes.load("mxfp8"), rules=())
+    seen = {}
+    for together in (99, 2):
+        monkeypatch.setattr("duotone.observe.step_statistics.TOGETHER", together)
+        path = tmp_path / f"{together}.jsonl"
+        with observe.Monitor(model, path, every=1) as monitor:
+            for step in range(6):
+                model(torch.randn(32, 32, generator=torch.Generator().manual_seed(step))).sum().backward()
+                monitor.step()
+        seen[together] = {(row["step"], row["module"], row["role"], row["plane"]): row for row in lines(path)}
+    assert seen[2].keys() == seen[99].keys() and all("amax" in row for row in seen[2].values())
+    measured = {key: row for key, row in seen[2].items() if "snr_db" in row}
+    assert all(row == seen[99][key] for key, row in measured.items())
+    turns = [sorted({module for step, module, *_ in measured if step == number}) for number in range(1, 7)]
+    assert sorted(map(len, turns[:3])) == [1, 2, 2] and sorted("".join("".join(part) for part in turns[:3])) == "01234"
+    assert turns[3:] == turns[:3]
+
+
 def test_an_optimizer_counts_the_steps(tmp_path: Path) -> None:
     path, model = tmp_path / "m.jsonl", mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

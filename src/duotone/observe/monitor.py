@@ -51,6 +51,8 @@ class Monitor:
     - `start`: how many steps were done before, in a run that goes on.
     - `on_alarm`: gets each `Alarm`. Without it, alarms are warnings. `alarms` holds all of them.
 
+    A sampled step measures the errors of 32 modules. Of more modules each has its turn, in a fixed order.
+
     No step waits for the device. A sampled step is written as soon as its numbers are on the host, at the latest after
     the next sampled one, or by `close`. Compiled code runs eager in sampled steps.
     """
@@ -81,10 +83,12 @@ class Monitor:
         self._model, self._every, self._first, self._on_alarm = model, every, start + 1, on_alarm
         self._checks, self._is_closed = Alarms(), False
         self._open = ExitStack()
-        self._statistics, self._recipes, self._is_sampling = StepStatistics(), dict[str, TappedRecipe](), False
+        followers = {module.module_name for module in model.modules() if isinstance(module, Planned)}
+        self._statistics = StepStatistics(followers)
+        self._recipes, self._is_sampling = dict[str, TappedRecipe](), False
         self._sent: deque[tuple[int, Sent]] = deque()
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(lambda *_: self.step())
-        if not any(isinstance(module, Planned) for module in model.modules()):
+        if not followers:
             told = "no module of this model follows a recipe, so the monitor has no rows; convert it first"
             warnings.warn(told, stacklevel=2)
         try:

@@ -1,7 +1,8 @@
 """The statistics of one sampled step: gathered on the device, copied without waiting, read when the copy is there."""
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ Row = dict[str, str | float | None]
 SAMPLE = 1 << 16
 """Elements of an operand whose errors are measured."""
 
+TOGETHER = 32
+"""Modules whose errors are measured in one step: the host launches about 40 kernels for each of their operands."""
+
 WAITING = 64
 """Samples that wait to be measured together: few launches, in 50 MB."""
 
@@ -38,9 +42,17 @@ class Sample(NamedTuple):
 
 
 class StepStatistics(Sampler):
-    """What the encodes of a step lost. `send` ends the step, and the next one may begin."""
+    """What the encodes of a step lost. `send` ends the step, and the next one may begin.
 
-    def __init__(self) -> None:
+    Of more modules than `TOGETHER`, errors are measured in turn: those of an even part in each step, so that all have
+    had their turn after a fixed number of steps. `modules` are the names of all.
+    """
+
+    def __init__(self, modules: Iterable[str] = ()) -> None:
+        mixed = sorted(modules, key=lambda name: zlib.crc32(name.encode()))  # layers and kinds lie in every part
+        self._parts = max(1, math.ceil(len(mixed) / TOGETHER))
+        self._part_of = {name: place % self._parts for place, name in enumerate(mixed)}
+        self._turn = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -55,6 +67,7 @@ class StepStatistics(Sampler):
     def take(self, role: QuantizerRole, x: Tensor, planes: Planes, slots: Slots) -> None:
         if x.is_cuda and is_capturing():
             return  # every replay would measure again, and nobody would read it
+        is_its_turn = self._part_of.get(role.name, self._turn) == self._turn
         whole = torch.zeros(3, dtype=torch.int64, device=x.device)
         count(x, whole)
         sides = (("rowwise", x, planes.rowwise), ("columnwise", x.t(), planes.columnwise))
@@ -65,7 +78,7 @@ class StepStatistics(Sampler):
                 self._whole.append(whole)
                 if direction == "columnwise" and is_transposed(*planes):
                     self._twins[len(self.keys) - 1] = len(self.keys) - 2
-                elif math.isfinite(plane.format.largest) and matrix.numel():
+                elif is_its_turn and math.isfinite(plane.format.largest) and matrix.numel():
                     self._wait(plane.format, sample(matrix, plane))
 
     def send(self, states: Sequence[DelayedState]) -> "Sent":
@@ -82,6 +95,7 @@ class StepStatistics(Sampler):
             tensors.insert(len(self._measured), torch.cat([amaxes.double(), counts[:, 1:].double()], 1).flatten())
         numbers = torch.cat([t.to(device, non_blocking=True) for t in tensors]) if tensors else torch.empty(0)
         sent = Sent(self.keys, places, self._twins, slots, numbers)
+        self._turn = (self._turn + 1) % self._parts
         self._begin()
         return sent
 
