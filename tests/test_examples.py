@@ -1,14 +1,12 @@
 """Every example runs as it is and does what it says."""
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launching import torchrun
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -23,15 +21,9 @@ def test_own_training_loop_trains_and_prints_what_ran(capsys: pytest.CaptureFixt
 
 
 def test_torchrun_fsdp_trains_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = []
     for _ in range(2):
-        done = subprocess.run(
-            [*command, str(EXAMPLES / "torchrun_fsdp.py"), str(tmp_path)],
-            env=environment, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = torchrun(EXAMPLES / "torchrun_fsdp.py", tmp_path)
         words.append(done.stdout.splitlines()[0].split(", loss "))
         shutil.rmtree(tmp_path / "step-00000020")
     assert [steps for steps, _ in words] == ["steps 1 to 20", "steps 16 to 20"]

@@ -7,6 +7,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 
 from duotone.cli.main import main
+from duotone.dispatch import stages
 from duotone.lab.parallel import ParallelTrainer
 
 step, write = ParallelTrainer.step, FileSystemWriter.write_data
@@ -27,5 +28,6 @@ def write_or_die(self: FileSystemWriter, *arguments: Any, **options: Any) -> Any
 
 
 if __name__ == "__main__":
+    stages.COMPILE_FROM = 1 << 30  # plain casts, with the same bits
     ParallelTrainer.step, FileSystemWriter.write_data = step_or_die, write_or_die  # type: ignore[method-assign]
     main()

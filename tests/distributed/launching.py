@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -34,6 +35,27 @@ def run(worker: Path, folder: Path, world: int, rank: int, device: str) -> None:
     warnings.simplefilter("ignore")
     sys.argv = [str(worker), str(folder), str(world), str(rank), device]
     runpy.run_path(str(worker), run_name="__main__")
+
+
+TORCHRUN = "import duotone.cli.parallel_run\nfrom torch.distributed.run import main\nmain()"
+
+
+def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `script` on two ranks under torchrun. They are copies of its process, which has imported what they need."""
+    options = "--standalone --nproc-per-node=2 --run-path --start-method=fork".split()
+    command = [
+        sys.executable,
+        "-c",
+        TORCHRUN,
+        *options,
+        f"--max-restarts={restarts}",
+        str(script),
+        *map(str, arguments),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
 
 
 def launch(
