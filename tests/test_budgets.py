@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35264
+LIBRARY_LINES = 35536
 TOOL_LINES = 7503
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,25 +25,25 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2461, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2758, 1, 0),
+    "dispatch": (2759, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4207, 0, 0),
+    "kernels": (4433, 0, 0),
     "lab": (3662, 12, 1),
-    "linear": (1848, 5, 0),
+    "linear": (1851, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2266, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (529, 2, 0),
-    "package": (317, 1, 0),
-    "pipeline": (1403, 5, 2),
+    "package": (318, 1, 0),
+    "pipeline": (1415, 5, 2),
     "planned": (2943, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1698, 0, 0),
     "serving": (1190, 0, 0),
-    "state": (1748, 10, 0),
-    "tensor": (2427, 15, 0),
+    "state": (1770, 10, 0),
+    "tensor": (2434, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

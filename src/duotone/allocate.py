@@ -16,11 +16,12 @@ class Allocate(Protocol):
 def allocator(x: Tensor) -> Allocate:
     """Allocates on the device of `x`. On the current CUDA device as compiled code does, in half of the time."""
     if x.is_cuda and x.get_device() == torch._C._cuda_getDevice():
-        return _empty_cuda
+        return empty_cuda
     return partial(_empty_on, x.device)
 
 
-_empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+empty_cuda: Allocate = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+"""Allocates on the current CUDA device."""
 
 
 def _empty_on(device: torch.device, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from duotone import formats  # noqa: E402
 from duotone.dispatch.casts import cast_of  # noqa: E402
-from duotone.kernels import launch  # noqa: E402
+from duotone.kernels import amax, launch, repeated_cast  # noqa: E402
 
 CAST_CALLS = 8
 """Numbers only fall."""
@@ -28,6 +28,8 @@ def made(monkeypatch):
     monkeypatch.setattr(launch.Launch, "_compile", compile_for)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # of a CPU tensor
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    for module in (amax, repeated_cast):
+        monkeypatch.setattr(module, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)
     return launch.Kernel(SimpleNamespace()).bind({"T": 8}), compiled, enqueued
 
 
@@ -65,3 +67,46 @@ def test_a_cast_of_both_planes_keeps_to_its_calls(made) -> None:
     finally:
         sys.setprofile(None)
     assert len([name for name in names if name not in ("<lambda>", "_empty_on")]) <= CAST_CALLS, names
+
+
+FORMATS = ("fp8_e4m3_tensor", "fp8_e4m3_delayed", "fp8_e4m3_row", "fp8_e4m3_1x128")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None:
+    """Of equal shapes only the first cast prepares its launches; later ones may differ in addresses alone."""
+    _, _, enqueued = made
+    fmt = formats.get(name)
+    cast, scale, live = cast_of(fmt, fmt, torch.bfloat16), torch.ones(1), torch.zeros(1, dtype=torch.int32)
+    assert cast is not None
+    given = ((scale, None), live) if fmt.is_delayed else ((None, None), None)
+    first, second = torch.zeros(64, 256, dtype=torch.bfloat16), torch.zeros(64, 256, dtype=torch.bfloat16)
+    cast(first, *given)
+    launches = enqueued.copy()
+    del enqueued[:]
+    parts = cast(second, *given, typed=True), cast(second, *given, typed=True)
+    assert [part["codes"].dtype for plane in parts for part in plane] == [torch.float8_e4m3fn] * 4
+    assert len(enqueued) == 2 * len(launches)
+    row, col = parts[1]
+    for (programs, arguments), (expected, others) in zip(enqueued[len(launches) :], launches, strict=True):
+        assert programs == expected
+        assert arguments[0] == second.data_ptr() and others[0] == first.data_ptr()
+        assert [type(each) for each in arguments] == [type(each) for each in others]
+        addresses = 3 if len(arguments) < 10 else 13
+        assert arguments[addresses:] == others[addresses:]
+    written = [part.data_ptr() for part in (row["codes"], row["scale"], col["codes"], col["scale"])]
+    assert list(enqueued[-1][1][6:10]) == written
+
+
+def test_amaxes_of_lines_start_from_zeros_that_no_other_call_has(made, monkeypatch) -> None:
+    x, taken = torch.zeros(10, 6), []
+    monkeypatch.setattr(amax, "ZEROS", amax.Zeros())
+    for _ in range(2 * amax.CALLS + 1):
+        pair = amax.ZEROS.pair(x.device, -1, (12, 8))
+        assert [part.tolist() for part in pair] == [[0] * 12, [0] * 8]
+        for part in pair:
+            part.fill_(1)
+        taken.append(pair)
+    monkeypatch.setattr(amax, "is_capturing", lambda: True)
+    captured = amax.ZEROS.pair(x.device, -1, (12, 8))
+    assert captured[0].untyped_storage().nbytes() == 20 * 4, "a graph fills its zeros in each replay"

@@ -95,6 +95,7 @@ def decoded(fmt: Format, parts: Parts, dtype: torch.dtype, scaled: bool) -> Tens
     if entry is None:
         entry = _DECODERS[key] = (fmt, _decoder(fmt, dtype))
     spec, codes = entry[1], parts["codes"]
+    codes = codes.view(torch.uint8) if codes.dtype in FP8_DTYPES else codes
     if spec is None or not _is_real(codes) or not runs_kernels(codes.get_device()):
         return None
     if not isinstance(spec, tuple):

@@ -258,14 +258,14 @@ def _empty_product(a: Operand, b: Operand, out_dtype: torch.dtype, bias: Tensor 
 
 def _codes(plane: Operand, more_rows: int, step: int) -> Tensor:
     """The codes with rows next to each other, padded with zeros to what cuBLAS takes."""
-    codes = plane.parts["codes"]
+    codes, dtype = plane.parts["codes"], plane.format.code_dtype
+    assert dtype is not None
     more_cols = -codes.shape[1] % step
     if more_cols or more_rows:
-        codes = F.pad(codes, (0, more_cols, 0, more_rows))
+        codes = F.pad(codes.view(torch.uint8), (0, more_cols, 0, more_rows))
     if not codes.is_contiguous():
-        codes = contiguous_rows(codes)
-    assert plane.format.code_dtype is not None
-    return codes.view(plane.format.code_dtype)
+        codes = contiguous_rows(codes.view(torch.uint8))
+    return codes if codes.dtype is dtype else codes.view(dtype)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -3,13 +3,17 @@
 `tensor_census` counts NaN and infinities in the same read.
 """
 
+import threading
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from duotone.allocate import allocator
-from duotone.kernels.launch import kernel
+from duotone.allocate import allocator, empty_cuda
+from duotone.capture import is_capturing
+from duotone.kernels.launch import Launch, kernel
 
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
@@ -18,6 +22,8 @@ CENSUS_PROGRAMS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
+FILLED, CALLS, WAITING = 1 << 17, 32, 16
+"""Elements and calls that one fill of zeros is for at most, and for how many sizes zeros wait."""
 SPANS = (512, 256)
 """Rows that one program of `line_amax` walks down: fewer where there would be less than PARTIALS programs."""
 
@@ -140,13 +146,85 @@ def tensor_census(x: Tensor, counts: Tensor) -> None:
 
 
 def line_amax(x: Tensor, nan: bool = False) -> tuple[Tensor, Tensor]:
-    """The bits, int32 (M or more,) and (K,), of the amaxes of the rows and of the columns of contiguous `x`; `nan` as
-    of `tensor_amax`."""
+    """The bits, int32 (M or more,) and (K or more,), of the amaxes of the rows and of the columns of contiguous `x`;
+    `nan` as of `tensor_amax`."""
     m, k = x.shape
-    second = -(-m // ALIGNED) * ALIGNED
-    bits = torch.zeros(second + k, dtype=torch.int32, device=x.device)
-    rows, cols = bits, bits[second:]
+    sizes = _line_sizes(m, k)
+    rows, cols = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
+    launch, programs = _line_launch(m, k, nan)
+    launch(programs, (x, rows, cols), (m, k))
+    return rows, cols
+
+
+def _line_sizes(m: int, k: int) -> tuple[int, int]:
+    return -(-m // ALIGNED) * ALIGNED, -(-k // ALIGNED) * ALIGNED
+
+
+def _line_launch(m: int, k: int, nan: bool) -> tuple[Launch, int]:
+    """The launch for matrices (M, K), and its programs."""
     across = -(-k // ACROSS)
     span = SPANS[0] if m // SPANS[0] * across >= PARTIALS else SPANS[1]
-    _LINES[span, nan](-(-m // span) * across, (x, rows, cols), (m, k))
-    return rows, cols
+    return _LINES[span, nan], -(-m // span) * across
+
+
+Amaxes = tuple[Tensor, Tensor]
+
+
+def repeated_tensor_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
+    """`tensor_amax`, twice, as a function of the address of a matrix like `x`. None as of `Launch.repeated`."""
+    programs = min(-(-x.numel() // CHUNK), PARTIALS)
+    buffer = (programs,), (1,), torch.float32
+    repeat = _TENSOR[False].repeated(programs, (x, torch.empty(programs, device=x.device)), (x.numel(),))
+    if repeat is None:
+        return None
+
+    def measure(address: int) -> Amaxes:
+        partial = empty_cuda(*buffer)
+        repeat(address, partial.data_ptr())
+        return partial, partial
+
+    return measure
+
+
+def repeated_line_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
+    """`line_amax` as a function of the address of a matrix like `x`. Nobody may keep the result, since it shares memory
+    with those of other calls. None as of `Launch.repeated`."""
+    shape, device, index = x.shape, x.device, x.get_device()
+    sizes = _line_sizes(*shape)
+    launch, programs = _line_launch(*shape, False)
+    repeat = launch.repeated(
+        programs, (x, *torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)), tuple(shape)
+    )
+    if repeat is None:
+        return None
+
+    def measure(address: int) -> Amaxes:
+        rows, cols = ZEROS.pair(device, index, sizes)
+        repeat(address, rows.data_ptr(), cols.data_ptr())
+        return rows, cols
+
+    return measure
+
+
+class Zeros(threading.local):
+    """Pairs of int32 zeros by device, stream and sizes, many from one fill."""
+
+    def __init__(self) -> None:
+        self.pairs: dict[tuple[int, ...], list[Amaxes]] = {}
+
+    def pair(self, device: torch.device, index: int, sizes: tuple[int, int]) -> Amaxes:
+        """A pair of these sizes that nobody has written."""
+        if is_capturing():  # each replay fills anew
+            return torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+        key = index, torch._C._cuda_getCurrentRawStream(index), *sizes
+        pairs = self.pairs.get(key)
+        if not pairs:
+            if len(self.pairs) >= WAITING:
+                self.pairs.clear()
+            calls = max(1, min(CALLS, FILLED // sum(sizes)))
+            bits = torch.zeros(calls * sum(sizes), dtype=torch.int32, device=device).split(sizes * calls)
+            pairs = self.pairs[key] = list(zip(bits[::2], bits[1::2], strict=True))
+        return pairs.pop()
+
+
+ZEROS = Zeros()

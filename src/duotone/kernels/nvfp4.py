@@ -277,12 +277,15 @@ class Cast:
         live: Tensor | None = None,
         shard: Shard | None = None,
         seed: Tensor | None = None,
+        *,
+        typed: bool = False,
     ) -> tuple[MaybeParts, MaybeParts]:
         """The parts of both planes of contiguous (M, K); `seed` int64 if a plane rounds stochastically.
 
-        `scales` and `live` are those of delayed planes, which these are not. `shard` as of `cast.Cast`.
+        `scales` and `live` are those of delayed planes, which these are not. `shard` as of `cast.Cast`. No codes
+        are `typed`.
         """
-        del scales, live
+        del scales, live, typed
         m, k = x.shape
         count, of_row, of_col = self._amaxes(x, shard)
         row, col = _empty(self.row, x, m, k, of_row), _empty(self.col, x, k, m, of_col)

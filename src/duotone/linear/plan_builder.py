@@ -11,7 +11,7 @@ from duotone.dispatch.gemms import choose
 from duotone.dispatch.rule import GemmProblem
 from duotone.dispatch.target import least_work, target
 from duotone.errors import RecipeError
-from duotone.formats import IDENTITY, Format
+from duotone.formats import IDENTITY, Format, ScaleCodec
 from duotone.linear.operand_plan import (
     BACKWARD_OPERANDS,
     REENCODE_FROM_PRODUCER,
@@ -112,8 +112,11 @@ def _source_of_held_weight(request: PlanRequest, wanted: Quantizer, present: Qua
 
 
 def _context(request: PlanRequest, shard: ShardContext | None, quantizer: Quantizer) -> QuantizeContext:
-    kernel = has_casts(quantizer.rowwise, quantizer.columnwise, request.dtype, target(request.device))
-    return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite)
+    formats = quantizer.rowwise, quantizer.columnwise
+    kernel = has_casts(*formats, request.dtype, target(request.device))
+    is_scaled = all(fmt is None or fmt.scale_codec.family == ScaleCodec.FP32.family for fmt in formats)
+    typed = is_scaled and shard is None and not request.layout.exchanges  # what travels or is decoded is bytes
+    return QuantizeContext(shard, traces_kernel=kernel, propagate=request.recipe.propagate_nonfinite, typed=typed)
 
 
 def _input_backward(request: PlanRequest, override: BackwardOperand, quantizer: Quantizer) -> BackwardOperand:

@@ -12,6 +12,7 @@ from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
 from duotone.pipeline.stage import Gradients, Saved, Stages, Value
+from duotone.state.frames import FORWARD
 from duotone.tensor.plane import DeferredPlane, Plane
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ class PipelineContext(FunctionCtx):
     backward_of: "Backward"
     extra: int  # outputs after y
     shells: list[list[Shell]]  # of what each basic stage saved, then `backward_of.again`
-    _duotone_around: list[FunctionCtx]  # see `state.frames`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
 
@@ -57,8 +57,6 @@ class PipelineFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
-        if backward.alone:
-            ctx._duotone_around = []
         saved: list[Saved] = []
         outputs: list[Tensor] = []
         y, at = x, 0
@@ -116,11 +114,24 @@ def run_backward(
     return None, None, handed[0] if needs[2] else None, *[None] * missing, *of_operands
 
 
+_apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[misc]
+_unwrap = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
+
+
+def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+    """`PipelineFunction.apply` where neither a trace nor a transform of torch.func runs, in less host time."""
+    around, FORWARD.is_alone = FORWARD.is_alone, backward.alone
+    try:
+        return _apply(forward, backward, _unwrap(x), *operands)  # type: ignore[no-any-return]
+    finally:
+        FORWARD.is_alone = around
+
+
 class Runner:
     """What runs a pipeline: `apply(forward, backward, x, *operands)`."""
 
     def __init__(self) -> None:
-        self.apply: Callable[..., Outputs] = PipelineFunction.apply
+        self.apply: Callable[..., Outputs] = apply_eagerly
 
     @contextmanager
     def watched(self, watch: Callable[..., Outputs]) -> Iterator[None]:

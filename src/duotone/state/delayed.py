@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 class Scales:
     """The scales (n,) between two rolls. `past` is their copy after the second one; before, the state holds them."""
 
-    past: Tensor | None = None
+    rolled: tuple[Tensor, slice] | None = None
+    """The copies of all states that rolled together, and where those of this one lie. Only a recompute reads them."""
+
+    @property
+    def past(self) -> Tensor | None:
+        return None if self.rolled is None else self.rolled[0][self.rolled[1]]
 
 
 class Step:
@@ -146,12 +151,14 @@ class DelayedState(nn.Module):
 
     def scales_of(self, scales: Scales) -> Tensor:
         """fp32 (n,): the values of `scales`."""
-        return self._buffers["scale"] if scales.past is None else scales.past  # type: ignore[return-value]
+        past = scales.past
+        return self._buffers["scale"] if past is None else past  # type: ignore[return-value]
 
     def views(self, slot: int, scales: Scales) -> tuple[Tensor, Tensor]:
         """The encode scale of the slot among `scales`, fp32 (1,), and the bits of its live amax, int32 (1,)."""
-        scale, amaxes = self.scales_of(scales), self._buffers["amax_history"]  # past nn.Module's look-up
-        assert amaxes is not None
+        buffers = self._buffers  # past nn.Module's look-up
+        scale, amaxes = buffers["scale"] if scales.rolled is None else self.scales_of(scales), buffers["amax_history"]
+        assert scale is not None and amaxes is not None
         cached = self._views.get(slot)
         if cached is None or cached[0] is not scale or cached[1] is not amaxes:
             with torch.inference_mode(False):  # an inference tensor could not be written in training
@@ -172,12 +179,12 @@ class DelayedState(nn.Module):
 
     def roll(self) -> None:
         """End a step: the live row becomes the newest entry and scales follow. Slots without an amax stay."""
-        self.end_step(history.roll(self.amax_history, self.scale, self.largest, self.history, self.events))
+        self.end_step(history.roll(self.amax_history, self.scale, self.largest, self.history, self.events), slice(None))
 
-    def end_step(self, before: Tensor) -> None:
-        """The buffers have rolled; `before` (n,) are the scales before."""
+    def end_step(self, before: Tensor, place: slice) -> None:
+        """The buffers have rolled; `before[place]` (n,) are the scales before."""
         step = self.step
-        step.now.past = before
+        step.now.rolled = before, place
         step.before, step.now, step.deferred = step.now, Scales(), False
 
     def _load_from_state_dict(

@@ -11,6 +11,7 @@ microbatches and nested frames stay apart. Outside of frames nothing is kept.
 """
 
 import sys
+import threading
 from collections.abc import Hashable
 from types import FrameType
 from typing import Any
@@ -23,6 +24,16 @@ from duotone.state import torch_private
 from duotone.state.torch_private import is_forward_grad_enabled, top_saved_hooks
 
 NAME, AROUND = "_duotone_record", "_duotone_around"
+
+
+class Forward(threading.local):
+    """The innermost autograd.Function of Duotone whose forward runs in this thread."""
+
+    is_alone = False
+    """Whether no other autograd.Function runs it, so that none recomputes it."""
+
+
+FORWARD = Forward()
 
 
 class Record:
@@ -64,7 +75,7 @@ class Record:
 
 def remember(key: Hashable, value: object) -> None:
     """Keep a value in every frame that runs its forward now. Inference has none."""
-    if is_forward_grad_enabled():
+    if FORWARD.is_alone or is_forward_grad_enabled():
         if top_saved_hooks(True) is None:
             return
     elif torch.is_inference_mode_enabled():
@@ -110,7 +121,7 @@ def _forward_holders() -> list[object]:
         if getattr(pack, "__qualname__", "") == torch_private.PACK_HOOK:
             cells = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))
             holders.append(cells["frame"].cell_contents)
-    return holders if is_forward_grad_enabled() else [*holders, *_contexts()]
+    return holders if FORWARD.is_alone or is_forward_grad_enabled() else [*holders, *_contexts()]
 
 
 def _contexts() -> list[FunctionCtx]:

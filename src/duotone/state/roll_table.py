@@ -33,8 +33,10 @@ def roll_all(states: Iterable[DelayedState]) -> None:
             batches.setdefault((id(state.history), table.addresses.get_device()), []).append((state, table))
     for batch in batches.values():
         before = _roll_in_one_kernel(batch[0][0].history, [table for _, table in batch])
-        for (state, _), past in zip(batch, before.split([len(state.largest) for state, _ in batch]), strict=True):
-            state.end_step(past)
+        end = 0
+        for state, _ in batch:
+            start, end = end, end + len(state.largest)
+            state.end_step(before, slice(start, end))
 
 
 def _roll_in_one_kernel(parameters: History, tables: list[RollTable]) -> Tensor:
@@ -57,10 +59,12 @@ def _table_of(state: DelayedState) -> RollTable | None:
 
     UserError if a capture comes before the table.
     """
-    buffers = [buffer for buffer in state._buffers.values() if buffer is not None]  # past nn.Module's slow look-up
-    if not buffers[0].is_cuda:
+    buffers = state._buffers  # past nn.Module's slow look-up
+    scale, amaxes, events = buffers["scale"], buffers["amax_history"], buffers["events"]
+    assert scale is not None and amaxes is not None and events is not None
+    if not scale.is_cuda:
         return None
-    key = (state.history, *[buffer.data_ptr() for buffer in buffers], *state.largest)
+    key = (state.history, scale.data_ptr(), amaxes.data_ptr(), events.data_ptr(), *state.largest)
     if state.roll_table is None or state.roll_table[0] != key:
         state.roll_table = key, _new_table(state) if history.has_kernel(state.amax_history, state.history) else None
     return state.roll_table[1]

@@ -178,7 +178,8 @@ def encode_once(
     scales = (scale, None) if row_delayed else (None, scale)
     if producer is None:
         rows, cols = x.shape
-        parts = cast(x if x.is_contiguous() else x.contiguous(), scales, live, ctx.shard, *seed)
+        x = x if x.is_contiguous() else x.contiguous()
+        parts = cast(x, scales, live, ctx.shard, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
         parts = cast.produced(producer, scales, live, *seed)
