@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import pickle
@@ -43,7 +44,9 @@ def described(name: str, value: object) -> str:
 
 
 def signature(function: Any) -> str:
-    """Names, kinds and simple defaults of the arguments."""
+    """Names, kinds and simple defaults of the arguments. Those of an Enum differ between versions of Python."""
+    if isinstance(function, type) and issubclass(function, enum.Enum):
+        return "(*values)"
     try:
         arguments = inspect.signature(function).parameters.values()
     except ValueError:
