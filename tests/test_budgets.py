@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35536
+LIBRARY_LINES = 35660
 TOOL_LINES = 7503
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (2943, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1698, 0, 0),
-    "serving": (1190, 0, 0),
+    "serving": (1314, 0, 0),
     "state": (1770, 10, 0),
     "tensor": (2434, 15, 0),
 }

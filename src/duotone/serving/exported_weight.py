@@ -1,19 +1,23 @@
 """One weight on its way into a file: its plane as it is, or a plane that is encoded for the scheme. And the report."""
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from duotone.comm import ShardContext
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
-from duotone.formats import Format
+from duotone.formats import Format, Parts
+from duotone.serving.folder import Note
 from duotone.serving.schemes import Scheme
-from duotone.serving.tensor_file import TensorSpec
+from duotone.serving.tensor_file import TensorSpec, split_rows
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.plane_tensor import plain
+from duotone.tensor.shards import AnsweredShard, ask
 from duotone.text import aligned
 
 
@@ -66,7 +70,8 @@ class ExportedWeight:
     input_amax: Tensor | None = None
     is_rounded: bool = False
     """Whether the weight has the values of planes."""
-    note: Callable[[ExportRow, Mapping[str, Tensor]], None] = field(default=lambda row, parts: None)
+    notes: list[Note] = field(default_factory=list[Note])
+    """What is known once it was encoded; experts of one parameter share the list."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -103,7 +108,20 @@ class ExportedWeight:
         return (self.values_amax() if plane is None else plane.parts["amax"]).cpu()
 
     def values_amax(self) -> Tensor:
-        return self.values.abs().amax().float().reshape(1)
+        amaxes = [torch.stack(torch.aminmax(rows)).abs().amax().float() for rows in self.rows() if rows.numel()]
+        return torch.stack(amaxes).amax().reshape(1)
+
+    def rows(self) -> Iterator[Tensor]:
+        """The most precise values of the weight, some rows at a time, with whole blocks of every format."""
+        weight = self.weight if self.master is None else self.master
+        return (plain(rows) for rows in split_rows(weight.detach(), 128))
+
+    def sources(self) -> Iterator[object]:
+        """All that decides what is stored."""
+        yield self.scheme.name, self.format.name, self.source
+        weight = self.weight if self.master is None else self.master
+        parts = weight.parts if isinstance(weight, QuantizedTensor) else [weight]
+        yield from (t for t in (self.amax, self.input_amax, *parts) if t is not None)
 
     def refuse_shape(self) -> None:
         """UserError for a shape that the scheme cannot serve."""
@@ -121,21 +139,58 @@ class ExportedWeight:
             remedy = "give masters= (of the optimizer), or allow_requantize=True, which rounds a second time"
             raise UserError(f"{self.name} {why}, so {self.scheme.name} needs it encoded again; {remedy}")
 
-    def tensors(self) -> dict[str, Tensor]:
-        plane, source = self.plane, self.source
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """What is stored, by its name, some rows at a time; then there is a note."""
+        plane, source, error = self.plane, self.source, Error()
         if source == "planes":
             assert plane is not None
-            fmt, parts, error = plane.format, plane.parts, 0.0
+            pieces = iter([(plane.format, plane.parts, self.shape)])
         else:
-            values = self.values
-            amax = None if self.amax is None else self.amax.to(values.device)
-            fmt, parts = self.format, self.format.encode(values, amax=amax, stages=stages_for(values))
-            error = _error(Plane(fmt, parts, self.shape).dequantize(torch.float32), values)
-        self.note(ExportRow(self.name, fmt.name, source, error), parts)
-        tensors = self.scheme.tensors(fmt, parts, self.shape)
+            pieces = self._encoded(error)
+        amax = None
+        for at, (fmt, parts, shape) in enumerate(pieces):
+            for end, tensor in self.scheme.tensors(fmt, parts, shape).items():
+                if at == 0 or tensor.shape != (1,):  # one element is of the whole weight
+                    yield f"{self.name}.{end}", tensor
+            amax = float(parts["amax"]).hex() if "amax" in parts else None
         if self.input_amax is not None:
-            tensors[self.scheme.input_scale] = self.scheme.activation_scale(self.input_amax)
-        return {f"{self.name}.{end}": tensor for end, tensor in tensors.items()}
+            yield f"{self.name}.{self.scheme.input_scale}", self.scheme.activation_scale(self.input_amax)
+        fmt = plane.format if plane is not None and source == "planes" else self.format
+        self.notes.append(Note(self.name, fmt.name, source, error.relative, amax))
+
+    def _encoded(self, error: "Error") -> Iterator[tuple[Format, Parts, tuple[int, int]]]:
+        """The parts of a plane of some rows after the other, under the scales of the whole weight."""
+
+        def encode(rows: Tensor, shard: ShardContext | None) -> Parts:
+            shared = None if self.amax is None else self.amax.to(rows.device)
+            return self.format.encode(rows, amax=shared, shard=shard, stages=stages_for(rows))
+
+        agreed: list[Tensor] = []
+        if self.format.spans_rows and self.amax is None:
+            asked = [ask(lambda shard, x=rows: encode(x, shard)) for rows in self.rows()]
+            agreed = [torch.stack([amax for amax in asked if amax is not None]).amax(0)]
+        for rows in self.rows():
+            parts = encode(rows, AnsweredShard("", answers=[*agreed]) if agreed else None)
+            shape = rows.shape[0], rows.shape[1]
+            error.add(Plane(self.format, parts, shape).dequantize(torch.float32), rows)
+            yield self.format, parts, shape
+
+
+@dataclass
+class Error:
+    """The norms of an error and of the values, of rows that come one after the other."""
+
+    lost: float = 0.0
+    norm: float = 0.0
+
+    def add(self, decoded: Tensor, values: Tensor) -> None:
+        values = values.float()
+        self.lost = math.hypot(self.lost, torch.linalg.vector_norm(decoded - values).item())
+        self.norm = math.hypot(self.norm, torch.linalg.vector_norm(values).item())
+
+    @property
+    def relative(self) -> float:
+        return self.lost / self.norm if self.norm > 0 else 0.0
 
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -156,9 +211,3 @@ def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
             shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)
             for one in group:
                 one.amax = shared
-
-
-def _error(decoded: Tensor, values: Tensor) -> float:
-    values = values.float()
-    norm = torch.linalg.vector_norm(values)
-    return (torch.linalg.vector_norm(decoded - values) / norm).item() if norm > 0 else 0.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from duotone.conversion.naming import require_model
 from duotone.errors import UserError
 from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
-from duotone.serving.folder import CONFIG, NOTES, Item, write_folder
+from duotone.serving.folder import CONFIG, NOTES, Item, Note, write_folder
 from duotone.serving.schemes import BF16, Scheme, get_scheme
 from duotone.serving.selection import Weights, refuse_arguments, refuse_model, scheme_of_recipe, selected_weights
 from duotone.serving.stored_tensors import (
@@ -48,7 +48,8 @@ def export(
     - Linears that servers fuse share one NVFP4 global scale.
     - `calibrate` runs the model on real data, for the static scales of activations of "FP8" and "NVFP4".
 
-    One weight is in memory at a time, and an old folder is replaced at the end. UserError before anything is written.
+    Some rows of a weight are in memory at a time. An old folder is replaced at the end. If the process dies, the next
+    export of the same values goes on after the last whole shard. UserError before anything is written.
     """
     options = ExportOptions(scheme, ignore, masters or {}, calibrate, allow_requantize, max_shard_bytes)
     return write_export(model, Path(path), options)
@@ -92,15 +93,16 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
     for linear in linears.values():
         linear.refuse_shape()
         linear.refuse_source(options.allow_requantize)
-    notes = Notes([], {})
-    for weight in weights.values():
-        (weight if isinstance(weight, ExportedWeight) else weight.like).note = notes.note
     items = list(_items(model, weights, names))
     config = _config(model, scheme, list(_ignored(model, weights, items, names)))
-    total = write_folder(
-        path, items, options.max_shard_bytes, lambda: {CONFIG: json.dumps(config, indent=2), **notes.texts(model)}
+    total, notes = write_folder(
+        path,
+        items,
+        options.max_shard_bytes,
+        lambda notes: {CONFIG: json.dumps(config, indent=2), **_texts(model, notes)},
     )
-    return ExportReport(BF16 if scheme is None else scheme.name, tuple(notes.rows), total)
+    rows = tuple(ExportRow(*note[:4]) for note in notes)
+    return ExportReport(BF16 if scheme is None else scheme.name, rows, total)
 
 
 def _calibrated(
@@ -135,25 +137,12 @@ def _calibrated(
     return amaxes
 
 
-@dataclass(frozen=True)
-class Notes:
-    """What an export learns of each quantized weight when it is encoded."""
-
-    rows: list[ExportRow]
-    amaxes: dict[str, str]
-
-    def note(self, row: ExportRow, parts: Mapping[str, Tensor]) -> None:
-        self.rows.append(row)
-        if "amax" in parts:
-            self.amaxes[row.weight] = float(parts["amax"]).hex()
-
-    def texts(self, model: nn.Module) -> dict[str, str]:
-        """The notes for `load`, and the generation config of a model that has one as those of transformers."""
-        table = {"version": 1, "formats": {row.weight: row.format for row in self.rows}, "amaxes": self.amaxes}
-        text = getattr(getattr(model, "generation_config", None), "to_json_string", None)
-        return {NOTES: json.dumps(table, indent=1)} | (
-            {"generation_config.json": str(text())} if callable(text) else {}
-        )
+def _texts(model: nn.Module, notes: Sequence[Note]) -> dict[str, str]:
+    """The notes for `load`, and the generation config of a model that has one as those of transformers."""
+    names = {note.weight: note.format for note in notes}
+    table = {"version": 1, "formats": names, "amaxes": {note.weight: note.amax for note in notes if note.amax}}
+    text = getattr(getattr(model, "generation_config", None), "to_json_string", None)
+    return {NOTES: json.dumps(table, indent=1)} | ({"generation_config.json": str(text())} if callable(text) else {})
 
 
 def _items(model: nn.Module, weights: Weights, names: StoredNames) -> Iterator[Item]:

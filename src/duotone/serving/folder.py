@@ -1,35 +1,55 @@
 """Folders of exported files: shards, their index, and a replacement that leaves the old folder whole until the end."""
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
 from duotone.errors import UserError
-from duotone.serving.tensor_file import TensorFile, TensorSpec, write_tensors
+from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write_tensors
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
 WRITTEN = (WHOLE, "model-?????-of-?????.safetensors", INDEX, CONFIG, NOTES, "generation_config.json")
 """What an export writes. Other files of a folder stay, such as those of a tokenizer."""
+PROGRESS = "progress.json"
+
+
+class Note(NamedTuple):
+    """What an export learns of a quantized weight when it is encoded. `amax` is exact: its hexadecimal digits."""
+
+    weight: str
+    format: str
+    source: str
+    error: float
+    amax: str | None
 
 
 class Item(Protocol):
-    """Tensors that are computed together."""
+    """Tensors that are computed together. There are notes when all were computed."""
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    @property
+    def notes(self) -> Sequence[Note]: ...
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def sources(self) -> Iterable[object]: ...
 
 
-def write_folder(path: Path, items: Sequence[Item], largest: int, texts: Callable[[], Mapping[str, str]]) -> int:
-    """Write a folder next to `path`, then put it in its place. Returns the bytes of the tensors.
+def write_folder(
+    path: Path, items: Sequence[Item], largest: int, texts: Callable[[Sequence[Note]], Mapping[str, str]]
+) -> tuple[int, list[Note]]:
+    """Write a folder next to `path`, then put it in its place. Returns the bytes of the tensors, and all notes.
 
-    `texts` gives the other files; it is called when all tensors are written. A failure leaves `path` as it was.
+    `texts` gives the other files; it is called when all tensors are written. A failure leaves `path` as it was. If the
+    process dies, the next export of the same tensors goes on after the last whole shard.
     """
     path = path.resolve()
     if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):
@@ -38,21 +58,20 @@ def write_folder(path: Path, items: Sequence[Item], largest: int, texts: Callabl
     if _before(path).exists() and not path.exists():  # a replacement died between its two renames
         _before(path).rename(path)
     shutil.rmtree(_before(path), ignore_errors=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir()
+    fresh.mkdir(parents=True, exist_ok=True)
     try:
-        total = _write_shards(fresh, items, largest)
-        for name, text in texts().items():
+        total, notes = _write_shards(fresh, items, largest)
+        for name, text in texts(notes).items():
             (fresh / name).write_text(text)
+        (fresh / PROGRESS).unlink()
         _replace(path, fresh)
-    except BaseException:
+    except Exception:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    return total
+    return total, notes
 
 
-def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> int:
+def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> tuple[int, list[Note]]:
     shards: list[list[Item]] = []
     room = 0
     for item in items:
@@ -62,18 +81,54 @@ def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> int:
             room = largest
         shards[-1].append(item)
         room -= size
+    count = len(shards)
+    names = [WHOLE] if count == 1 else [f"model-{at:05}-of-{count:05}.safetensors" for at in range(1, count + 1)]
+    progress = _Progress(folder, names)
     places: dict[str, str] = {}
-    total = 0
-    for at, members in enumerate(shards, 1):
-        name = WHOLE if len(shards) == 1 else f"model-{at:05}-of-{len(shards):05}.safetensors"
+    total, notes = 0, list[Note]()
+    for name, members in zip(names, shards, strict=True):
         specs = {key: spec for item in members for key, spec in item.specs.items()}
-        write_tensors(folder / name, specs, (pair for item in members for pair in item.tensors().items()))
+        notes += progress.write(name, specs, members)
         places.update(dict.fromkeys(specs, name))
         total += sum(spec.bytes for spec in specs.values())
-    if len(shards) > 1:
+    if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=1))
-    return total
+    return total, notes
+
+
+class _Progress:
+    """The whole shards of a folder: digests of their sources and of their bytes, and their notes."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder, self.shards = folder, dict[str, list[object]]()
+        try:
+            shards = json.loads((folder / PROGRESS).read_text())
+            self.shards = {name: shards[name] for name in names if name in shards}
+        except (OSError, ValueError, TypeError):
+            pass  # there was no export, or it died before its first shard was whole
+        for file in folder.iterdir():
+            if file.name not in (PROGRESS, *self.shards):
+                file.unlink()
+
+    def write(self, name: str, specs: Mapping[str, TensorSpec], items: Sequence[Item]) -> list[Note]:
+        """Write a shard unless it is whole. Returns its notes."""
+        file, source = self.folder / name, hashlib.sha256(repr(specs).encode())
+        for part in (part for item in items for part in item.sources()):
+            for data in memory_of(part) if isinstance(part, Tensor) else [repr(part).encode()]:
+                source.update(data)
+        digests = self.shards.get(name, [])[:2]
+        if not file.exists() or digests != [source.hexdigest(), _digest(file)]:
+            write_tensors(file, specs, (pair for item in items for pair in item.tensors()))
+            self.shards[name] = [source.hexdigest(), _digest(file), [note for item in items for note in item.notes]]
+            (self.folder / "new").write_text(json.dumps(self.shards))
+            (self.folder / "new").replace(self.folder / PROGRESS)
+        return [Note(*note) for note in cast("list[Note]", self.shards[name][2])]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _before(path: Path) -> Path:

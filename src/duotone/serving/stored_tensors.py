@@ -1,6 +1,6 @@
 """What a file stores for a tensor of a model: itself under its name, or pieces under the names of another layout."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,8 +8,10 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
-from duotone.serving.tensor_file import TensorSpec
+from duotone.serving.folder import Note
+from duotone.serving.tensor_file import TensorSpec, split_rows
 from duotone.state.delayed import DelayedState
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane_tensor import plain
 
 StoredNames = Callable[[str, Tensor], Mapping[str, Tensor]]
@@ -40,6 +42,7 @@ class PlainTensor:
     name: str
     tensor: Tensor
     names: StoredNames
+    notes: Sequence[Note] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,9 +54,13 @@ class PlainTensor:
         pieces = self.names(self.name, torch.empty(self.tensor.shape, dtype=self.dtype, device="meta"))
         return {name: TensorSpec.of(piece) for name, piece in pieces.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        pieces = self.names(self.name, plain(self.tensor.detach()))
-        return {name: piece.to(self.dtype) for name, piece in pieces.items()}
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        tensor = self.tensor.detach()
+        for name, piece in self.names(self.name, tensor if tensor.dim() == 2 else plain(tensor)).items():
+            yield from ((name, plain(rows).to(self.dtype)) for rows in split_rows(piece, 128))
+
+    def sources(self) -> Iterator[object]:
+        yield from self.tensor.parts if isinstance(self.tensor, QuantizedTensor) else [self.tensor]
 
 
 @dataclass(frozen=True)
@@ -77,10 +84,18 @@ class ExportedExperts:
         for piece in self._pieces(torch.empty(like.weight.shape, device="meta")).values():
             piece.refuse_shape()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
         pieces = self._pieces(self.like.values)
         share_global_scales(pieces)
-        return {name: tensor for piece in pieces.values() for name, tensor in piece.tensors().items()}
+        for piece in pieces.values():
+            yield from piece.tensors()
+
+    def sources(self) -> Iterator[object]:
+        return self.like.sources()
+
+    @property
+    def notes(self) -> Sequence[Note]:
+        return self.like.notes
 
     def _pieces(self, values: Tensor) -> dict[str, ExportedWeight]:
         """Each linear by its name."""

@@ -1,9 +1,10 @@
 """Files of named tensors in the safetensors layout: a JSON header, then the bytes. Written and read one at a time."""
 
+import ctypes
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LONGEST_HEADER = 100_000_000
+PIECE, PIECE_ON_GPU = 1 << 18, 1 << 24
+"""Elements of a piece of rows: what is computed and written at once."""
 
 
 class TensorSpec(NamedTuple):
@@ -36,8 +39,22 @@ class TensorSpec(NamedTuple):
         return TensorSpec(tuple(t.shape), t.dtype)
 
 
-def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write each tensor as it comes, so that one of them is in memory at a time. UserError if one does not fit."""
+def split_rows(t: Tensor, step: int = 1) -> tuple[Tensor, ...]:
+    """Cut a tensor along its rows into pieces of few elements, each of a multiple of `step` rows but the last."""
+    rows = t.reshape(1) if t.dim() == 0 else t
+    width = max(1, rows.numel() // max(1, len(rows)))
+    return rows.split(max(1, (PIECE if t.device.type == "cpu" else PIECE_ON_GPU) // width // step) * step)
+
+
+def memory_of(t: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, some rows at a time. Each view holds until the next is asked for."""
+    for rows in split_rows(t.detach()):
+        rows = rows.contiguous().cpu()
+        yield memoryview((ctypes.c_ubyte * rows.nbytes).from_address(rows.data_ptr()))
+
+
+def write_tensors(path: Path, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
+    """Write the rows of each tensor as they come, so that few are in memory. UserError if they do not fit."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name, spec in specs.items():
@@ -48,21 +65,20 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable
     start = 8 + len(text)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.flush()
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, start + end)  # a full disk is an error here, and a crash below
         file.truncate(start + end)
-    memory = torch.from_file(str(path), shared=True, size=start + end, dtype=torch.uint8)
-    for name, tensor in tensors:
-        if TensorSpec.of(tensor) != specs[name]:
-            raise UserError(f"{name} is {tuple(tensor.shape)} in {tensor.dtype} and was planned as {specs[name]}")
-        first, last = places.pop(name)
-        memory[start + first : start + last].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-    del memory
-    with path.open("rb+") as file:
+        for name, piece in pieces:
+            spec, (first, last) = specs[name], places[name]
+            if piece.dtype != spec.dtype or piece.shape[1:] != spec.shape[1:] or first + piece.nbytes > last:
+                raise UserError(f"{name} is {tuple(piece.shape)} in {piece.dtype} and was planned as {spec}")
+            places[name] = first + piece.nbytes, last
+            file.seek(start + first)
+            for view in memory_of(piece):
+                file.write(view)
+            file.flush()
         os.fsync(file.fileno())
-    if places:
-        raise UserError(f"{path.name} lacks {next(iter(places))}; it was planned and not written")
+    for name, (first, last) in places.items():
+        if first < last:
+            raise UserError(f"{path.name} lacks rows of {name}; they were planned and not written")
 
 
 class TensorFile:
