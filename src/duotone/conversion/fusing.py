@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -209,16 +210,15 @@ def _hidden_states(model: nn.Module, sample: object) -> dict[nn.Module, Tensor]:
 
     arguments = (sample,) if isinstance(sample, Tensor) else () if isinstance(sample, Mapping) else sample
     modes = {module: module.training for module in model.modules()}
-    hooks = [module.register_forward_pre_hook(observe) for module in modes]
     try:
-        with torch.no_grad(), autocast(enabled=False):
+        with ExitStack() as hooks, torch.no_grad(), autocast(enabled=False):
+            for module in modes:
+                hooks.enter_context(module.register_forward_pre_hook(observe))
             model.eval()(*arguments, **(sample if isinstance(sample, Mapping) else {}))
     except Exception as error:  # any code of the user
         reason = str(error).split("\n")[0]
         raise UserError(f"{type(model).__name__} does not run on sample: {type(error).__name__}: {reason}") from None
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, training in modes.items():
             module.training = training
     return states

@@ -8,12 +8,12 @@ of the 1-norm of all gradients, as AdamW moves each at one rate.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 import duotone
 from duotone.lab.gemm_options import Options
@@ -99,16 +99,11 @@ def _step(trainer: Trainer, recipe: Recipe, module: str) -> Step:
     return step
 
 
-@contextmanager
-def _watched(trainer: Trainer, module: str, step: Step) -> Iterator[None]:
-    """Keep the output of the module, and its gradient once backward has run."""
+def _watched(trainer: Trainer, module: str, step: Step) -> RemovableHandle:
+    """Keep the output of the module, and its gradient once backward has run, until the hook is removed."""
 
     def after(_: torch.nn.Module, args: object, output: Tensor) -> None:
         step.output = output.detach()
         output.register_hook(lambda gradient: setattr(step, "output_gradient", gradient))
 
-    hook = trainer.model.get_submodule(module).register_forward_hook(after)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return trainer.model.get_submodule(module).register_forward_hook(after)

@@ -170,12 +170,8 @@ class Census:
                 self._finish(call, result)
 
         before.watches = after.watches = True  # type: ignore[attr-defined]  # what is counted runs as it would uncounted
-        hooks = (
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after, with_kwargs=True),
-        )
-        for hook in hooks:
-            stack.callback(hook.remove)
+        stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
 
     def _run_pipeline(
         self, apply: Callable[..., Outputs], forward: Stages, backward: Stages, x: Tensor, *operands: object

@@ -91,8 +91,7 @@ def _sample(
     samples = {name: LinearSample(name, sites[name]) for name in linears}
     with ExitStack() as stack:
         for name, linear in linears.items():
-            hook = linear.register_forward_hook(_watcher(samples[name], rows), with_kwargs=True)
-            stack.callback(hook.remove)
+            stack.enter_context(linear.register_forward_hook(_watcher(samples[name], rows), with_kwargs=True))
         stack.enter_context(as_before(model, device))
         if "torch._dynamo" in sys.modules:  # a graph calls no hooks
             stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -155,11 +155,8 @@ class AdamW(Optimizer):
                 check_saved(parameter, saved)
             loaded.update(changed)
 
-        hook = self.register_load_state_dict_pre_hook(check)  # runs after the user's, which may change everything
-        try:
+        with self.register_load_state_dict_pre_hook(check):  # runs after the user's, which may change everything
             super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
         for group, parameter, saved in self._saved(loaded):
             state = self.state[parameter]
             has_master = "master" in saved or needs_master(shard_of(parameter), group)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,13 +123,10 @@ def _calibrated(
         amax = plain(inputs[0]).detach().abs().amax().float().reshape(1)
         amaxes[name] = torch.maximum(amaxes.get(name, amax), amax)
 
-    hooks = [module.register_forward_pre_hook(partial(note, name)) for name, module in linears.items()]
-    try:
-        with torch.no_grad():
-            calibrate()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in linears.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+        calibrate()
     for name in linears:
         if name not in amaxes:
             raise UserError(f"{name} did not run while calibrate was called, so its activations have no scale")
