@@ -1,5 +1,4 @@
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -8,25 +7,6 @@ import torch.nn.functional as F
 from duotone.lab import model, presets
 
 TINY = presets.get("tiny").model
-
-
-def test_the_rotary_angle_depends_on_the_distance_alone():
-    cos, sin = model.rotary_tables(16, 8)
-    query, key = torch.randn(8), torch.randn(8)
-    turned = [model.rotate(vector.expand(16, 8), cos, sin) for vector in (query, key)]
-    products = turned[0] @ turned[1].T
-    for distance in range(5):
-        diagonal = products.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-    assert torch.allclose(turned[0].norm(dim=-1), query.norm())
-
-
-def test_rotation_turns_pairs_by_position_times_rate():
-    cos, sin = model.rotary_tables(4, 4)
-    turned = model.rotate(torch.tensor([1.0, 0.0, 0.0, 0.0]).expand(4, 4), cos, sin)
-    for position in range(4):
-        expected = [math.cos(position), 0.0, math.sin(position), 0.0]
-        torch.testing.assert_close(turned[position], torch.tensor(expected))
 
 
 def test_a_token_does_not_see_the_ones_after_it():

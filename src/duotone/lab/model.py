@@ -4,25 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from duotone.attention import DotProductAttention
+from duotone.attention import DotProductAttention, RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb
 from duotone.lab.presets import ModelConfig
 from duotone.modules import MoE
 
 VOCABULARY = 256
-ROTARY_BASE = 10000.0
-
-
-def rotary_tables(context: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles, fp32 (context, width); the second half of each row repeats."""
-    rates = ROTARY_BASE ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = torch.outer(torch.arange(context, dtype=torch.float32), rates).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + width/2) of `x` (..., tokens, width) by its position's angle; same dtype."""
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -40,12 +26,11 @@ class Attention(nn.Module):
     def mix(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """What lies between the two linears: (batch, tokens, 3 dim) -> (batch, tokens, dim)."""
         batch, tokens, width = qkv.shape
-        heads = self.core.num_attention_heads
-        parts = qkv.view(batch, tokens, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        heads, rotation = self.core.num_attention_heads, Rotation(cos, sin)
+        query, key, value = qkv.view(batch, tokens, 3, heads, width // 3 // heads).unbind(2)
+        query, key = (apply_rotary_pos_emb(x, rotation, "bshd") for x in (query, key))
         value = value.clone()  # as a view, which backward keeps, it would keep all of qkv
-        return self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        return self.core(query, key, value)
 
 
 class MLP(nn.Module):
@@ -90,9 +75,9 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.dim, VOCABULARY, bias=False)
         if config.tied:
             self.lm_head.weight = self.embedding.weight
-        cos, sin = rotary_tables(config.context, config.dim // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        angles = RotaryPositionEmbedding(config.dim // config.heads)(config.context)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
 
     @staticmethod
     def mlp(config: ModelConfig) -> nn.Module:
