@@ -22,8 +22,7 @@ from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.fsdp import shard_of, tell_shards
 from duotone.tensor.plane import Usage
-from duotone.tensor.plane_tensor import INIT_VALUE
-from duotone.tensor.state_entry import ENTRY, mark_entry
+from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, mark_entry
 
 if TYPE_CHECKING:
     from duotone.planned.planned import Planned

@@ -15,9 +15,16 @@ from torch._ops import OpOverload
 from duotone.errors import MissingPlaneError
 from duotone.formats.format import require_dense
 from duotone.tensor.plane import Plane, Planes
-from duotone.tensor.plane_tensor import HIGH_PRECISION_DTYPES, matrix_shape, plain, unshared, values_as
+from duotone.tensor.plane_tensor import (
+    HIGH_PRECISION_DTYPES,
+    is_entry,
+    mark_entry,
+    matrix_shape,
+    plain,
+    unshared,
+    values_as,
+)
 from duotone.tensor.quantized import OPS, QuantizedTensor
-from duotone.tensor.state_entry import is_entry, mark_entry
 
 aten = torch.ops.aten
 F = TypeVar("F", bound=Callable[..., object])

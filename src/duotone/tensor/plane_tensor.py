@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import Format
@@ -23,6 +23,8 @@ T = TypeVar("T")
 HIGH_PRECISION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INIT_VALUE = "_high_precision_init_val"
 SIDES = ("rowwise", "columnwise")
+ENTRY = "_values_by_address"
+"""Marks an entry of a state_dict. It holds a copy of the values as soon as their address was asked for."""
 
 
 class PlaneTensor(Tensor):
@@ -175,6 +177,25 @@ class PlaneTensor(Tensor):
     def clear_high_precision_init_val(self) -> None:
         vars(self).pop(INIT_VALUE, None)
 
+    def data_ptr(self) -> int:
+        """The address of a copy of the values in the nominal dtype. UserError unless this is a state_dict's entry."""
+        if not is_entry(self):
+            raise UserError(
+                "a quantized tensor is planes, and has no address of values; use dequantize(), or save state_dict()"
+            )
+        return self._values_now().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory at `data_ptr()`; without bytes if this is no entry of a state_dict."""
+        return self._values_now().untyped_storage() if is_entry(self) else super().untyped_storage()
+
+    def _values_now(self) -> Tensor:
+        """The copy, which keeps its address, with the values that the planes have now."""
+        values, copy = self.values(self.dtype), vars(self)[ENTRY]
+        if copy is None:
+            copy = vars(self)[ENTRY] = torch.empty_like(values)
+        return copy.copy_(values)
+
 
 class Dequantize(torch.autograd.Function):
     """The values of a quantized tensor. The gradient passes unchanged."""
@@ -220,3 +241,16 @@ def unshared(value: T) -> T | Tensor:
         assert isinstance(values, Tensor)
         return values.clone() if any(p and same_memory(values, p.parts["codes"]) for p in value.planes) else values
     return values
+
+
+def mark_entry(t: Tensor | None) -> None:
+    """Let code that reads memory at an address, as safetensors does, find the values of a quantized tensor there.
+
+    Other tensors stay as they are, and parameters have no address: what other code writes there would be lost.
+    """
+    if isinstance(t, PlaneTensor) and not isinstance(t, nn.Parameter):
+        vars(t)[ENTRY] = None
+
+
+def is_entry(t: PlaneTensor) -> bool:
+    return ENTRY in vars(t) and not isinstance(t, nn.Parameter)

@@ -20,7 +20,6 @@ from duotone.tensor.context import LOCAL
 from duotone.tensor.fsdp import ShardHooks
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.plane_tensor import INIT_VALUE, SIDES, plain, unshared
-from duotone.tensor.state_entry import StateEntry
 from duotone.tensor.writes import Writes, run_in_place
 
 Shell = tuple[Format, tuple[str, ...], tuple[int, int]]
@@ -30,7 +29,7 @@ OPS: dict[OpOverload, Callable[..., object]] = {}
 """aten op -> its implementation on quantized tensors."""
 
 
-class QuantizedTensor(ShardHooks, Writes, StateEntry):  # pyright: ignore[reportIncompatibleVariableOverride]
+class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A tensor held as up to two planes. See `PlaneTensor` for its shape and fields."""
 
     def materialize_usage(
