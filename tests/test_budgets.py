@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35660
-TOOL_LINES = 7503
+LIBRARY_LINES = 35636
+TOOL_LINES = 7483
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,20 +30,20 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4433, 0, 0),
-    "lab": (3662, 12, 1),
+    "lab": (3642, 12, 1),
     "linear": (1851, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2266, 6, 0),
+    "observe": (2261, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (529, 2, 0),
+    "optim": (526, 2, 0),
     "package": (318, 1, 0),
     "pipeline": (1415, 5, 2),
-    "planned": (2943, 14, 5),
+    "planned": (2942, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1698, 0, 0),
-    "serving": (1314, 0, 0),
-    "state": (1770, 10, 0),
-    "tensor": (2434, 15, 0),
+    "serving": (1312, 0, 0),
+    "state": (1760, 10, 0),
+    "tensor": (2431, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

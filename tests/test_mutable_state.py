@@ -72,7 +72,7 @@ ALLOWED = {
     "state.delayed.STATES": GRAPHS,
     "state.delayed_slot.TRACED": "states whose number a graph holds, which serves no other state",
     "state.history.limits": LIMITS,
-    "state.roll_table._joined": PURE,
+    "state.rolling._joined": PURE,
     "state.parameters.STACK": STACK,
     "state.region.STACK": STACK,
     "state.rolling.OTHERS": WAITING,

@@ -13,7 +13,7 @@ from duotone.dispatch.products import factors
 from duotone.dispatch.target import target
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
-from duotone.state.roll_table import roll_all
+from duotone.state.rolling import roll_all
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History

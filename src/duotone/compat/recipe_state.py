@@ -21,7 +21,7 @@ from duotone.state.autocast_context import active_region
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
-from duotone.state.roll_table import roll_all
+from duotone.state.rolling import roll_all
 from duotone.tensor import History, Quantizer
 from duotone.tensor.context import Slot
 

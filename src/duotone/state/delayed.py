@@ -14,7 +14,7 @@ from duotone.state.region import AmaxMode
 from duotone.tensor.history import History
 
 if TYPE_CHECKING:
-    from duotone.state.roll_table import RollTable
+    from duotone.state.rolling import RollTable
 
 
 class Scales:
