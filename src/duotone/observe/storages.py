@@ -60,7 +60,7 @@ class LiveStorages(TorchDispatchMode):
     def _add(self, tensor: Tensor) -> None:
         for storage in storages(tensor):
             key, size = storage._cdata, storage.nbytes()
-            if key in self._references or storage.device.type == "meta":
+            if key in self._references:
                 continue
 
             def free(_: weakref.ref, key: int = key, size: int = size) -> None:
