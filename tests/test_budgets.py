@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 35636
-TOOL_LINES = 7483
+TOOL_LINES = 7539
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2383, 21, 0),
-    "cli": (1519, 2, 0),
+    "cli": (1512, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2461, 7, 0),
     "conversion": (2644, 5, 0),
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4433, 0, 0),
-    "lab": (3642, 12, 1),
+    "lab": (3687, 12, 1),
     "linear": (1851, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2261, 6, 0),
@@ -40,7 +40,7 @@ BUDGETS = {
     "pipeline": (1415, 5, 2),
     "planned": (2942, 14, 5),
     "recipes": (2001, 5, 0),
-    "report": (1698, 0, 0),
+    "report": (1716, 0, 0),
     "serving": (1312, 0, 0),
     "state": (1760, 10, 0),
     "tensor": (2431, 15, 0),

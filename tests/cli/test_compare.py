@@ -51,7 +51,7 @@ def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tm
     before = signal.getsignal(signal.SIGINT)
     code, text, err = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a")
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
-    assert "stopped at step 2" in text and "not started" in text and "Partial report: " in text
+    assert "stopped at step 2" in text and "did not start" in text and "Partial report: " in text
     assert err.splitlines()[-1] == f"Continue with: duotone compare --resume --out {tmp_path / 'a'}"
     result = json.loads((tmp_path / "a" / "result.json").read_text())
     assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 2, 0]

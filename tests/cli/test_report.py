@@ -9,14 +9,20 @@ TINY = ["compare", "--preset", "tiny", "--steps", "4"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Two comparisons of one model that differ in their learning rate, and one of another model."""
+    """Comparisons of one model that differ in learning rate or in steps and seeds, and one of another model."""
     from duotone.cli.main import run
 
     root = tmp_path_factory.mktemp("results")
     text = root / "words.txt"
     text.write_text("plane format scale block " * 400)
     arguments = [*TINY, "--data", str(text), "--recipes", "mxfp8", "--seeds", "2"]
-    for name, more in {"slow": ["--lr", "1e-4"], "fast": [], "moe": ["--model", "moe", "--seeds", "1"]}.items():
+    longer = ["--steps", "6", "--seeds", "1"]
+    for name, more in {
+        "slow": ["--lr", "1e-4"],
+        "fast": [],
+        "long": longer,
+        "moe": ["--model", "moe", "--seeds", "1"],
+    }.items():
         assert run([*arguments, *more, "--out", str(root / name)]) == 0
     return root
 
@@ -39,6 +45,22 @@ def test_two_results_share_a_page_and_a_reference(duotone, folders):
     gap = sum(100 * (mine / theirs - 1) for mine, theirs in zip(other, base, strict=True)) / 2
     line = next(line for line in text.splitlines() if "mxfp8 (fast)" in line)
     assert f"{gap:+.3f} ±" in line
+
+
+def test_results_of_other_lengths_and_seeds_are_compared_where_both_have_a_loss(duotone, folders):
+    """At the last held-out step and under the seeds that both have; neither run is called stopped."""
+    code, text, _ = duotone("report", folders / "fast", folders / "long", "--out", folders / "lengths.html")
+    page, told = (folders / "lengths.html").read_text(), " ".join(text.split())
+    fast, longer = (json.loads((folders / name / "result.json").read_text())["runs"] for name in ("fast", "long"))
+    losses = [dict(runs[place]["heldout_loss"]) for runs, place in ((fast, 0), (fast, 1), (longer, 0), (longer, 2))]
+    step = max(losses[0].keys() & losses[2].keys())
+    assert code == 0 and "stopped" not in told and "stopped" not in page and 1 < step <= 4
+    sentence = f"All are compared at step {step}, the last that they share, under seed 0, which all have. Longer runs"
+    assert sentence in told and sentence in page and "steps 4 and 6" in page and "result.json</a>" not in page
+    names = ("bf16", "mxfp8", "bf16 (long)", "mxfp8 (long)")
+    lines = [line for name in names for line in text.splitlines() if line.strip().startswith(f"{name}  ")]
+    assert all(f"{each[step]:.4f}" in line for each, line in zip(losses, lines, strict=True)) and "±" not in text
+    assert f"{100 * (losses[3][step] / losses[0][step] - 1):+.3f}" in lines[3]
 
 
 def test_a_page_of_two_is_replaced_only_when_forced(duotone, refused, folders):

@@ -14,8 +14,8 @@ SETTINGS = (
     "linears learning_rate noise config"
 ).split()
 RUN = (
-    "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss judged_loss "
-    "gap_percent gap_margin gaps rank repeats step_ms "
+    "name recipe is_reference is_noise train_loss heldout_loss final_train_loss final_heldout_loss repeats judged_loss "
+    "gap_percent gap_margin gaps rank step_ms "
     "tokens_per_second peak_memory_bytes weight_bytes saved_activation_bytes plan statistics drift spreads products "
     "operands events modules error"
 ).split()

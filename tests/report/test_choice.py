@@ -44,6 +44,22 @@ def test_one_seed_is_never_more_than_a_try(result: Result) -> None:
     assert choice.answer(result).startswith("Try fp8-current") and "one seed cannot rank" in choice.confidence(result)
 
 
+def test_a_small_gap_under_one_seed_is_no_reason_to_stay(result: Result) -> None:
+    """A large one is, and the line then tells how fast the recipe is."""
+    result["runs"][2]["name"] = "fp8-current"
+    for gap, told in (
+        (0.9, "above that of bf16, which one seed cannot tell from none."),
+        (1.1, "as fast, but ends 1.10"),
+    ):
+        result["runs"][2]["gap_percent"] = gap
+        text = choice.answer(result)
+        assert (
+            told in text
+            and text.startswith("Try fp8-current" if gap < 1 else "Stay with bf16")
+            and "1.60 times" in text
+        )
+
+
 def test_on_a_gpu_the_steps_of_this_run_decide(result: Result) -> None:
     ranked(result)["machine"] |= {"device": "cuda", "processor": "NVIDIA B200"}
     mxfp8 = next(run for run in result["runs"] if run["name"] == "mxfp8")
@@ -110,4 +126,4 @@ def test_the_first_line_of_a_search_has_speed_gap_and_whether_the_goal_is_met(
 
 def test_without_a_recipe_to_compare_the_page_has_its_plain_heading(result: Result) -> None:
     result["runs"] = result["runs"][:1]
-    assert choice.answer(result) == "" and "<h1>0 recipes against bf16 over 120 steps</h1>" in render(result)
+    assert choice.answer(result) == "" and "<h1>bf16 alone over 120 steps</h1>" in render(result)

@@ -12,6 +12,16 @@ def test_better_than_the_reference_is_said_as_such(result: Result) -> None:
     assert "fp8_current ends 0.40\N{NO-BREAK SPACE}% below the held-out loss of bf16." in verdict.verdict(result)
 
 
+def test_one_recipe_is_told_in_the_singular(result: Result) -> None:
+    del result["runs"][3:]
+    assert verdict.verdict(result).endswith("With one seed fp8_current cannot be ranked.")
+    result["runs"][2] |= {"rank": 1, "gap_percent": 0.1, "gap_margin": 0.2}
+    told = "fp8_current cannot be told from bf16 here: zero lies within its interval."
+    assert verdict.verdict(result) == told
+    del result["runs"][1:]
+    assert verdict.verdict(result) == "bf16 ran alone: name another recipe to compare it with."
+
+
 def test_without_a_noise_run_nothing_is_called_noise(result: Result) -> None:
     result["settings"]["noise"] = None
     del result["runs"][1]

@@ -36,7 +36,7 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
         click.echo(files.json_text(numbers(result)))
         return
     from duotone.report.choice import answer
-    from duotone.report.verdict import verdict
+    from duotone.report.verdict import trouble, verdict
 
     rows = [[cell(run) for cell in COLUMNS.values()] for run in result["runs"]]
     others = sum(
@@ -46,8 +46,8 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
         row[1] = shorten(row[1], WIDTH - others)
     print_table(tuple(COLUMNS), rows)
     for run in result["runs"]:
-        if remark := _remark(run, result):
-            click.echo(f"{run['name']}: {remark}")
+        if told := trouble(result, run):
+            click.echo(f"{run['name']} {told}")
     if len(result["runs"]) > 1:
         for told in filter(None, (answer(result), verdict(result))):
             click.echo("\n".join(textwrap.wrap(told.replace(SPACE, " "), WIDTH)))
@@ -126,10 +126,3 @@ def _native(run: RunEntry) -> str:
     """How many quantized GEMMs run on the codes themselves."""
     quantized = [bool(row["native"]) for row in _quantized(run)]
     return f"{sum(quantized)} of {len(quantized)}" if quantized else ""
-
-
-def _remark(run: RunEntry, result: Document) -> str:
-    if run["error"]:
-        return run["error"]
-    done = run["train_loss"][-1][0] if run["train_loss"] else 0
-    return "" if done >= result["settings"].get("steps", 0) else f"stopped at step {done}" if done else "not started"

@@ -12,6 +12,7 @@ from typing import cast
 
 from duotone.errors import UserError
 from duotone.lab import meta
+from duotone.lab.document import curves_of
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
 from duotone.lab.ranking import Judgement
@@ -105,13 +106,39 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
         if not entry["is_noise"]
     ]
     results: list[Document] = [{**first, "runs": mine}, {**second, "runs": theirs}]
-    judgement = Judgement([run for result in results for run in runs_of(result)])
+    runs = [run for result in results for run in runs_of(result)]
+    seeds = [{run.seed for run in runs if run.name == entry["name"]} for entry in [*mine, *theirs]]
+    shared = set.intersection(*seeds)
+    judgement = Judgement([run for run in runs if run.seed in shared or not shared])
+    entries: list[RunEntry] = [
+        {
+            **entry,
+            **curves_of(judgement.recipes[entry["name"]]),
+            **judgement.verdict(entry["name"]),
+            "steps": result["settings"].get("steps", 0),
+        }
+        for result in results
+        for entry in result["runs"]
+    ]
     settings: Settings = {
         **left,
         "command": command,
+        "steps": judgement.step or left.get("steps", 0),
+        "seed": min(shared, default=left.get("seed", 0)),
         "seeds": max(map(len, judgement.recipes.values())),
         "judged_step": judgement.step,
+        "noise": {},
         "differences": {key: [left.get(key), right.get(key)] for key in SHOWN if left.get(key) != right.get(key)},
+        "compared": _compared(judgement.step, sorted(shared), left.get("steps") == right.get("steps")),
     }
-    entries: list[RunEntry] = [{**entry, **judgement.verdict(entry["name"])} for entry in [*mine, *theirs]]
+    settings.pop("search", None)  # type: ignore[misc]  # its goal is not that of the other runs
     return {**first, "partial": first["partial"] or second["partial"], "settings": settings, "runs": entries}
+
+
+def _compared(step: int | None, seeds: Sequence[int], is_as_long: bool) -> str:
+    """Where and under which seeds runs of two results are compared, in words."""
+    if step is None or not seeds:
+        return f"The runs have no {'seed' if step else 'held-out step'} in common, so those of the second have no gap."
+    under = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    told = f"All are compared at step {step}, the last that they share, under {under}, which all have."
+    return told if is_as_long else f"{told} Longer runs have other learning rates there."

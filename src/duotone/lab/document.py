@@ -15,7 +15,7 @@ from duotone.lab import models
 from duotone.lab.data import Corpus
 from duotone.lab.loop import Run
 from duotone.lab.ranking import Judgement
-from duotone.lab.schema import Document, Json, RunEntry, Settings
+from duotone.lab.schema import Curves, Document, Json, RunEntry, Settings
 from duotone.lab.trainer import TrainConfig
 
 PERTURBATION = 1e-6
@@ -91,15 +91,8 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "recipe": run.recipe.to_dict(),
         "is_reference": run.is_reference,
         "is_noise": run.is_noise,
-        "train_loss": run.train_loss,
-        "heldout_loss": run.heldout_loss,
-        "final_train_loss": run.final_train_loss,
-        "final_heldout_loss": run.final_heldout_loss,
+        **curves_of(runs),
         **judgement.verdict(run.name),
-        "repeats": [
-            {"seed": each.seed, "train_loss": each.train_loss, "heldout_loss": each.heldout_loss, "error": each.error}
-            for each in runs[1:]
-        ],
         "step_ms": step_ms,
         "tokens_per_second": 1e3 * config.preset.tokens_per_step / step_ms if step_ms else None,
         "peak_memory_bytes": memory and memory.peak_bytes,
@@ -107,6 +100,21 @@ def _entry(runs: Sequence[Run], judgement: Judgement, config: TrainConfig) -> Ru
         "saved_activation_bytes": memory and memory.saved_activation_bytes,
         **run.observed,
         "error": next((run.error for run in runs if run.error), None),
+    }
+
+
+def curves_of(runs: Sequence[Run]) -> Curves:
+    """The curves of the first run of a recipe, and those of its repeats."""
+    first, *others = runs
+    return {
+        "train_loss": first.train_loss,
+        "heldout_loss": first.heldout_loss,
+        "final_train_loss": first.final_train_loss,
+        "final_heldout_loss": first.final_heldout_loss,
+        "repeats": [
+            {"seed": each.seed, "train_loss": each.train_loss, "heldout_loss": each.heldout_loss, "error": each.error}
+            for each in others
+        ],
     }
 
 

@@ -148,18 +148,27 @@ def observations(source: Mapping[str, Any] | None = None) -> Observations:
     return cast(Observations, {key: [*(source or {}).get(key, ())] for key in Observations.__annotations__})
 
 
-class RunEntry(Verdict, Observations):
-    """One recipe, its run under the first seed, and repeats under others. Numbers that do not exist are None."""
+class Curves(TypedDict):
+    """The losses of one recipe under the first seed, and under others."""
 
-    name: str
-    recipe: Json
-    is_reference: bool
-    is_noise: bool
     train_loss: Losses
     heldout_loss: Losses
     final_train_loss: float | None
     final_heldout_loss: float | None
     repeats: NotRequired[Sequence[RepeatEntry]]
+
+
+class RunEntry(Curves, Verdict, Observations):
+    """One recipe, its run under the first seed, and repeats under others. Numbers that do not exist are None.
+
+    `steps`: how many were planned, where runs of two results are told together.
+    """
+
+    name: str
+    recipe: Json
+    is_reference: bool
+    is_noise: bool
+    steps: NotRequired[int]
     step_ms: float | None
     tokens_per_second: float | None
     peak_memory_bytes: int | None
@@ -213,6 +222,7 @@ class Settings(TypedDict, total=False):
     noise: Noise | None
     config: Json
     differences: Mapping[str, Sequence[object]]
+    compared: str
 
 
 class Document(TypedDict):

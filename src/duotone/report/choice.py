@@ -21,6 +21,9 @@ UNNAMED = (4096, 14336)
 WORTH = 1.05
 """A recipe below this speed over bf16 is not called faster."""
 
+ONE_SEED = 1.0
+"""Percent by which gaps of small models may differ from one seed to the next."""
+
 CONFIDENCE = ((0.25, "high"), (1.0, "moderate"))
 """Up to which gap in percent, the upper end of the 95 % interval, a choice is so safe; low beyond."""
 
@@ -109,15 +112,21 @@ def answer(result: Document) -> str:
         return ""
     base, best = reference["name"], _best(result, where)
     if best is None:
-        fast = [run for run in runs if _is_faster(run, where)]
-        costly = [f"{run['name']} is {_times(where, run)} as fast, but ends {gap_text(run)} above" for run in fast]
-        told = f" {listing(costly)}." if costly else ""
+        known = [run for run in runs if where.speed(run).ratio is not None]
+        others = [
+            f"{run['name']} is {_times(where, run)}" + f", but ends {gap_text(run)} above" * _is_faster(run, where)
+            for run in known
+        ]
+        told = f" {'; '.join(others)}." if others else ""
         return f"Stay with {base} on an {where.name}: nothing as good is known to be faster there.{told}"
     loss = f"its loss cannot be told from that of {base}"
     if not is_within(best, result):
-        loss = f"its loss ends {gap_text(best)} below that of {base}"
+        loss = (
+            f"its loss ends {gap_text(best)} {'below' if (best['gap_percent'] or 0.0) < 0 else 'above'} that of {base}"
+        )
+        loss += ", which one seed cannot tell from none" * (not best.get("rank"))
     use = f"{_verb(best)} {best['name']} on an {where.name}"
-    return f"{use}: {where.what} is {_times(where, best)} as fast, and {loss}."
+    return f"{use}: {where.what} is {_times(where, best)}, and {loss}."
 
 
 def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) -> str:
@@ -160,10 +169,14 @@ def confidence(result: Document) -> str:
 
 
 def _best(result: Document, where: Hardware) -> RunEntry | None:
-    """The fastest recipe whose loss is not known to be higher than that of the reference."""
+    """The fastest recipe whose loss is not known to be higher than that of the reference.
+
+    One seed knows of no gap up to `ONE_SEED`.
+    """
     if "search" in result["settings"]:
         return next(iter(compared(result)), None)
-    good = [run for run in compared(result) if is_within(run, result) or (run["gap_percent"] or 0.0) < 0]
+    limits = [(run, 0.0 if run.get("rank") else ONE_SEED) for run in compared(result)]
+    good = [run for run, limit in limits if is_within(run, result) or (run["gap_percent"] or 0.0) < limit]
     good = [run for run in good if _is_faster(run, where)]
     return max(good, key=lambda run: where.speed(run).ratio or 0.0, default=None)
 
@@ -174,4 +187,4 @@ def _is_faster(run: RunEntry, where: Hardware) -> bool:
 
 def _times(where: Hardware, run: RunEntry) -> str:
     speed = where.speed(run)
-    return f"{number(speed.ratio, 2)} times" + (f" ({speed.basis})" * (speed.basis != "measured"))
+    return f"{number(speed.ratio, 2)} times as fast" + (f" ({speed.basis})" * (speed.basis != "measured"))

@@ -6,8 +6,6 @@ from duotone.lab.schema import Document, RunEntry
 from duotone.report.numbers import SPACE, broken, finite, listing, percent
 from duotone.report.series import first_broken
 
-CANNOT_BE_RANKED = "With one seed these recipes cannot be ranked."
-
 
 def reference_of(result: Document) -> RunEntry | None:
     """The run that the others are compared with."""
@@ -32,7 +30,7 @@ def trouble(result: Document, run: RunEntry) -> str | None:
         return "diverged: its final loss is not a finite number"
     if not run["train_loss"]:
         return "did not start" if run["final_heldout_loss"] is None else None
-    last, planned = run["train_loss"][-1][0], result["settings"].get("steps")
+    last, planned = run["train_loss"][-1][0], run.get("steps", result["settings"].get("steps"))
     if result["partial"] and planned and last < planned - 1:
         return f"stopped at step {last:g} of {planned}"
     return None
@@ -47,16 +45,23 @@ def verdict(result: Document) -> str:
     if not finite(reference["final_heldout_loss"]):
         return f"The reference {name} has no final held-out loss, so there is no gap to tell."
     ended = sorted(compared(result), key=lambda run: run["gap_percent"] or 0.0)
+    if all(run["is_reference"] or run["is_noise"] for run in result["runs"]):
+        return f"{name} ran alone: name another recipe to compare it with."
     if not ended:
         return f"No recipe has ended with a held-out loss that could be compared with {name}."
     is_ranked = any(run.get("rank") for run in ended)
     within = [run["name"] for run in ended if is_within(run, result)]
     beyond = [run for run in ended if not is_within(run, result)]
-    how = "zero lies within their intervals" if is_ranked else "within the noise"
+    how = "within the noise"
+    if is_ranked:
+        how = f"zero lies within {'its interval' if len(within) == 1 else 'their intervals'}"
     sentences = [f"{listing(within)} cannot be told from {name} here: {how}."] if within else []
     sentences += _ranking([run for run in beyond if (run["gap_percent"] or 0.0) < 0], "below", name)
     sentences += _ranking([run for run in beyond if (run["gap_percent"] or 0.0) >= 0], "above", name)
-    return " ".join([*sentences, *([] if is_ranked else [CANNOT_BE_RANKED])])
+    if not is_ranked:
+        subject = "these recipes cannot be ranked" if len(ended) > 1 else f"{ended[0]['name']} cannot be ranked"
+        sentences.append(f"With one seed {subject}.")
+    return " ".join([*sentences, result["settings"].get("compared", "")]).rstrip()
 
 
 def compared(result: Document) -> list[RunEntry]:
