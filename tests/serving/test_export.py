@@ -385,7 +385,7 @@ class RealStorages(LiveStorages):
 @pytest.mark.parametrize("scheme", ["FP8_BLOCK", "MXFP8", "NVFP4A16"])
 def test_memory_is_that_of_some_rows_not_of_a_shard_or_a_weight(scheme: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tensor_file, "PIECE", 2**16)
-    model = nn.Sequential(nn.Embedding(8192, 512), nn.Linear(512, 8192, bias=False), nn.Linear(64, 64, bias=False))
+    model = nn.Sequential(nn.Embedding(8192, 512), nn.Linear(512, 8192, bias=False), nn.Linear(128, 64, bias=False))
     weights = list(model.parameters())
     with RealStorages(weights) as live:
         report = duotone.export(model, tmp_path / "x", scheme=scheme)
