@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35636
+LIBRARY_LINES = 35777
 TOOL_LINES = 7539
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2383, 21, 0),
+    "attention": (2387, 21, 0),
     "cli": (1512, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2461, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2759, 1, 0),
+    "dispatch": (2764, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4433, 0, 0),
+    "kernels": (4565, 0, 0),
     "lab": (3687, 12, 1),
     "linear": (1851, 5, 0),
     "modules": (655, 1, 0),

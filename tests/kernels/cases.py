@@ -412,15 +412,20 @@ def differentiate(name: str, width: int, causal: bool, fast: bool, mix: str, ds:
     options = 0.125, causal, fast, torch.bfloat16
     logs = torch.empty(2, heads, 4096)
     _, *cases = launched(name, lambda: attention_backward.differentiate(operands, weights, logs, options))
-    named = zip(("dV", "dK", "dQ"), cases, strict=True)
+    named = zip(("dK and dV", "dQ"), cases, strict=True)
     return [replace(case, name=f"attention, {what} of width {width}, {name}") for what, case in named]
+
+
+def prepared() -> object:
+    heads = Operand(torch.empty(2, 4096, 32, 128), None)
+    return attention_backward.prepared(heads, heads, torch.empty(2, 32, 4096), Weights(None, None, None, None))
 
 
 CASES += [
     *attend(32, 8, 128, True, True, False),
     *attend(32, 8, 128, True, False, True),
     *attend(16, 16, 64, False, True, False),
-    *launched("attention, D", lambda: attention_backward.deltas(*[Operand(torch.empty(2, 4096, 32, 128), None)] * 2)),
+    *launched("attention, D", prepared),
     *differentiate("S and dV in FP8", 128, True, True, "S dV", None),
     *differentiate("all in FP8, delayed", 128, True, True, "S dV dP dQ dK", torch.float8_e5m2),
     *differentiate("high precision", 64, False, False, "", None),

@@ -60,7 +60,11 @@ class HeadOperand:
         rowwise, columnwise = usage = self.usage(usage)
         if self.is_whole:
             matrix = x.permute(0, 3, 1, 2, 4).flatten(0, 1).flatten(1)
-            return [plane for plane in self.quantizer.encode(matrix, usage, context) if plane is not None]
+            # A kernel writes a transpose as such, but not beside a plane in high precision.
+            apart = self.quantizer.rowwise == IDENTITY and columnwise
+            usages = [Usage(rowwise, False), Usage(False, True)] if apart else [usage]
+            encoded = [plane for each in usages for plane in self.quantizer.encode(matrix, each, context)]
+            return [plane for plane in encoded if plane is not None]
         row, col = self.quantizer.rowwise or IDENTITY, self.quantizer.columnwise or IDENTITY
         planes: list[Plane] = []
         follows = columnwise and self.quantizer.columnwise_source != "original"

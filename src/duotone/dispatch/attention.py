@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
+from duotone.dispatch.casts import contiguous_rows, decoded
 from duotone.dispatch.rule import Operand
 from duotone.dispatch.target import HOPPER, Target, cuda_target
 from duotone.formats import IDENTITY, Format
@@ -125,7 +126,7 @@ def forward(
     batch, groups, heads, queries, keys, width = sizes
     shapes = (batch, queries, groups * heads, width), (batch, keys, groups, width), (groups, width, batch, keys)
     codes = [
-        plane.parts["codes"].contiguous().view(torch.float8_e4m3fn).view(shape)
+        contiguous_rows(plane.parts["codes"]).view(torch.float8_e4m3fn).view(shape)
         for plane, shape in zip(planes, shapes, strict=True)
     ]
     q_scale, k_scale, v_scale = (plane.parts["scale"] for plane in planes)
@@ -143,10 +144,14 @@ def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torc
     batch, tokens, heads, width = sizes
     stored = direction if direction in planes else next(iter(planes))
     plane, wanted = planes[stored], direction if dtype is None else "rowwise"
-    codes = plane.parts["codes"] if stored == wanted else plane.parts["codes"].t()
-    if plane.format.code_dtype in FP8:
-        codes = codes.view(plane.format.code_dtype)
-    codes = (codes if dtype is None else codes.to(dtype)).contiguous()
+    codes = plane.parts["codes"]
+    if dtype is not None and plane.format.code_dtype in FP8:
+        values = decoded(plane.format, plane.parts, dtype, scaled=False)
+        codes = codes.view(plane.format.code_dtype).to(dtype) if values is None else values
+    codes = codes if stored == wanted else codes.t()
+    if dtype is None and plane.format.code_dtype in FP8:
+        codes = contiguous_rows(codes).view(plane.format.code_dtype)
+    codes = codes.contiguous()
     shape = (batch, tokens, heads, width) if wanted == "rowwise" else (heads, width, batch, tokens)
     return KernelOperand(codes.view(shape), plane.parts.get("scale"))
 

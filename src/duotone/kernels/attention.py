@@ -3,9 +3,11 @@
 import functools
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone.kernels.launch import Launch, kernel
 
@@ -23,74 +25,106 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 Options = tuple[float, bool, bool, torch.dtype]
 """Of a call: the scale of scores, whether it is causal, whether sums may have fewer bits, and the dtype of results."""
 
+ALIGNED: tl.constexpr = tl.constexpr(16)
+"""Tokens of a batch start at multiples of it where FP8 codes lie along tokens."""
+
+LEAST: tl.constexpr = tl.constexpr(1e-37)
+"""What scores are multiplied by at least; -inf times 0 is NaN."""
+
 IMPRECISE = 32
 """Products that Hopper may add up with fewer bits where accumulation is not fast."""
 
 
 @triton.jit
+def rows_of(plane, b, start, head, tokens, T, MASKED: tl.constexpr, D: tl.constexpr):
+    """(tokens, width) of one head, from a descriptor `by_rows`. Tokens from T on belong to others, and are 0."""
+    tile = plane.load([b * T + start, head * D])
+    return tl.where(tokens[:, None] < T, tile, 0.0) if MASKED else tile
+
+
+@triton.jit
+def columns_of(plane, b, start, head, tokens, T, MASKED: tl.constexpr, D: tl.constexpr):
+    """The same from a descriptor `by_columns`."""
+    tile = plane.load([head * D, b * (tl.cdiv(T, ALIGNED) * ALIGNED) + start])
+    return tl.trans(tl.where(tokens[None, :] < T, tile, 0.0) if MASKED else tile)
+
+
+@triton.jit
 def _tile(
-    state, qt, k, v, rows, d, n, factor, p_scale, TK, k_step, v_step,
+    state, qt, k, v, rows, b, g, n, factor, log_p, TK,
     BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """The running maximum, sum and output after BN more keys. Scores are in units of log2."""
+    """The largest score, sum and output after BN more keys. Sum and output are multiplied by 2^log_p."""
     peak, total, acc = state
+    D: tl.constexpr = qt.shape[1]
     cols = n + tl.arange(0, BN)
-    k_at, v_at = k + cols[None, :].to(tl.int64) * k_step + d[:, None], v + d[None, :].to(tl.int64) * v_step
-    if MASKED:
-        kt = tl.load(k_at, mask=cols[None, :] < TK, other=0.0)
-        vt = tl.load(v_at + cols[:, None], mask=cols[:, None] < TK, other=0.0)
-    else:
-        kt, vt = tl.load(k_at), tl.load(v_at + cols[:, None])
-    scores = tl.dot(qt, kt, max_num_imprecise_acc=FEW) * factor
+    kt, vt = rows_of(k, b, n, g, cols, TK, False, D), columns_of(v, b, n, g, cols, TK, MASKED, D)
+    scores = tl.dot(qt, tl.trans(kt), max_num_imprecise_acc=FEW)
     if MASKED:
         seen = cols[None, :] < TK
         if CAUSAL:
             seen = seen & (cols[None, :] <= rows[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(peak, tl.max(scores, 1))
-    base = tl.where(now == float("-inf"), 0.0, now)
-    weights, rescale = tl.exp2(scores - base[:, None]), tl.exp2(peak - base)
-    acc = tl.dot((weights * p_scale).to(vt.dtype), vt, acc * rescale[:, None], max_num_imprecise_acc=FEW)
+    base = tl.where(now == float("-inf"), 0.0, now) * factor
+    weights, rescale = tl.exp2(scores * factor - (base - log_p)[:, None]), tl.exp2(peak * factor - base)
+    acc = tl.dot(weights.to(vt.dtype), vt, acc * rescale[:, None], max_num_imprecise_acc=FEW)
     return now, total * rescale + tl.sum(weights, 1), acc
 
 
 @kernel
 def attend_kernel(
-    q, k, v, q_scale, k_scale, v_scale, p_scale, out, lse, TQ, TK, v_step, scale,
+    k, v, q, q_scale, k_scale, v_scale, p_scale, out, lse, TQ, TK, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, FEW: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """A program has BM queries of one head. q, k and out are (batch, tokens, heads, D), v is (G, D, batch, tokens).
+    """A program has BM queries of one head. q and out are (batch, tokens, heads, D); k and v are descriptors.
 
     The longest programs of causal attention come first. lse is (batch, H, TQ).
     """
     tiles = tl.cdiv(TQ, BM)
     across = tl.num_programs(0) // tiles
     m, head = tiles - 1 - tl.program_id(0) // across, tl.program_id(0) % across
-    b, h = (head // H).to(tl.int64), head % H
+    b, h = head // H, head % H
     g = h // (H // G)
     rows, d = m * BM + tl.arange(0, BM), tl.arange(0, D)
-    place = ((b * TQ + rows) * H + h)[:, None] * D + d[None, :]
+    place = ((b.to(tl.int64) * TQ + rows) * H + h)[:, None] * D + d[None, :]
     qt = tl.load(q + place, mask=rows[:, None] < TQ, other=0.0)
-    k_of, v_of = k + (b * TK * G + g) * D, v + g.to(tl.int64) * D * v_step + b * TK
-    factor = tl.load(q_scale) * tl.load(k_scale) * scale * LOG2E
-    of_p = tl.load(p_scale) if p_scale is not None else P
+    # The largest score is that of the largest product, so the factor is above 0.
+    qt = tl.where(scale < 0.0, -qt.to(tl.float32), qt.to(tl.float32)).to(qt.dtype)
+    factor = tl.load(q_scale) * tl.load(k_scale) * tl.abs(scale) * LOG2E
+    factor = tl.where(factor < LEAST, LEAST, factor)
+    log_p = tl.log2(tl.load(p_scale) if p_scale is not None else P)
     last = tl.minimum(TK, (m + 1) * BM) if CAUSAL else TK
     blocks = tl.cdiv(last, BN)
     whole = tl.minimum(TK, m * BM + 1) // BN if CAUSAL else TK // BN
     state = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, D], tl.float32)
-    for i in range(0, blocks - whole):
+    for i in tl.range(0, blocks - whole, num_stages=1):
         n = (blocks - 1 - i) * BN
-        state = _tile(state, qt, k_of, v_of, rows, d, n, factor, of_p, TK, G * D, v_step, BN, CAUSAL, True, FEW)
+        state = _tile(state, qt, k, v, rows, b, g, n, factor, log_p, TK, BN, CAUSAL, True, FEW)
     for i in range(0, whole):
         n = (whole - 1 - i) * BN
-        state = _tile(state, qt, k_of, v_of, rows, d, n, factor, of_p, TK, G * D, v_step, BN, CAUSAL, False, FEW)
+        state = _tile(state, qt, k, v, rows, b, g, n, factor, log_p, TK, BN, CAUSAL, False, FEW)
     peak, total, acc = state
     empty = total == 0.0
-    by = tl.where(empty, 0.0, tl.load(v_scale) / (of_p * total))
+    by = tl.where(empty, 0.0, tl.load(v_scale) / total)
     tl.store(out + place, tl.where(empty[:, None], 0.0, acc * by[:, None]).to(DTYPE), mask=rows[:, None] < TQ)
-    logarithm = tl.where(empty, 0.0, (peak + tl.log2(total)) / LOG2E)
+    logarithm = tl.where(empty, 0.0, (peak * factor + tl.log2(total) - log_p) / LOG2E)
     tl.store(lse + head.to(tl.int64) * TQ + rows, logarithm, mask=rows < TQ)
+
+
+def by_rows(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Tiles of `tokens` and the width of one head, of x (batch, tokens, heads, width)."""
+    rows, across = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
+    return TensorDescriptor(x, [rows, across], [across, 1], [tokens, x.shape[3]])
+
+
+def by_columns(x: Tensor, tokens: int) -> TensorDescriptor:
+    """Tiles of the width of one head and `tokens`, of FP8 codes (heads, width, batch, tokens)."""
+    if missing := -x.shape[3] % ALIGNED.value:  # descriptors read from multiples of 16 bytes on
+        x = F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype)
+    rows, across = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
+    return TensorDescriptor(x, [rows, across], [across, 1], [x.shape[1], tokens])
 
 
 @functools.cache
@@ -134,5 +168,6 @@ def attend(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     launch = _launch(heads, groups, width, causal, fast, dtype, tiles, p_scale is not None)
     programs = -(-queries // tiles[0]) * batch * heads
-    launch(programs, (q, k, v, *scales, p_scale, out, lse), (queries, keys, batch * keys), (scale,))
+    descriptors = by_rows(k, tiles[1]), by_columns(v, tiles[1])
+    launch(programs, (q, *scales, p_scale, out, lse), (queries, keys), (scale,), descriptors)
     return out, lse
