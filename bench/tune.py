@@ -108,7 +108,7 @@ def grouped_products(x: Tensor) -> Iterator[Choice]:
     one = torch.ones(SEGMENTS, 4, device=x.device)[:, :1]
     for fast, rows in ROWS.items():
         for choice in (grouped.TILES[fast], *itertools.product(rows, *GROUPED)):
-            product = grouped.GroupedProduct(fast, lines=False, tile=grouped.Tile(*choice[:4], walk=bool(choice[4])))
+            product = grouped.GroupedProduct(fast, 0, tile=grouped.Tile(*choice[:4], walk=bool(choice[4])))
             of_rows = partial(product.of_rows, codes, weights, (one, one), segments_of_x, torch.bfloat16)
             yield f"grouped rows{', fast' * fast}", choice, lambda of_rows=of_rows: [of_rows()]
 

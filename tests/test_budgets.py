@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 35777
+LIBRARY_LINES = 36091
 TOOL_LINES = 7539
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,13 +25,13 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2461, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2764, 1, 0),
+    "dispatch": (2826, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4565, 0, 0),
+    "kernels": (4792, 0, 0),
     "lab": (3687, 12, 1),
-    "linear": (1851, 5, 0),
+    "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2261, 6, 0),
     "ops": (1391, 0, 0),

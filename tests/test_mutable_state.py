@@ -46,7 +46,7 @@ ALLOWED = {
     "dispatch.compiler.cache_folder": MACHINE,
     "dispatch.compiler.probe": MACHINE,
     "dispatch.segment_products._calls_cublas": MACHINE,
-    "dispatch.segment_products.grouped_product": LAUNCH,
+    "dispatch.segment_products._grouped_product": LAUNCH,
     "dispatch.segments._TABLES": "row offsets on the device, so that a step with the same splits copies nothing",
     "dispatch.target._built_with": MACHINE,
     "dispatch.target.cuda_target": MACHINE,

@@ -1,5 +1,6 @@
 """On a CUDA device: linears over row segments have the bits of separate linears, or one product and their values."""
 
+import contextlib
 import copy
 import itertools
 from pathlib import Path
@@ -12,10 +13,10 @@ import duotone
 from duotone import formats, recipes
 from duotone.dispatch import segments as native
 from duotone.dispatch.casts import segment_cast
-from duotone.dispatch.segment_products import grouped_product
+from duotone.kernels.grouped import GroupedProduct
 from duotone.linear import grouped
 from duotone.linear.grouped import GroupedStage
-from duotone.recipes import DelayedScaling
+from duotone.recipes import DelayedScaling, Float8BlockScaling
 from duotone.tensor import Quantizer
 from duotone.tensor.plane import Usage
 
@@ -36,6 +37,8 @@ ON_DEVICE = {
     # a first scale is measured, and the host looks once whether it is there
     "fp8-delayed": DelayedScaling(first_scale_from_amax=False),
     "delayed E4M3": DelayedScaling(fp8_format="E4M3", first_scale_from_amax=False),
+    "fp8-block": recipes.load("fp8-block"),
+    "fp8-block, square": Float8BlockScaling(wgrad_input_128x128=True, power_of_two_scales=False),
     "rowwise, fast": recipes.load(str(Path(__file__).parents[2] / "bench/recipes/fp8-rowwise-fast.toml")),
 }
 PAIRS = [
@@ -108,6 +111,31 @@ def test_casts_of_segments_have_the_bits_of_separate_casts(pair, splits, how) ->
                 assert torch.equal(codes[:, :n], alone.columnwise.parts["codes"]) and not codes[:, n:].any()
                 compare(made.col_scale, alone.columnwise.parts["scale"], col, e, None)
             start, at = start + n, at + p
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("pair", [("1x128", "1x128"), ("1x128_fp32", "128x128_fp32"), ("128x128", "128x128")], ids=str)
+def test_casts_of_segments_to_blocks_have_the_bits_of_separate_casts(pair, splits) -> None:
+    row, col = (formats.get(f"fp8_e4m3_{name}") for name in pair)
+    x = awkward(sum(splits), K)
+    segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
+    made = segment_cast(row, col, x, True)(x, segments)
+    start = at = 0
+    for part in x.split(splits):
+        n, p = len(part), native.width(len(part), native.CHUNK)
+        alone = Quantizer(row, col).encode(part, Usage(True, True)) if n else None
+        if alone is not None:
+            assert torch.equal(made.row[start : start + n], alone.rowwise.parts["codes"])
+            assert torch.equal(made.col[:, at : at + n], alone.columnwise.parts["codes"])
+            assert not made.col[:, at + n : at + p].any()
+            for stored, plane, fmt, lines in (
+                (made.row_scale, alone.rowwise, row, start),
+                (made.col_scale, alone.columnwise, col, at),
+            ):
+                scale, first = plane.parts["scale"], lines * 2 if fmt.block.rows == 1 else at // 128 * 2
+                flat = (scale.t() if fmt.block.rows == 1 else scale).reshape(-1)
+                same([stored[first : first + flat.numel()]], [flat])
+        start, at = start + n, at + p
 
 
 def compare(stored: Tensor, scale: Tensor, fmt, e: int, rows: tuple[int, int] | None) -> None:
@@ -256,7 +284,7 @@ def test_device_splits_give_the_values_of_host_splits_without_waiting(name, spli
 
 @on_hopper
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-@pytest.mark.parametrize("name", SEGMENTED)
+@pytest.mark.parametrize("name", [*SEGMENTED, "fp8-block"])
 def test_biases_are_added_and_get_their_gradients_without_waiting(name, splits, apart) -> None:
     m, twin = group(ON_DEVICE[name], bias=True), group(ON_DEVICE[name], bias=True)
     with torch.no_grad():
@@ -361,7 +389,7 @@ def test_grouped_products_are_those_of_their_segments(lines, fast, pair, dtype) 
         of_rows = [torch.rand(size, device="cuda") + 0.5 for size in ((rows,), (count, n), (count, k))]
         scales = of_rows if lines else [torch.rand(count, 4, device="cuda")[:, :1] + 0.5 for _ in range(3)]
         segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
-        product = grouped_product(fast, lines)
+        product = GroupedProduct(fast, int(lines))
         y = product.of_rows(x, w, (scales[0], scales[1]), segments, dtype)
         given = zip((n, k), codes, strict=True)
         wide = [torch.full((size, segments.width), 100.0, device="cuda").to(code) for size, code in given]
@@ -398,7 +426,7 @@ def test_slow_accumulation_of_grouped_products_keeps_long_sums() -> None:
     segments = native.segments_of(torch.tensor([256], device="cuda"), x)
     want = x.double() @ x.double().t()
     lost = {
-        fast: ((grouped_product(fast, False).of_rows(x, x[None], (one, one), segments, torch.float32) - want) / want)
+        fast: ((GroupedProduct(fast, 0).of_rows(x, x[None], (one, one), segments, torch.float32) - want) / want)
         for fast in (True, False)
     }
     assert lost[False].abs().max() < 1e-3 and lost[True].mean() < -0.02
@@ -406,7 +434,7 @@ def test_slow_accumulation_of_grouped_products_keeps_long_sums() -> None:
 
 @on_hopper
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-@pytest.mark.parametrize("name", SEGMENTED)
+@pytest.mark.parametrize("name", [*SEGMENTED, "fp8-block"])
 def test_small_linears_are_multiplied_together_and_give_the_values_of_separate_ones(name, splits) -> None:
     m = group(recipes.load(name))
     linears = separate(m)
@@ -417,6 +445,77 @@ def test_small_linears_are_multiplied_together_and_give_the_values_of_separate_o
         assert n or not one.any()
     close(got, want)
     assert all(not g.any() for g, n in zip(got[2:], splits, strict=True) if n == 0)
+
+
+@on_hopper
+@pytest.mark.parametrize("how", ["cached", "held", "packed"])
+@pytest.mark.parametrize("name", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "fp8-block, square"])
+def test_weights_that_are_quantized_already_take_one_launch_with_the_values_of_the_loop(name, how, monkeypatch) -> None:
+    """By caches, or as quantized parameters: for each linear, or packed, which takes formats of blocks alone."""
+    recipe = ON_DEVICE[name]
+    if how == "packed" and "block" not in name:
+        pytest.skip("a packed weight would share scales")
+    with contextlib.nullcontext() if how == "cached" else duotone.quantized_model_init(recipe=recipe):
+        m = group(recipe, single_grouped_weight=how == "packed")
+    twin = copy.deepcopy(m)
+    monkeypatch.setattr(twin, "make_stage", lambda linears: GroupedStage(tuple(linears)))
+    for step, first in enumerate((True, False, False)):
+        x, dy = inputs(SPLITS[step], step)
+        call = {"is_first_microbatch": first} if how == "cached" else {}
+        close(train(m, x, dy, SPLITS[step], **call), train(twin, x, dy, SPLITS[step], **call))
+        counts = torch.tensor(SPLITS[step], device="cuda")
+        close(train(m, x, dy, counts, **call), train(twin, x, dy, SPLITS[step], **call))
+    assert stage_of(m).grouped and not stage_of(twin).is_joint
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("scales", ["", "_fp32"])
+@pytest.mark.parametrize("square", [True, False])
+def test_grouped_products_of_blocks_are_those_of_their_segments(square, scales, dtype) -> None:
+    """Codes and scales of the casts, against float64 products of what they decode to."""
+    line, wide = (formats.get(f"fp8_e4m3_{block}{scales}") for block in ("1x128", "128x128"))
+    splits, k, n = [130, 0, 300, 17, 128], 640, 384
+    rows = sum(splits)
+    torch.manual_seed(square)
+    x, dy, w = (torch.randn(size, device="cuda").bfloat16() for size in ((rows, k), (rows, n), (len(splits) * n, k)))
+    x[::3, :200], dy[:, ::5], w[1] = 2.0**-9, 0.0, 0.0
+    segments = native.segments_of(torch.tensor(splits, device="cuda"), x)
+    weights = native.equal_segments(n, len(splits), w)
+    of_x, of_dy, of_w = (
+        segment_cast(*pair, t, True)(t, where)
+        for pair, t, where in (
+            ((line, wide if square else line), x, segments),
+            ((line, line), dy, segments),
+            ((wide, wide), w, weights),
+        )
+    )
+    fp8 = torch.float8_e4m3fn
+    stacked = of_w.row.view(fp8).view(-1, n, k), of_w.row_scale.view(len(splits), -1)
+    y = GroupedProduct.of_blocks(True).of_rows(
+        of_x.row.view(fp8), stacked[0], (of_x.row_scale, stacked[1]), segments, dtype
+    )
+    dw = GroupedProduct.of_blocks(square).of_columns(
+        of_dy.col.view(fp8), of_x.col.view(fp8), (of_dy.col_scale, of_x.col_scale), segments, dtype
+    )
+    whole = Usage(True, True)
+    parts = zip(x.split(splits), dy.split(splits), w.split(n), y.split(splits), dw, strict=True)
+    for part, grad, weight, out, gradient in parts:
+        if not len(part):
+            assert not gradient.any()
+            continue
+        a, b = (
+            Quantizer(line, wide if square else line).encode(part, whole),
+            Quantizer(wide, wide).encode(weight, whole),
+        )
+        c = Quantizer(line, line).encode(grad, whole)
+        one = torch.ones((), device="cuda")
+        near(out, decoded(a.rowwise), decoded(b.rowwise).t(), one, False)
+        near(gradient, decoded(c.columnwise), decoded(a.columnwise).t(), one, False)
+
+
+def decoded(plane) -> Tensor:
+    return plane.dequantize(torch.float32).double()
 
 
 # --- buffers of the caller

@@ -41,6 +41,7 @@ def build(case: Case, capability: int) -> Any:
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(fn=case.function, signature=types, constexprs=constants, attrs=divisible)
     options = {"num_warps": case.warps, "num_stages": case.stages, "enable_fp_fusion": case.fusion}
+    options |= {} if case.registers is None else {"maxnreg": case.registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -28,6 +28,7 @@ from duotone.kernels import (
     norms,
     roll,
     rows,
+    segment_blocks,
     segment_cast,
 )
 from duotone.kernels.attention_backward import BackwardOperands, Operand, Weights
@@ -49,6 +50,7 @@ class Case:
     stages: int = 3
     fusion: bool = True
     """Whether a product and a sum may become one operation."""
+    registers: int | None = None
 
     @property
     def function(self) -> Any:
@@ -75,6 +77,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
     ) -> None:
         constants = dict(launch.options)
         rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
+        rest = *rest, constants.pop("maxnreg", None)
         arguments = *descriptors, *tensors, *integers, *floats
         given = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
         any_alignment = {p.name for p in launch.function.params if p.do_not_specialize_on_alignment}
@@ -275,9 +278,26 @@ CASES += [
 ]
 
 
-def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
+def in_block_segments(row: str, col: str, table: bool) -> list[Case]:
+    """As `in_segments`, in blocks of 128."""
+    made = cast.Cast(spec(row), spec(col), row == col and formats.get(row).is_derivable)
+    segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 1024, 1024, not table)
+    where = segment_cast.Table(torch.empty(8, dtype=torch.int64), True) if table else None
+    encode = segment_blocks.BlockSegmentCast(made)
+    name = f"segments {row}{'' if row == col else f' and {col}'}{', apart' * table}"
+    return launched(name, lambda: encode(matrix(1024, 512), segments, table=where))
+
+
+CASES += [
+    *in_block_segments("fp8_e4m3_1x128", "fp8_e4m3_1x128", False),
+    *in_block_segments("fp8_e4m3_1x128", "fp8_e4m3_128x128", False),
+    *in_block_segments("fp8_e4m3_128x128", "fp8_e4m3_128x128", True),
+]
+
+
+def grouped_products(first: str, fast: bool, scales: int, square: bool = False) -> list[Case]:
     """y and dw of eight segments, the first operand in E4M3 or E5M2."""
-    made = grouped.GroupedProduct(fast, lines)
+    made, lines = grouped.GroupedProduct(fast, scales, square), scales == grouped.LINE.value
     segments = segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)
     left, right = formats.get(f"fp8_{first}_tensor").code_dtype, torch.float8_e4m3fn
     assert left is not None
@@ -285,7 +305,9 @@ def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
     of_x = torch.ones(256) if lines else cols
     x, w = matrix(256, 512, left), torch.empty(8, 512, 512, dtype=right)
     dy, xt = matrix(512, 1280, left), matrix(256, 1280, right)
-    name = f"{first} per {'row' if lines else 'segment'}{', fast' * fast}"
+    kind = ("segment", "row", "square block" if square else "block")[scales]
+    name = f"{first} per {kind}{', fast' * fast}"
+    apart = grouped.Scattered(w[0], 8, 512 * 512, torch.empty(16, dtype=torch.int64))
     bf16, main = torch.bfloat16, torch.empty(8, 512, 256)
     places = segment_cast.Table(torch.arange(8) * 512 * 256, True)
     given = dy, xt, (rows, cols), segments, main, places, True
@@ -294,16 +316,19 @@ def grouped_products(first: str, fast: bool, lines: bool) -> list[Case]:
         return [
             *launched(f"grouped rows, {name}", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16)),
             *launched(f"grouped rows, {name}, bias", lambda: made.of_rows(x, w, (of_x, rows), segments, bf16, bias)),
+            *launched(f"grouped rows, {name}, apart", lambda: made.of_rows(x, apart, (of_x, rows), segments, bf16)),
             *launched(f"grouped columns, {name}", lambda: made.of_columns(dy, xt, (rows, cols), segments, bf16)),
             *launched(f"grouped columns, {name}, adding", lambda: made.of_columns_into(*given)),
         ]
 
 
 CASES += [
-    *grouped_products("e4m3", True, False),
-    *grouped_products("e5m2", False, False),
-    *grouped_products("e4m3", True, True),
-    *grouped_products("e4m3", False, True),
+    *grouped_products("e4m3", True, grouped.SEGMENT.value),
+    *grouped_products("e5m2", False, grouped.SEGMENT.value),
+    *grouped_products("e4m3", True, grouped.LINE.value),
+    *grouped_products("e4m3", False, grouped.LINE.value),
+    *grouped_products("e4m3", False, grouped.BLOCK.value, True),
+    *grouped_products("e4m3", False, grouped.BLOCK.value, False),
     *launched(
         "sums of segments",
         lambda: grouped.sums(matrix(256, 512), segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)),

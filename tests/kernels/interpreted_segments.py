@@ -1,6 +1,7 @@
 """Checks: the cast of segments, against the plain stages over each segment, and grouped products."""
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from duotone import formats
 from duotone.dispatch.casts import _spec
 from duotone.kernels import grouped
 from duotone.kernels.cast import Cast
+from duotone.kernels.segment_blocks import BlockSegmentCast
 from duotone.kernels.segment_cast import Coded, SegmentCast, Segments, Table, segments_of
 from duotone.tensor import Quantizer
 from duotone.tensor.context import QuantizeContext, Slot
@@ -103,6 +105,53 @@ def compared(pair: tuple[str, str], usage: Usage, dtype: torch.dtype, splits: li
         start, at = start + n, at + p
 
 
+BLOCK_PAIRS = [
+    ("fp8_e4m3_1x128", "fp8_e4m3_1x128"),
+    ("fp8_e5m2_1x128_fp32", "fp8_e4m3_128x128"),
+    ("fp8_e4m3_128x128", "fp8_e4m3_128x128"),
+    ("fp8_e4m3_128x128_fp32", "fp8_e5m2_1x128"),
+]
+
+
+def in_blocks(pair: tuple[str, str], usage: Usage, splits: list[int], apart: bool) -> Check:
+    """The cast to blocks of each segment, which no block leaves."""
+    row, col = (formats.get(name) if used else None for name, used in zip(pair, usage, strict=True))
+    shared = row is not None and row == col and row.is_derivable
+    x = torch.randn(sum(splits), 256).bfloat16()
+    x[::5, ::3], x[1, 2], x[0, 130] = 0.0, torch.inf, torch.nan
+    cast, kind = (
+        BlockSegmentCast(Cast(_spec(row, x.dtype), _spec(col, x.dtype), shared)),
+        "table" if apart else "device",
+    )
+    parts, where = [rows.clone() for rows in x.split(splits)], None
+    if apart:
+        offsets = [(one.data_ptr() - parts[0].data_ptr()) // x.itemsize for one in parts]
+        where = Table(torch.tensor(offsets), not any(n % 16 for n in offsets))
+    segmented = segments(splits, kind)
+    coded = cast(parts[0] if apart else x, segmented, table=where)
+    width, start, at = segmented.width, 0, 0
+    for e, part in enumerate(parts):
+        n, p = len(part), columns(len(part), 128)
+        name, alone = f"{pair} {usage} {splits} {apart=} segment {e}", Quantizer(row, col).encode(part, usage)
+        if alone.rowwise is not None:
+            scale, here = alone.rowwise.parts["scale"], (2 * start if row.block.rows == 1 else at // 64)
+            yield f"{name} row codes", coded.row[start : start + n], alone.rowwise.parts["codes"]
+            flat = (scale.t() if row.block.rows == 1 else scale).reshape(-1)
+            yield f"{name} row scales", coded.row_scale[here : here + flat.numel()], flat
+        if alone.columnwise is not None:
+            codes = (
+                coded.col[256 * at : 256 * (at + p)].view(256, p)
+                if apart
+                else coded.col.view(256, width)[:, at : at + p]
+            )
+            scale, here = alone.columnwise.parts["scale"], (2 * at if col.block.rows == 1 else at // 64)
+            yield f"{name} column codes", codes[:, :n], alone.columnwise.parts["codes"]
+            yield f"{name} padding", codes[:, n:], torch.zeros(256, p - n, dtype=torch.uint8)
+            flat = (scale.t() if col.block.rows == 1 else scale).reshape(-1)
+            yield f"{name} column scales", coded.col_scale[here : here + flat.numel()], flat
+        start, at = start + n, at + p
+
+
 def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any) -> tuple[Tensor, Tensor]:
     """What was stored for a segment, and what its plane has."""
     want = plane.parts["scale"].reshape(-1)
@@ -111,11 +160,60 @@ def scales_of(stored: Any, plane: Any, fmt: Any, e: int, rows: Any) -> tuple[Ten
     return stored[slice(*rows)], want
 
 
+def scattered(w: Tensor, scales: Tensor) -> Any:
+    """Matrices (E, N, K) and their scales (E, n) as tensors of their own, not in the order of their addresses."""
+    codes, each = [one.clone() for one in w][::-1], [one.clone() for one in scales][::-1]
+    codes, each = codes[::-1], each[::-1]
+    low = min(codes, key=Tensor.data_ptr)
+    apart = [one.data_ptr() - low.data_ptr() for one in codes]
+    step = math.gcd(*apart) or low.numel()
+    offsets = [(one.data_ptr() - each[0].data_ptr()) // 4 for one in each]
+    places = torch.tensor([*(n // step for n in apart), *offsets])
+    matrices = grouped.Scattered(low, max(apart) // step + 1, step, places)
+    keep = codes, each  # for as long as the result is used
+    return lambda of_x, keep=keep: (matrices, (of_x, each[0].view(1, -1)))
+
+
+def block_products(square: bool, splits: list[int], first: torch.dtype) -> Check:
+    """As `products`, with powers of two for the scales of blocks."""
+    torch.manual_seed(sum(splits))
+    k, n, e = 256, 384, len(splits)
+    made, found = grouped.GroupedProduct.of_blocks(square), segments(splits, "device")
+    ints = [torch.randint(-2, 3, size).float() for size in ((sum(splits), k), (e, n, k))]
+    x, w = ints[0].to(first), ints[1].to(torch.float8_e4m3fn)
+    sizes = (sum(splits), k // 128), (e, n // 128, k // 128) if square else (e, n, k // 128)
+    of_x, of_w = (torch.exp2(torch.randint(-2, 3, size).float()) for size in sizes)
+    stored_x = torch.cat([one.t().reshape(-1) for one in of_x.split(splits)])
+    stored_w = (of_w if square else of_w.transpose(1, 2)).reshape(e, -1).contiguous()
+    scaled = ints[0] * of_x.repeat_interleave(128, 1)
+    each = ints[1] * (of_w.repeat_interleave(128, 1) if square else of_w).repeat_interleave(128, 2)
+    bias = torch.randint(-9, 9, (e, n)).float()
+    y = made.of_rows(x, w, (stored_x, stored_w), found, torch.float32, bias)
+    where = scattered(w, stored_w)
+    apart = made.of_rows(x, *where(stored_x), found, torch.float32, bias)
+    yield f"blocks, rows of {splits} by scattered matrices", apart, y
+    for i, (rows, part) in enumerate(zip(scaled.split(splits), y.split(splits), strict=True)):
+        yield f"blocks, rows of {splits} {i}", part, rows @ each[i].t() + bias[i]
+    chunks = found.width // 128
+    left = torch.exp2(torch.randint(-2, 3, (chunks, n)).float())
+    right = torch.exp2(torch.randint(-2, 3, (chunks, k // 128 if square else k)).float())
+    wide = torch.randint(-2, 3, (k + n, found.width)).float()
+    ends = [0, *itertools.accumulate(columns(rows, 128) for rows in splits)]
+    stored = [right[i // 128 : j // 128].t().reshape(-1) for i, j in itertools.pairwise(ends)]
+    stored = torch.cat([*stored, right[ends[-1] // 128 :].reshape(-1)]) if square else right
+    codes = wide[:n].to(first), wide[n:].to(torch.float8_e4m3fn)
+    dw = made.of_columns(*codes, (left, stored), found, torch.float32)
+    right = right.repeat_interleave(128, 1) if square else right
+    dy, xt = wide[:n] * left.t().repeat_interleave(128, 1), wide[n:] * right.t().repeat_interleave(128, 1)
+    for i, (low, high) in enumerate(itertools.pairwise(ends)):
+        yield f"blocks, columns of {splits} {i}", dw[i], dy[:, low:high] @ xt[:, low:high].t()
+
+
 def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> Check:
     """Sums of small integers are exact: what differs is wrong indexing."""
     torch.manual_seed(sum(splits))
     k, n, e = 144, 272, len(splits)
-    made, found = grouped.GroupedProduct(fast, lines), segments(splits, "device")
+    made, found = grouped.GroupedProduct(fast, int(lines)), segments(splits, "device")
     ints = [torch.randint(-2, 3, size).float() for size in ((sum(splits), k), (e, n, k))]
     x, w = ints[0].to(first), ints[1].to(torch.float8_e4m3fn)
     wide = torch.full((k + n, found.width), torch.nan).to(torch.float8_e4m3fn)
@@ -124,6 +222,8 @@ def products(fast: bool, lines: bool, splits: list[int], first: torch.dtype) -> 
     bias = torch.randint(-9, 9, (e, n)).float()
     y = made.of_rows(x, w, (of_x, of_w), found, torch.float32)
     added = made.of_rows(x, w, (of_x, of_w), found, torch.float32, bias)
+    where = scattered(w, of_w)
+    yield f"rows of {splits} by scattered matrices", made.of_rows(x, *where(of_x), found, torch.float32), y
     added, sums = added.split(splits), grouped.sums(ints[0], found)
     start = at = 0
     for i, rows in enumerate(splits):
@@ -163,9 +263,13 @@ def checks(everything: bool) -> Check:
             yield from compared(pair, USAGES[0], torch.bfloat16, SPLITS[1], how)
     for pair in PAIRS:
         yield from compared(pair, USAGES[0], torch.float32, SPLITS[2], "host")
+    for (pair, usage), apart in zip(itertools.product(BLOCK_PAIRS, USAGES), itertools.cycle((True, False))):
+        yield from in_blocks(pair, usage, [128, 256] if apart else [130, 0, 3, 128, 261, 0], apart)
     for fast, lines in itertools.product((True, False), repeat=2):
         yield from products(fast, lines, SPLITS[1], torch.float8_e4m3fn)
     yield from products(False, False, [130, 0, 3, 128, 261, 0], torch.float8_e5m2)
+    yield from block_products(True, [130, 0, 3, 128, 261, 0], torch.float8_e4m3fn)
+    yield from block_products(False, [17, 0, 40, 13], torch.float8_e5m2)
     beyond = torch.tensor([9, -4, 80, 3], dtype=torch.int32)
     yield "ends stay inside", segments_of(beyond, 70).ends, torch.tensor([9, 9, 70, 70, 128, 128, 256, 256]).int()
     yield (

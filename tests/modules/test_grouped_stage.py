@@ -19,6 +19,7 @@ from duotone.linear.row_counts import device_splits
 from duotone.linear.sink import GRADIENT, Deferred, ToMainGrad
 from duotone.modules import GroupedLinear
 from duotone.planned.delayed_states import with_slots
+from duotone.recipes import Float8BlockScaling
 from duotone.state.region import AmaxMode
 
 pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
@@ -62,6 +63,19 @@ def test_native_products_of_whole_scales_take_segments(name) -> None:
         assert not stage(name, shape=shape).is_joint
 
 
+def test_blocks_of_whole_weights_take_one_launch_or_the_loop() -> None:
+    for recipe in (Float8BlockScaling(), Float8BlockScaling(wgrad_input_128x128=True)):
+        made = stage(recipe=recipe, shape=(256, 128))
+        assert made.is_joint and made.grouped and made.takes_device_splits
+        large = stage(recipe=recipe, shape=(4096, 4224))
+        assert large.takes_device_splits and not large.is_joint and not large.grouped
+        for shape in ((256, 144), (144, 256), (0, 128)):
+            assert not stage(recipe=recipe, shape=shape).takes_device_splits
+    late = [replace(one, sink=Deferred(deque())) for one in linears(plan("fp8-block"))]
+    assert not GroupedStage.of(late, (256, 128)).is_joint
+    assert not stage("fp8-block", device="sm100", shape=(256, 128)).is_joint
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8-block", "mxfp8", "nvfp4", "mxfp8-fwd-bf16-bwd"])
 def test_other_formats_keep_the_loop(name) -> None:
     assert not stage(name).is_joint
@@ -72,8 +86,6 @@ def test_options_that_do_more_keep_the_loop() -> None:
     assert not saving.is_joint
     calibrating = [Calibrating(one, GRADIENT, one) for one in [plan()] * 3]
     assert not GroupedStage.of(calibrating, SHAPE).is_joint
-    quantizer = plan().weight.quantizer
-    assert not stage(weight_held=quantizer).is_joint
 
 
 def test_delayed_slots_lie_as_far_apart_as_the_linears_do() -> None:
@@ -96,13 +108,15 @@ def test_row_counts_stay_on_the_device_where_no_gradient_is_put_off(monkeypatch)
     assert made.is_joint and not made.takes_device_splits
 
 
-def test_one_product_takes_all_linears_where_weights_are_small_and_encoded_anew() -> None:
+def test_one_product_takes_all_linears_where_weights_are_small() -> None:
+    """Also those that a cache or a quantized parameter has."""
     small, beyond = (4096, 4096), (4096, 4112)
     assert GroupedStage.of(linears(plan()), small).grouped
     assert not GroupedStage.of(linears(plan()), beyond).grouped
     cache = WeightCache(tuple)
     cached = from_caches(linears(plan()), [cache] * 3, "refreshed")
-    assert not GroupedStage.of(cached, small).grouped
+    assert GroupedStage.of(cached, small).grouped and not GroupedStage.of(cached, beyond).grouped
+    assert stage(weight_held=plan().weight.quantizer).grouped
     deferred = [replace(one, sink=Deferred(deque())) for one in linears(plan())]
     assert not GroupedStage.of(deferred, small).grouped
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from duotone.kernels.cast import Cast, PlaneSpec
     from duotone.kernels.nvfp4 import Cast as TwoLevelCast
     from duotone.kernels.nvfp4 import PlaneSpec as TwoLevelSpec
+    from duotone.kernels.segment_blocks import BlockSegmentCast
     from duotone.kernels.segment_cast import SegmentCast
 
 
@@ -56,17 +57,21 @@ def cast_of(
     return entry[1]
 
 
-def segment_cast(row: Format | None, col: Format | None, x: Tensor, propagate: bool) -> "SegmentCast | None":
+def segment_cast(
+    row: Format | None, col: Format | None, x: Tensor, propagate: bool
+) -> "SegmentCast | BlockSegmentCast | None":
     """As `one_read`, the cast that gives each row segment scales of its own."""
     cast = None if torch.compiler.is_dynamo_compiling() else one_read(row, col, x, propagate)
     return None if cast is None else _segment_cast(cast)
 
 
 @functools.cache
-def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | None":
+def _segment_cast(cast: "Cast | TwoLevelCast") -> "SegmentCast | BlockSegmentCast | None":
+    from duotone.kernels.cast import Cast
+    from duotone.kernels.segment_blocks import BlockSegmentCast
     from duotone.kernels.segment_cast import SegmentCast
 
-    return SegmentCast.of(cast)
+    return (SegmentCast.of(cast) or BlockSegmentCast.of(cast)) if isinstance(cast, Cast) else None
 
 
 def can_read_once(row: Format | None, col: Format | None, dtype: torch.dtype, where: Target) -> bool:

@@ -56,7 +56,7 @@ class JoinedOperand(NamedTuple):
     """One plane of all segments, encoded by one cast: `codes` in the format's dtype and `scale`.
 
     Rowwise codes are (M, K); their scales are (E, 1), or those of rows one after the other. Columnwise codes lie as
-    `Segments` say; scales (E, 1) or (E, K).
+    `Segments` say; scales (E, 1) or (E, K). Those of blocks lie as `BlockSegmentCast` says.
     """
 
     format: Format
@@ -70,7 +70,8 @@ class JoinedOperand(NamedTuple):
 
 
 class JoinedWeights(NamedTuple):
-    """The weights of all segments: codes (E, N, K) and scales (E, 1) or (E, N), or sequences of E tensors."""
+    """The weights of all segments: codes (E, N, K) and scales (E, 1), (E, N) or, of blocks, (E, ...); or sequences of E
+    tensors."""
 
     format: Format
     codes: Tensor | Sequence[Tensor]
@@ -84,7 +85,7 @@ class JoinedWeights(NamedTuple):
         return [one.t() for one in codes], [one.unsqueeze(0) for one in scale]
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """Codes (E, N, K) and scales (E, 1) or (E, N)."""
+        """Codes (E, N, K) and scales (E, ...)."""
         codes, scale = self.codes, self.scale
         if isinstance(codes, Tensor) and isinstance(scale, Tensor):
             return codes, scale
@@ -115,6 +116,8 @@ class GemmRule:
     name: str
     native: bool = True
     note: str = ""
+    separates_segments: bool = True
+    """Whether a rule that takes `JoinedOperand`s multiplies them segment by segment too, not in one launch alone."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"

@@ -12,17 +12,14 @@ from duotone.dispatch import segment_products as products
 from duotone.dispatch.casts import contiguous_rows
 from duotone.dispatch.rule import (
     GemmProblem,
-    GemmRule,
     JoinedOperand,
     JoinedWeights,
     Operand,
-    Place,
     Product,
     SegmentedOperand,
     SegmentedWeights,
 )
 from duotone.dispatch.segment_products import STEP, cublas_writes, dtype_of_product
-from duotone.dispatch.segments import MOST
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec
 from duotone.formats.elements import FP8_DTYPES
@@ -86,7 +83,7 @@ def _refusal(problem: GemmProblem) -> str:
 
 
 @dataclass(frozen=True)
-class ScaledProduct(GemmRule):
+class ScaledProduct(products.GroupedRule):
     """torch._scaled_mm with a scale per tensor or per row of each operand.
 
     `fast` accumulates with fewer bits and truncates: same-sign sums shrink, by 7 % over K = 4096.
@@ -149,9 +146,6 @@ class ScaledProduct(GemmRule):
         same = problem.a.block.rows == problem.b.block.rows
         return "" if same else "it takes operands with a scale per tensor both, or per row both"
 
-    def groups_segments(self, problem: GemmProblem, count: int) -> bool:
-        return problem.target.arch == HOPPER and count <= MOST  # checked on Hopper alone
-
     def run_segments(
         self,
         a: SegmentedOperand,
@@ -160,29 +154,14 @@ class ScaledProduct(GemmRule):
         out_dtype: torch.dtype,
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
+        if segments.grouped or not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
             return super().run_segments(a, b, segments, out_dtype, biases)
-        if not segments.grouped:
-            return products.rows_of_each(a, b, segments, self.fast, out_dtype, biases)
-        weights, scales = b.stacked()
-        multiply, bias = products.grouped_product(self.fast, a.has_lines), products.stacked(biases, weights.shape[1])
-        return multiply.of_rows(a.codes, weights, (a.scale, scales), segments, out_dtype, bias)
+        return products.rows_of_each(a, b, segments, self.fast, out_dtype, biases)
 
     def segment_products(self, a: SegmentedOperand, b: SegmentedOperand, segments: "Segments") -> Sequence[Product]:
         if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedOperand)):
             return super().segment_products(a, b, segments)
         return products.columns_of_each(a, b, segments, self.fast)
-
-    def contract_segments(
-        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
-    ) -> Sequence[Tensor]:
-        multiply = products.grouped_product(self.fast, a.has_lines)
-        return multiply.of_columns(a.codes, b.codes, (a.scale, b.scale), segments, dtype).unbind(0)
-
-    def contract_segments_into(
-        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", places: Sequence[Place | None]
-    ) -> list[Tensor | None]:
-        return products.columns_into(a, b, segments, self.fast, places)
 
     def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, bool]:
         """Decode scales, both of one element or, True, (rows, 1) and (cols, 1)."""
@@ -192,12 +171,13 @@ class ScaledProduct(GemmRule):
         return _per_row(scale_a, rows), _per_row(scale_b, cols), True
 
 
-class BlockScaledProduct(GemmRule):
+class BlockScaledProduct(products.GroupedRule):
     """torch's product of operands with a scale per 1 x 128 or, one of them, per 128 x 128 block; promoted to fp32 sums
     after each block, so never fast."""
 
     name = "cuBLAS FP8 block product"
     scalings = frozenset({Block(1, BLOCK), SQUARE})
+    separates_segments = False
 
     def reject(self, problem: GemmProblem) -> str:
         scalings = {_scaling(problem.a), _scaling(problem.b)}
@@ -222,6 +202,11 @@ class BlockScaledProduct(GemmRule):
         multiply = _block_mm if not torch.compiler.is_dynamo_compiling() else torch.ops.duotone.block_mm
         y = multiply(left, scales[0], kinds[0], right, scales[1], kinds[1], bias if fused else None, dtype)
         return _cut(y[: a.shape[0]] if more else y, cols, out_dtype, None if fused else bias)
+
+    def refuse_segments(self, problem: GemmProblem, shape: tuple[int, ...]) -> str:
+        if any(n % BLOCK or n == 0 for n in shape):
+            return f"it takes weights whose sizes are multiples of {BLOCK}"
+        return "" if problem.a.block.rows == 1 else "it takes 1x128 blocks of the first operand"
 
     def run_into(self, a: Operand, b: Operand, out: Tensor, adds: bool) -> None:
         rows, cols = out.shape

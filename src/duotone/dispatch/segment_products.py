@@ -8,8 +8,17 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, has_kernels
-from duotone.dispatch.rule import JoinedOperand, JoinedWeights, Place, put
-from duotone.dispatch.segments import table, width
+from duotone.dispatch.rule import (
+    GemmProblem,
+    GemmRule,
+    JoinedOperand,
+    JoinedWeights,
+    Place,
+    SegmentedOperand,
+    SegmentedWeights,
+    put,
+)
+from duotone.dispatch.segments import MOST, scattered, table, width
 from duotone.dispatch.target import HOPPER, cuda_target, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR
 
@@ -177,7 +186,7 @@ def columns_into(
     for i, place in enumerate(places):
         if place is not None and _takes(a.codes, place[0], dtype):
             first.setdefault(place[0].data_ptr(), i)
-    multiply, operands = grouped_product(fast, a.has_lines), (a.codes, b.codes, (a.scale, b.scale), segments)
+    multiply, operands = grouped_product(fast, a, b), (a.codes, b.codes, (a.scale, b.scale), segments)
     if not first:
         products = multiply.of_columns(*operands, torch.float32).unbind(0)
         return [None if place is None else y for y, place in zip(products, places, strict=True)]
@@ -210,9 +219,49 @@ def stacked(biases: Sequence[Tensor | None], length: int) -> Tensor | None:
     return torch.stack([like.new_zeros(length) if bias is None else bias for bias in biases])
 
 
+def grouped_product(fast: bool, a: JoinedOperand, b: JoinedOperand | JoinedWeights) -> "GroupedProduct":
+    """The kernel for operands with scales per segment, per row or per block of 128."""
+    return _grouped_product(fast, a.format.block.rows, bool(a.format.block.cols), b.format.block.rows > 1)
+
+
 @functools.cache
-def grouped_product(fast: bool, lines: bool) -> "GroupedProduct":
-    """The kernel for operands with scales per row (`lines`) or per segment."""
+def _grouped_product(fast: bool, lines: int, blocks: bool, square: bool) -> "GroupedProduct":
     from duotone.kernels.grouped import GroupedProduct
 
-    return GroupedProduct(fast, lines)
+    return GroupedProduct.of_blocks(square) if blocks else GroupedProduct(fast, lines)
+
+
+class GroupedRule(GemmRule):
+    """A rule whose operands one kernel multiplies for all segments."""
+
+    fast = False
+
+    def groups_segments(self, problem: GemmProblem, count: int) -> bool:
+        return problem.target.arch == HOPPER and count <= MOST  # checked on Hopper alone
+
+    def run_segments(
+        self,
+        a: SegmentedOperand,
+        b: SegmentedWeights,
+        segments: "Segments",
+        out_dtype: torch.dtype,
+        biases: Sequence[Tensor | None],
+    ) -> Tensor:
+        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
+            return super().run_segments(a, b, segments, out_dtype, biases)
+        codes, scale, multiply = b.codes, b.scale, grouped_product(self.fast, a, b)
+        apart = None if isinstance(codes, Tensor) or isinstance(scale, Tensor) else scattered(codes, scale)
+        weights, scales = b.stacked() if apart is None else (apart, scale[0].unsqueeze(0))
+        bias = stacked(biases, (codes if isinstance(codes, Tensor) else codes[0]).shape[-2])
+        return multiply.of_rows(a.codes, weights, (a.scale, scales), segments, out_dtype, bias)
+
+    def contract_segments(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        multiply = grouped_product(self.fast, a, b)
+        return multiply.of_columns(a.codes, b.codes, (a.scale, b.scale), segments, dtype).unbind(0)
+
+    def contract_segments_into(
+        self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", places: Sequence[Place | None]
+    ) -> list[Tensor | None]:
+        return columns_into(a, b, segments, self.fast, places)

@@ -1,6 +1,7 @@
 """Row segments of one matrix, each of its own linear: where they lie, for casts and products that take all of them."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from duotone.capture import is_capturing
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 
 if TYPE_CHECKING:
+    from duotone.kernels.grouped import Scattered
     from duotone.kernels.segment_cast import Segments, Table
 
 STEP = 16
@@ -70,6 +72,24 @@ def table(tensors: Sequence[Tensor]) -> "Table":
     base, size = first.data_ptr(), first.itemsize
     offsets = tuple([(t.data_ptr() - base) // size for t in tensors])
     return Table(_remembered(offsets, torch.int64, first.device), not any([n % STEP for n in offsets]))
+
+
+def scattered(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> "Scattered | None":
+    """Contiguous FP8 codes (N, K) of each segment as one operand; their scales lie behind the first one's.
+
+    None if the distances in memory have no common step that a kernel takes.
+    """
+    from duotone.kernels.grouped import Scattered
+
+    addresses, first = [one.data_ptr() for one in codes], scales[0].data_ptr()
+    low = min(addresses)
+    step = math.gcd(*[n - low for n in addresses]) or codes[0].numel()
+    count = (max(addresses) - low) // step + 1
+    if step % STEP or low % STEP or count >= 1 << 31:
+        return None
+    places = *[(n - low) // step for n in addresses], *[(one.data_ptr() - first) // one.itemsize for one in scales]
+    base = codes[addresses.index(low)]
+    return Scattered(base, count, step, _remembered(places, torch.int64, base.device))
 
 
 def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

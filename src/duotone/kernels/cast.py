@@ -229,8 +229,8 @@ class Cast:
         constants = {
             **plane_constants("ROW", self.sources[0], self.row, self.propagate),
             **plane_constants("COL", self.sources[1], self.col, self.propagate),
-            **_blocks("ROW", self.row, turned=False),
-            **_blocks("COL", self.col, turned=True),
+            **block_constants("ROW", self.row, turned=False),
+            **block_constants("COL", self.col, turned=True),
             **{"MARKS": self.marks},
             **{"WHAT": what[0], "ACT": what[1], "RECORD": record, "TM": tm, "TK": tk, "EVEN": even, "N": PARTIALS},
         }
@@ -269,7 +269,7 @@ def plane_constants(side: str, source: int, spec: PlaneSpec | None, propagate: b
     return {side: source, f"{side}_ELEMENT": element, f"{side}_CODEC": codec_of(spec, propagate)}
 
 
-def _blocks(side: str, spec: PlaneSpec | None, turned: bool) -> Constants:
+def block_constants(side: str, spec: PlaneSpec | None, turned: bool) -> Constants:
     """The blocks of a plane as they lie in x."""
     rows, cols = (1, 1) if spec is None else (spec.rows or 1, spec.cols or 1)
     return {f"{side}_R": cols if turned else rows, f"{side}_C": rows if turned else cols}

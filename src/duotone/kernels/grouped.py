@@ -21,7 +21,8 @@ from duotone.kernels.segments import CHUNK
 
 class Tile(NamedTuple):
     """Rows and columns of the result that a program makes at a time, its warps, its buffers, tiles in a column of a
-    patch. Programs that `walk` are as many as multiprocessors, others as many as tiles."""
+    patch. Programs that `walk` are as many as multiprocessors, others as many as tiles. `registers` limits a thread's.
+    """
 
     rows: int
     cols: int
@@ -29,14 +30,22 @@ class Tile(NamedTuple):
     stages: int
     patch: int
     walk: bool
+    registers: int = 0
 
 
 ALIGNED = 16
 """What places are multiples of where a `Table` is aligned."""
 
+SEGMENT, LINE, BLOCK = (tl.constexpr(i) for i in range(3))
+"""What has a scale: a segment, a row of either operand, a block of both."""
+
 TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(128, 128, 4, 3, 8, False)}
 """By `fast`. Sums that leave the tensor cores take registers of their own, of half a tile at a time: two programs share
 a multiprocessor, one adding while the other multiplies, and new ones fill what ended ones leave."""
+
+
+BLOCK_TILE = Tile(64, 128, 4, 3, 8, False, 168)
+"""Of scales of blocks, which take registers too. So many let three programs share a multiprocessor."""
 
 
 @triton.jit
@@ -49,34 +58,69 @@ def _place(p, down, across, PATCH: tl.constexpr):
 
 
 @triton.jit
-def _fast_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+def _right(b, member, col, k, BN: tl.constexpr):
+    """(CHUNK, BN) of the matrix b or, unless None, of that member of matrices that lie apart."""
+    if member is None:
+        codes = b.load([col, k])
+    else:
+        codes = b.load([member, col, k]).reshape([BN, CHUNK])
+    return codes.T
+
+
+@triton.jit
+def _fast_sums(a, b, member, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
     """BM rows of a times BN rows of b over columns from low to high, as the tensor cores add up: with 14 bits."""
     total = tl.zeros([BM, BN], tl.float32)
     for k in range(low, high, CHUNK):
-        total = tl.dot(a.load([row, k]), b.load([col, k]).T, total)
+        total = tl.dot(a.load([row, k]), _right(b, member, col, k, BN), total)
     return total
 
 
 @triton.jit
-def _promoted_sums(a, b, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
+def _promoted_sums(a, b, member, row, col, low, high, BM: tl.constexpr, BN: tl.constexpr):
     """The same twice, of these rows of a and of the next ones, added up in fp32 after each CHUNK."""
     upper = tl.zeros([BM, BN], tl.float32)
     lower = tl.zeros([BM, BN], tl.float32)
     for k in range(low, high, CHUNK):
-        right = b.load([col, k]).T
+        right = _right(b, member, col, k, BN)
         upper = upper + tl.dot(a.load([row, k]), right)
         lower = lower + tl.dot(a.load([row + BM, k]), right)
     return upper, lower
 
 
 @triton.jit
-def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: tl.constexpr = False):
+def _block_sums(
+    a, b, member, row, col, low, high, of_a, of_b, m, M, n, N, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """BM rows of a times BN rows of b, each CHUNK multiplied by the scales of its blocks before it is added.
+
+    of_a (chunks, M) holds those of lines m. of_b holds those of lines n in (chunks, N) or, SQUARE, of CHUNK lines in
+    (N / CHUNK, chunks).
+    """
+    total = tl.zeros([BM, BN], tl.float32)
+    left = of_a + tl.minimum(m, M - 1)
+    if SQUARE:
+        right = of_b + n // CHUNK * ((high - low) // CHUNK)
+    else:
+        right = of_b + tl.minimum(n + tl.arange(0, BN), N - 1)[None, :]
+    for k in range(low, high, CHUNK):
+        of_rows, of_cols = tl.load(left), tl.load(right)
+        if SQUARE:
+            of_rows, of_cols = of_rows * of_cols, 1.0
+        total = total + tl.dot(a.load([row, k]), _right(b, member, col, k, BN)) * of_cols * of_rows[:, None]
+        left, right = left + M, right + (1 if SQUARE else N)
+    return total
+
+
+@triton.jit
+def _store(out, total, m, n, M, N, of_a, of_b, bias, SCALES: tl.constexpr, ADDS: tl.constexpr = False):
     """Scale, round and store a tile, with a bias unless None, ADDS with what is there; of_a and of_b are where the
-    scales of rows and columns begin, or the one scale."""
-    if LINES:
+    scales of rows and columns begin, or the one scale. Those of blocks are in the sums."""
+    scale = 1.0
+    if SCALES == LINE:
         of_rows = tl.load(of_a + m, mask=m < M, other=0.0)
         scale = of_rows[:, None] * tl.load(of_b + n, mask=n < N, other=0.0)[None, :]
-    else:
+    elif SCALES == SEGMENT:
         scale = tl.load(of_a) * tl.load(of_b)
     at, inside = m.to(tl.int64)[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
     total = total * scale
@@ -93,30 +137,44 @@ def _store(out, total, m, n, M, N, of_a, of_b, bias, LINES: tl.constexpr, ADDS: 
 
 @triton.jit
 def _tile(
-    a, b, row, col, low, high, out, n, M, N, of_a, of_b, bias,
-    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ADDS: tl.constexpr = False,
+    a, b, member, row, col, low, high, out, n, first, M, N, of_a, of_b, bias,
+    FAST: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ADDS: tl.constexpr = False,
 ):  # fmt: skip
-    """The tile of `out` at (row, n), from BM rows of a and the BN rows of b at `col`, over columns from low to high."""
+    """The tile of `out` at (row, n), from BM rows of a and the BN rows of b at `col`, over columns from low to high.
+
+    Rows of the segment are those from `first` to M.
+    """
+    block = n
     n += tl.arange(0, BN)
     if FAST:
-        total = _fast_sums(a, b, row, col, low, high, BM, BN)
-        _store(out, total, row + tl.arange(0, BM), n, M, N, of_a, of_b, bias, LINES, ADDS)
+        total = _fast_sums(a, b, member, row, col, low, high, BM, BN)
+        _store(out, total, row + tl.arange(0, BM), n, M, N, of_a, of_b, bias, SCALES, ADDS)
+    elif SCALES == BLOCK:
+        m = row + tl.arange(0, BM)
+        total = _block_sums(
+            a, b, member, row, col, low, high, of_a, of_b, m - first, M - first, block, N, SQUARE, BM, BN
+        )  # fmt: skip
+        _store(out, total, m, n, M, N, of_a, of_b, bias, SCALES, ADDS)
     else:
         HALF: tl.constexpr = BM // 2
-        upper, lower = _promoted_sums(a, b, row, col, low, high, HALF, BN)
+        upper, lower = _promoted_sums(a, b, member, row, col, low, high, HALF, BN)
         m = row + tl.arange(0, HALF)
-        _store(out, upper, m, n, M, N, of_a, of_b, bias, LINES, ADDS)
-        _store(out, lower, m + HALF, n, M, N, of_a, of_b, bias, LINES, ADDS)
+        _store(out, upper, m, n, M, N, of_a, of_b, bias, SCALES, ADDS)
+        _store(out, lower, m + HALF, n, M, N, of_a, of_b, bias, SCALES, ADDS)
 
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def rows_kernel(
-    a, b, out, ends, of_a, of_b, bias, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
-    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr, EP: tl.constexpr,
+    a, b, out, ends, of_a, of_b, bias, places, N, K, E, PROGRAMS, NEXT_A, NEXT_B,
+    FAST: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PATCH: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """Segments of a (M, K) times the transpose of b (E N, K) of each, plus the bias (E N,) unless None -> (M, N).
 
-    Scales of a lie NEXT_A apart or, LINES, one for each row; those of each b NEXT_B apart.
+    Scales of a segment of a lie NEXT_A apart, those of rows one after the other, those of blocks as the segment does;
+    scales of each b lie NEXT_B apart. Or, unless None, `places` says the number of each b in an overlapping (?, N, K),
+    and then where its scales begin.
     """
     down, across = tl.load(ends + 2 * E - 1) // BM, tl.cdiv(N, BN)
     i = tl.arange(0, EP)
@@ -126,18 +184,29 @@ def rows_kernel(
         e = tl.sum((stops <= im * BM).to(tl.int32), axis=0)
         start = tl.load(ends + e - 1, mask=e > 0, other=0)
         row = start + im * BM - tl.load(ends + E + e - 1, mask=e > 0, other=0)
-        here, added = of_a if LINES else of_a + e * NEXT_A, None if bias is None else bias + e * N
+        here, added = of_a, None if bias is None else bias + e * N
+        if SCALES == SEGMENT:
+            here = of_a + e * NEXT_A
+        elif SCALES == BLOCK:
+            here = of_a + start.to(tl.int64) * (K // CHUNK)
         n, stop = jn * BN, tl.load(ends + e)
-        _tile(a, b, row, e * N + n, 0, K, out, n, stop, N, here, of_b + e * NEXT_B, added, FAST, LINES, BM, BN)
+        if places is None:
+            member, col, other = None, e * N + n, of_b + e * NEXT_B
+        else:
+            member, col, other = tl.load(places + e).to(tl.int32), n, of_b + tl.load(places + E + e)
+        _tile(
+            a, b, member, row, col, 0, K, out, n, start, stop, N, here, other, added, FAST, SCALES, SQUARE, BM, BN
+        )  # fmt: skip
 
 
 @functools.partial(kernel, unspecialized=("E", "PROGRAMS"))
 def columns_kernel(
     a, b, out, ends, of_a, of_b, places, M, N, E, PROGRAMS, NEXT_A, NEXT_B,
-    FAST: tl.constexpr, LINES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PATCH: tl.constexpr,
-    ALIGNED: tl.constexpr, ADDS: tl.constexpr,
+    FAST: tl.constexpr, SCALES: tl.constexpr, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PATCH: tl.constexpr, ALIGNED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart.
+    """a (M, W) times the transpose of b (N, W) over the columns of each segment -> (E, M, N); scales NEXT apart, or of
+    as many chunks as a segment has.
 
     Where ALIGNED, each result lies as many elements behind the first one's as `places` says, multiples of it; where
     ADDS, it is added to what is there.
@@ -148,8 +217,15 @@ def columns_kernel(
         im, jn = _place(p % (down * across), down, across, PATCH)
         low, high = tl.load(ends + E + e - 1, mask=e > 0, other=0), tl.load(ends + E + e)
         here = out + (tl.multiple_of(tl.load(places + e), ALIGNED) if ALIGNED else e.to(tl.int64) * M * N)
-        m, n, left, right = im * BM, jn * BN, of_a + e * NEXT_A, of_b + e * NEXT_B
-        _tile(a, b, m, n, low, high, here, n, M, N, left, right, None, FAST, LINES, BM, BN, ADDS)
+        if SCALES == BLOCK:
+            chunk = (low // CHUNK).to(tl.int64)
+            left, right = of_a + chunk * M, of_b + chunk * (N // CHUNK if SQUARE else N)
+        else:
+            left, right = of_a + e * NEXT_A, of_b + e * NEXT_B
+        m, n = im * BM, jn * BN
+        _tile(
+            a, b, None, m, n, low, high, here, n, 0, M, N, left, right, None, FAST, SCALES, SQUARE, BM, BN, ADDS
+        )  # fmt: skip
 
 
 @functools.partial(kernel, unspecialized=("E",))
@@ -185,41 +261,77 @@ def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class GroupedProduct:
-    """The two products of segments, for one accumulation and kind of scales.
+class Scattered(NamedTuple):
+    """E matrices (N, K) of codes, each a tensor of its own, as one overlapping (count, N, K) that begins at the first
+    in memory and goes on `step` elements later. `places`, int64 (2 E,), has the number of each, then where its scales
+    begin, in elements from those that are the first of all in memory."""
 
-    Codes are FP8. With `lines` there is a scale for each row of either operand, else one for each segment.
+    codes: Tensor
+    count: int
+    step: int
+    places: Tensor
+
+
+class GroupedProduct:
+    """The two products of segments, for one accumulation and what has a scale: SEGMENT, LINE or BLOCK.
+
+    Codes are FP8. Blocks are never fast: 1 x 128 ones of the first operand, of the second too or, `square`,
+    128 x 128 ones.
     """
 
-    def __init__(self, fast: bool, lines: bool, tile: Tile | None = None) -> None:
-        self.lines, self.tile = lines, tile or TILES[fast]
-        self.constants = {"FAST": fast, "LINES": lines, "BM": self.tile.rows, "BN": self.tile.cols}
-        self.rows_at_once = self.tile.rows if fast else self.tile.rows // 2  # of a, as sums load them
+    @staticmethod
+    def of_blocks(square: bool) -> "GroupedProduct":
+        return GroupedProduct(False, BLOCK.value, square)
+
+    def __init__(self, fast: bool, scales: int, square: bool = False, tile: Tile | None = None) -> None:
+        self.scales, self.tile = scales, tile or (BLOCK_TILE if scales == BLOCK.value else TILES[fast])
+        self.constants = {"FAST": fast, "SCALES": scales, "SQUARE": square, "BM": self.tile.rows, "BN": self.tile.cols}
+        self.rows_at_once = (
+            self.tile.rows if fast or scales == BLOCK.value else self.tile.rows // 2
+        )  # of a, as sums load them
         self._launches: dict[tuple[object, ...], Launch] = {}
 
     def of_rows(
         self,
         a: Tensor,
-        b: Tensor,
+        b: Tensor | Scattered,
         scales: tuple[Tensor, Tensor],
         segments: Segments,
         dtype: torch.dtype,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """(M, K) by (E, N, K) -> (M, N). Scales (M,) or (E, 1), and (E, N) or (E, 1). A bias (E, N) is of `dtype`."""
-        e, n, k = b.shape
+        """(M, K) by (E, N, K) -> (M, N). A bias (E, N) is of `dtype`.
+
+        Scales are (E, 1), or (M,) and (E, N), or those of blocks: of each segment (K / 128, rows), and of each b
+        (K / 128, N) or, square, (N / 128, K / 128). Of scattered b they are a tensor each, and this one the first.
+        """
+        codes, e, places = (b.codes, segments.count, b.places) if isinstance(b, Scattered) else (b, len(b), None)
+        n, k = codes.shape[-2:]
         out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
-        operands = self._described(a, b.view(e * n, k))
+        left = self._described(a, self.rows_at_once)
+        if isinstance(b, Scattered):
+            box = [1, self.tile.cols, CHUNK.value]
+            right = TensorDescriptor(codes, [b.count, n, k], [b.step, k, 1], box)
+        else:
+            right = self._described(codes.view(e * n, k), self.tile.cols)
         programs = self._programs(a, segments.width // self.tile.rows * -(-n // self.tile.cols))
-        integers = n, k, e, programs, 0 if self.lines else scales[0].stride(0), scales[1].stride(0)
-        launch = self._launch(rows_kernel, a.dtype, b.dtype, {"EP": segments.block}, bias is not None)
-        launch(programs, (out, segments.ends, *scales, bias), integers, descriptors=operands)
+        first = scales[0].stride(0) if self.scales == SEGMENT.value else 0
+        integers = n, k, e, programs, first, scales[1].stride(0)
+        launch = self._launch(
+            rows_kernel, a.dtype, codes.dtype, {"EP": segments.block}, bias is not None, places is not None
+        )
+        tensors = out, segments.ends, *scales, bias, places
+        launch(programs, tensors, integers, descriptors=(left, right))
         return out
 
     def of_columns(
         self, a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], segments: Segments, dtype: torch.dtype
     ) -> Tensor:
-        """(M, W) by (N, W) -> (E, M, N). Scales (E, M) and (E, N), or (E, 1)."""
+        """(M, W) by (N, W) -> (E, M, N).
+
+        Scales are (E, M) and (E, N), or (E, 1), or those of blocks: (W / 128, M), and (W / 128, N) or, square, of each
+        segment (N / 128, columns / 128).
+        """
         out = torch.empty((segments.count, a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
         self.of_columns_into(a, b, scales, segments, out)
         return out
@@ -240,24 +352,21 @@ class GroupedProduct:
         integers = m, n, e, programs, scales[0].stride(0), scales[1].stride(0)
         places, step = (None, 0) if table is None else (table.offsets, ALIGNED if table.aligned else 1)
         launch = self._launch(columns_kernel, a.dtype, b.dtype, {"ALIGNED": step, "ADDS": adds})
-        tensors = out, segments.ends, *scales, places
-        launch(programs, tensors, integers, descriptors=self._described(a, b))
+        operands = self._described(a, self.rows_at_once), self._described(b, self.tile.cols)
+        launch(programs, (out, segments.ends, *scales, places), integers, descriptors=operands)
 
     def _programs(self, like: Tensor, tiles: int) -> int:
         return min(tiles, _multiprocessors(like.get_device())) if self.tile.walk else tiles
 
-    def _described(self, a: Tensor, b: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-        return tuple(
-            TensorDescriptor(one, list(one.shape), list(one.stride()), [rows, CHUNK.value])
-            for one, rows in ((a, self.rows_at_once), (b, self.tile.cols))
-        )  # type: ignore[return-value]
+    def _described(self, matrix: Tensor, rows: int) -> TensorDescriptor:
+        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, CHUNK.value])
 
-    def _launch(
-        self, function: Kernel, a: torch.dtype, b: torch.dtype, more: dict[str, int], bias: bool = False
-    ) -> Launch:
-        key = (function, a, b, bias, *more.values())
+    def _launch(self, function: Kernel, a: torch.dtype, b: torch.dtype, more: dict[str, int], *present: bool) -> Launch:
+        """`present` says which tensors are not None."""
+        key = (function, a, b, *present, *more.values())
         result = self._launches.get(key)
         if result is None:
             constants = {**self.constants, "PATCH": self.tile.patch, **more}
-            result = self._launches[key] = function.bind(constants, self.tile.warps, self.tile.stages)
+            options = {"maxnreg": self.tile.registers} if self.tile.registers else {}
+            result = self._launches[key] = function.bind(constants, self.tile.warps, self.tile.stages, options)
         return result

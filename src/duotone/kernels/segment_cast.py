@@ -76,9 +76,9 @@ class SegmentCast:
     """What `cast` does to a matrix, done to each segment; for scales per tensor and per row."""
 
     @staticmethod
-    def of(cast: object) -> "SegmentCast | None":
-        """None if scales of the planes come from blocks, or elements are not FP8."""
-        return SegmentCast(cast) if isinstance(cast, Cast) and TAKEN.issuperset(cast.sources) else None
+    def of(cast: Cast) -> "SegmentCast | None":
+        """None if scales of the planes come from blocks."""
+        return SegmentCast(cast) if TAKEN.issuperset(cast.sources) else None
 
     def __init__(self, cast: Cast) -> None:
         self.row, self.col, self.sources, self.floats = cast.row, cast.col, cast.sources, cast.floats

@@ -27,7 +27,7 @@ APART = tl.constexpr(4)
 
 
 @triton.jit
-def _segment(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
+def segment_of(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
     """Of the p-th tile of T rows: its segment, E or more where there is none, the tile's number in it, the segment's
     first row, rows, and first column of codes. Tiles cover multiples of PAD rows, and an empty segment has one, which
     stores its scales."""
@@ -46,7 +46,7 @@ def _segment(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
 
 
 @triton.jit
-def _start(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+def place_of(table, e, first, K, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where a segment starts, in elements from x: after those before it, or where the table says."""
     if TABLE:
         result = tl.load(table + e)
@@ -76,10 +76,10 @@ def segment_amax_kernel(
     TABLE: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, VALUES: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
     """The amax of each segment into int32 bits that start at 0; a program walks over ROWS rows, VALUES at a time."""
-    e, tile, first, rows, _ = _segment(tl.program_id(0), ends, E, ROWS, 1, EP)
+    e, tile, first, rows, _ = segment_of(tl.program_id(0), ends, E, ROWS, 1, EP)
     if e >= E:
         return
-    here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * ROWS).to(tl.int64) * K)
+    here = x + (place_of(table, e, first, K, TABLE, ALIGNED) + (tile * ROWS).to(tl.int64) * K)
     count = tl.minimum(rows - tile * ROWS, ROWS) * K
     i = tl.arange(0, VALUES)
     largest = tl.zeros([VALUES], tl.float32)
@@ -98,11 +98,11 @@ def segment_lines_kernel(
 ):  # fmt: skip
     """amax of rows, (M,), and of the columns of each segment, (E, K), into int32 bits that start at 0."""
     across = tl.cdiv(K, TK)
-    e, tile, first, rows, _ = _segment(tl.program_id(0) // across, ends, E, SPAN, 1, EP)
+    e, tile, first, rows, _ = segment_of(tl.program_id(0) // across, ends, E, SPAN, 1, EP)
     if e >= E:
         return
     k, im = (tl.program_id(0) % across) * TK + tl.arange(0, TK), tl.arange(0, TM)
-    here = x + (_start(table, e, first, K, TABLE, ALIGNED) + (tile * SPAN).to(tl.int64) * K)
+    here = x + (place_of(table, e, first, K, TABLE, ALIGNED) + (tile * SPAN).to(tl.int64) * K)
     below = tl.zeros([TM, TK], tl.float32)
     for j in range(0, SPAN, TM):
         m = tile * SPAN + j + im
@@ -143,7 +143,7 @@ def _column(
 
 
 @triton.jit
-def _four_rows(here, at, m, rows, k, K):
+def four_rows(here, at, m, rows, k, K):
     """Rows m to m + 3 of a tile."""
     v0 = wide(here, at, (m < rows) & (k < K))
     v1 = wide(here + K, at, (m + 1 < rows) & (k < K))
@@ -170,13 +170,13 @@ def segment_cast_kernel(
     H: tl.constexpr = TM // 4
     across = tl.cdiv(K, TK)
     pk = tl.program_id(0) % across
-    e, tile, first, rows, column = _segment(tl.program_id(0) // across, ends, E, TM, PAD, EP)
+    e, tile, first, rows, column = segment_of(tl.program_id(0) // across, ends, E, TM, PAD, EP)
     if e >= E:
         return
-    start, top = _start(table, e, first, K, TABLE, ALIGNED), (tile * TM).to(tl.int64)
+    start, top = place_of(table, e, first, K, TABLE, ALIGNED), (tile * TM).to(tl.int64)
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, here, at = tile * TM + i, x + (start + top * K), i * K + k
-    values = _four_rows(here, at, m, rows, k, K)
+    values = four_rows(here, at, m, rows, k, K)
     if RECORD:
         above = tl.maximum(tl.abs(values[0]), tl.abs(values[1]))
         record(live + e * SLOT, tl.maximum(above, tl.maximum(tl.abs(values[2]), tl.abs(values[3]))))

@@ -110,13 +110,16 @@ def _next_tile(across, BACKWARDS: tl.constexpr):
 
 
 @triton.jit
-def _cast_tile(
-    values, row_plane, col_plane, live, pm, pk, M, K, P,
+def cast_tile(
+    values, row_plane, col_plane, live, pm, pk, M, K, P, LENGTH, STRIDE,
     ROW: tl.constexpr, ROW_ELEMENT: tl.constexpr, ROW_R: tl.constexpr, ROW_C: tl.constexpr, ROW_CODEC: tl.constexpr,
     COL: tl.constexpr, COL_ELEMENT: tl.constexpr, COL_R: tl.constexpr, COL_C: tl.constexpr, COL_CODEC: tl.constexpr,
     MARKS: tl.constexpr, RECORD: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits."""
+    """Amax, codes and scales of a tile. A plane is its codes, its scales, what those are made of and three limits.
+
+    Rows of columnwise codes have LENGTH elements, zeros behind the M-th, and lie STRIDE apart.
+    """
     H: tl.constexpr = TM // 4
     SQUARE: tl.constexpr = ROW == BLOCK and ROW_R > 1
     row_codes, row_scales, row_from, row_limits = row_plane
@@ -162,7 +165,7 @@ def _cast_tile(
         if is_packed(COL_ELEMENT):
             _store_turned_pairs(values, scale, col_codes, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
         else:
-            store_turned(values, scale, col_codes, M, pm, pk, M, K, COL_ELEMENT, EVEN, H, TK)
+            store_turned(values, scale, col_codes, STRIDE, pm, pk, LENGTH, K, COL_ELEMENT, EVEN, H, TK)
 
 
 @functools.partial(kernel, unspecialized=("P",), any_alignment=("row_from", "col_from", "live"))
@@ -202,8 +205,8 @@ def cast_kernel(
     row_plane = row_codes, row_scales, row_from, (row_largest, row_overflow, row_epsilon)
     col_plane = col_codes, col_scales, col_from, (col_largest, col_overflow, col_epsilon)
     for t in tl.static_range(TILES):
-        _cast_tile(
-            result[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P,
+        cast_tile(
+            result[t], row_plane, col_plane, live, pm, pk + t * (W // TK), M, K, P, M, M,
             ROW, ROW_ELEMENT, ROW_R, ROW_C, ROW_CODEC, COL, COL_ELEMENT, COL_R, COL_C, COL_CODEC,
             MARKS, RECORD, TM, TK, EVEN, N,
         )  # fmt: skip

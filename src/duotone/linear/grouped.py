@@ -16,7 +16,7 @@ from duotone.linear.layout import WHOLE
 from duotone.linear.plan import LinearPlan
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.linear.row_counts import host_splits
-from duotone.linear.segment_operands import encode_segments, encode_weights, join, takes_segments
+from duotone.linear.segment_operands import are_real, encode_segments, encode_weights, join, takes_segments
 from duotone.linear.sink import GRADIENT, ToMainGrad
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import Plane
@@ -40,6 +40,8 @@ class GroupedStage(Stage):
 
     linears: tuple[LinearStage, ...]
     is_joint: bool = False
+    """Whether they do so for rows that the host knows."""
+
     takes_device_splits: bool = False
     """Whether the rows of each linear may stay on the device, as int32 or int64 (n,)."""
 
@@ -55,8 +57,9 @@ class GroupedStage(Stage):
             return GroupedStage(linears)
         at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
         on_device = at_once and all(gemm.rule.groups_segments(gemm.problem, len(linears)) for gemm in gemms)
-        grouped = on_device and plan.weight.source is ENCODE_NOW and shape[0] * shape[1] <= SMALL
-        return GroupedStage(linears, True, on_device, grouped)
+        grouped = on_device and shape[0] * shape[1] <= SMALL
+        is_joint = grouped or all(gemm.rule.separates_segments for gemm in gemms)
+        return GroupedStage(linears, is_joint, on_device, grouped)
 
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -94,7 +97,8 @@ class GroupedStage(Stage):
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:
         splits, seed, weights, biases = self.named(operands)
-        if self.is_joint and native.are_real(x, weights):
+        is_joint = self.is_joint or (self.takes_device_splits and isinstance(splits, Tensor))
+        if is_joint and are_real(x, weights):
             return self._forward_joint(x, splits, weights, biases)
         if isinstance(splits, Tensor):
             count = len(self.linears)
@@ -255,4 +259,8 @@ def _codes(planes: Sequence[Plane]) -> list[Tensor]:
 
 
 def _scales(planes: Sequence[Plane]) -> list[Tensor]:
-    return [plane.parts["scale"].view(-1) for plane in planes]
+    """Flat, as `BlockSegmentCast` has them: those of lines next to each other."""
+    scales = [plane.parts["scale"] for plane in planes]
+    if planes[0].format.block.rows == 1:
+        scales = [scale.t() for scale in scales]
+    return [scale.reshape(-1) for scale in scales]

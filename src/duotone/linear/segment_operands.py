@@ -9,11 +9,14 @@ from torch import Tensor
 
 from duotone.dispatch.casts import segment_cast
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights
+from duotone.dispatch.segments import are_real as segments_are_real
 from duotone.dispatch.segments import equal_segments, table
 from duotone.dispatch.stages import amax_of
 from duotone.formats import Format
 from duotone.formats.elements import block_amax
 from duotone.linear.operand_plan import BACKWARD_OPERANDS, OperandPlan
+from duotone.linear.plane_source import USE_HELD
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
@@ -23,11 +26,25 @@ if TYPE_CHECKING:
 def takes_segments(operand: OperandPlan) -> bool:
     """Whether one cast encodes row segments with scales of their own, and backward reads the columnwise plane.
 
-    The rule of a GEMM says whether it multiplies them (`GemmRule.refuse_segments`).
+    The rule of a GEMM says whether it multiplies them (`GemmRule.refuse_segments`). Weights may have their planes.
     """
     quantizer, context = operand.quantizer, operand.context
-    plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original" and operand.source.encodes
+    encodes = operand.source.encodes or operand.source is USE_HELD
+    plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original" and encodes
     return plain and operand.backward is BACKWARD_OPERANDS[None] and context.shard is None and context.traces_kernel
+
+
+def are_real(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether kernels take the tensors as they are. Planes that FSDP2 gathers come and go, and stay with their loop."""
+    parts: list[Tensor] = []
+    for weight in weights:
+        if isinstance(weight, QuantizedTensor):
+            plane = weight.planes.rowwise or weight.planes.columnwise
+            if weight.gathers is not None or plane is None:
+                return False
+            weight = plane.parts["codes"]
+        parts.append(weight)
+    return segments_are_real(x, parts)
 
 
 def encode_segments(

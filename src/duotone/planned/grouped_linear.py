@@ -108,7 +108,7 @@ class PlannedGroup(Planned):
         stage = GroupedStage.of([LinearStage(plan, GRADIENT)] * self.num_gemms, self.weights[0].shape)
         if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
             return super().kernel_of(plan, gemm)
-        return f"grouped FP8 product{', fast accumulation' * gemm.rule.fast}"  # type: ignore[attr-defined]
+        return gemm.rule.name.replace("cuBLAS", "grouped")
 
     def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
         (splits,) = extra
@@ -237,8 +237,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
         `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor or per row, no weight
-        is held so and no gradient put off: then nothing looks at the sum, and results of rows beyond it are undefined.
+        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor, row or block of 128,
+        and no gradient is put off: then nothing looks at the sum, and results of rows beyond it are undefined.
         With `return_bias` the biases follow, not added.
 
         `out` (*lead, out_features) takes the output, which then shares its memory, `dgrad_out`, shaped as x, the
