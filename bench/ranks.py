@@ -6,6 +6,9 @@ TOKENS of each rank x WIDTH x HIDDEN x LAYERS. `fsdp` is a Llama-like model whos
 for a gather, or are quantized parameters. `tp` cuts MLPs, with sequence parallelism, over all ranks. `ep` spreads
 mixtures of 8 experts, of which a token takes 2; it stays eager, and other blocks are compiled. The first line of each
 is its baseline in bf16.
+
+`gathered_mib` is what all gathers of a step bring, `one_gather_mib` the gather that occurs most: that of the linears
+of a block, without embedding and head. Shares are of the baseline.
 """
 
 import argparse
@@ -15,6 +18,7 @@ import itertools
 import json
 import os
 import pstats
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--eager", action="store_true", help="also leave the linears eager, and compile the rest")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--profile", action="store_true", help="print the functions in which the host of rank 0 is")
     parser.add_argument("--out", help="append the records to this file")
     return parser.parse_args()
@@ -170,7 +175,7 @@ def measure(step: Callable[[], object], options: argparse.Namespace, device: tor
             torch.cuda.synchronize()
         dist.barrier()
 
-    for _ in range(3):
+    for _ in range(options.warmups):
         step()
     wait()
     if device.type == "cuda":
@@ -189,6 +194,7 @@ def measure(step: Callable[[], object], options: argparse.Namespace, device: tor
         step()
     wait()
     sent = {f"{what}_mib": getattr(wire, what) / layer.MIB for what in ("gathered", "exchanged", "reduced")}
+    sent["one_gather_mib"] = statistics.mode(wire.gathers or [0]) / layer.MIB
     per_step = {"ms": 1e3 * seconds / options.steps, "host_ms": 1e3 * host / options.steps}
     return {"tokens_per_s": round(rate), **per_step, "peak_gib": peak, **sent}
 
@@ -253,8 +259,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_cuda else "gloo")
     name = torch.cuda.get_device_name() if on_cuda else "cpu"
-    base: dict[str, float] = {}
-    """Of each kind, the tokens a second of the first candidate."""
+    base: dict[str, dict[str, Any]] = {}
+    """Of each kind, the first candidate."""
     for what, build in candidates(options, device):
         torch._dynamo.reset()
         began = time.perf_counter()
@@ -262,8 +268,9 @@ def main() -> None:
             step = build()
         row = {"what": what, "ranks": dist.get_world_size(), "shape": options.shape, "optimizer": options.optimizer}
         row |= {"device": name, "torch": torch.__version__} | measure(step, options, device)
-        first = base.setdefault(what.split(",")[0], row["tokens_per_s"])
-        row |= {"ratio": row["tokens_per_s"] / first, "seconds": time.perf_counter() - began}
+        first = base.setdefault(what.split(",")[0], row)
+        shares = {f"{key}_share": row[f"{key}_mib"] / (first[f"{key}_mib"] or 1) for key in ("gathered", "one_gather")}
+        row |= {"ratio": row["tokens_per_s"] / first["tokens_per_s"], "seconds": time.perf_counter() - began, **shares}
         if dist.get_rank() == 0:
             line = json.dumps({key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()})
             print(line, flush=True)

@@ -13,13 +13,19 @@ COLLECTIVES = ("c10d", "_c10d_functional")
 class Wire(TorchDispatchMode):
     """Counts bytes of this rank's collectives while it is open, forward and backward.
 
-    `gathered` is what all-gathers bring from other ranks, `exchanged` what all-to-alls take. `reduced` is the size of
-    what is summed or compared over ranks: outputs and gradients, which stay in high precision, and amaxes.
+    `gathers` is what each all-gather brings from other ranks, `exchanged` what all-to-alls take. `reduced` is the size
+    of what is summed or compared over ranks: outputs and gradients, which stay in high precision, and amaxes.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathered = self.exchanged = self.reduced = 0
+        self.gathers: list[int] = []
+        self.exchanged = self.reduced = 0
+
+    @property
+    def gathered(self) -> int:
+        """What all-gathers bring together."""
+        return sum(self.gathers)
 
     def __torch_dispatch__(
         self,
@@ -36,7 +42,7 @@ class Wire(TorchDispatchMode):
     def _count(self, name: str, args: tuple[object, ...], result: object) -> None:
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves((args, result)) if isinstance(leaf, Tensor)]
         if name.startswith("allgather"):
-            self.gathered += max(sizes) - min(sizes)
+            self.gathers.append(max(sizes) - min(sizes))
         elif name.startswith("alltoall"):
             self.exchanged += sizes[len([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]) - 1]
         elif "reduce" in name:
