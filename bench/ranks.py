@@ -39,8 +39,9 @@ from duotone import recipes
 from duotone.lab.presets import ModelConfig
 from duotone.observe.wire import Wire
 
-FORMS = ("plain", "gathered", "quantized")
-"""Weights that travel in bf16, that each rank encodes for a gather, and that are quantized parameters."""
+FORMS = ("plain", "gathered", "quantized", "masterless")
+"""Weights that travel in bf16, that each rank encodes for a gather, and that are quantized parameters: with moments and
+masters in fp32, or with moments in bf16 and no masters, as the others."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -79,7 +80,7 @@ def model(options: argparse.Namespace, device: torch.device) -> Decoder:
 def converted(m: Decoder, recipe: str, form: str) -> Decoder:
     """The linears of the blocks under a recipe; the head stays."""
     duotone.convert(m, recipes.load(recipe))
-    if form == "quantized":
+    if form in ("quantized", "masterless"):
         duotone.convert_parameters(m, recipes.load(recipe))
     return duotone.gather_quantized(m) if form == "gathered" else m  # type: ignore[return-value]
 
@@ -90,15 +91,18 @@ def shard(m: Decoder) -> Decoder:
     return fully_shard(m, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))  # type: ignore[return-value]
 
 
-def fsdp_step(m: Decoder, options: argparse.Namespace, device: torch.device) -> Callable[[], object]:
+def fsdp_step(m: Decoder, form: str, options: argparse.Namespace, device: torch.device) -> Callable[[], object]:
     """A step of the model, with its optimizer."""
     m = shard(m)
     count = int(options.shape.split("x")[0])
     sequence = min(options.sequence, count)
     tokens = torch.randint(options.vocabulary, (count // sequence, sequence + 1), device=device)
     fused = {"fused": True} if options.optimizer == "adamw" else {"foreach": True}
-    optimizer: torch.optim.Optimizer = duotone.optim.AdamW(m.parameters(), lr=LEARNING_RATE)
-    if options.optimizer == "sgd" or not has_planes(m):
+    optimizer: torch.optim.Optimizer
+    if options.optimizer == "adamw" and form in ("quantized", "masterless"):
+        state = {"master_dtype": None, "moment_dtype": torch.bfloat16} if form == "masterless" else {}
+        optimizer = duotone.optim.AdamW(m.parameters(), lr=LEARNING_RATE, **state)
+    else:
         optimizer = OPTIMIZERS[options.optimizer](m.parameters(), lr=LEARNING_RATE, **fused)
 
     def step() -> None:
@@ -212,10 +216,6 @@ def profile(step: Callable[[], object]) -> None:
             print(f"{own * 1e6:8.0f} {total * 1e6:8.0f} {count:6d} {'/'.join(file.split('/')[-2:])}:{line} {name}")
 
 
-def has_planes(m: nn.Module) -> bool:
-    return any(isinstance(p.to_local(), duotone.QuantizedTensor) for p in m.parameters())  # type: ignore[operator]
-
-
 Candidate = tuple[str, Callable[[], Callable[[], object]]]
 
 
@@ -233,8 +233,8 @@ def candidates(options: argparse.Namespace, device: torch.device) -> Iterator[Ca
 
 
 def of_fsdp(options: argparse.Namespace, device: torch.device, names: list[str]) -> Iterator[Candidate]:
-    def step(build: Callable[[], Decoder]) -> Callable[[], object]:
-        return fsdp_step(build(), options, device)
+    def step(build: Callable[[], Decoder], form: str = "") -> Callable[[], object]:
+        return fsdp_step(build(), form, options, device)
 
     yield "fsdp, bf16, compiled", lambda: step(lambda: compile_blocks(model(options, device)))
     for recipe in names:
@@ -243,12 +243,16 @@ def of_fsdp(options: argparse.Namespace, device: torch.device, names: list[str])
             def build(recipe: str = recipe, form: str = form) -> Decoder:
                 return converted(model(options, device), recipe, form)
 
-            yield f"fsdp, {recipe}, {form}, compiled", lambda build=build: step(lambda: compile_blocks(build()))
+            def compiled(build: Callable[[], Decoder] = build) -> Decoder:
+                return compile_blocks(build())
+
+            yield f"fsdp, {recipe}, {form}, compiled", lambda build=compiled, form=form: step(build, form)
             if options.eager:
-                yield (
-                    f"fsdp, {recipe}, {form}, the rest compiled",
-                    lambda build=build: step(lambda: compile_between(build())),
-                )
+
+                def between(build: Callable[[], Decoder] = build) -> Decoder:
+                    return compile_between(build())
+
+                yield f"fsdp, {recipe}, {form}, the rest compiled", lambda build=between, form=form: step(build, form)
 
 
 def main() -> None:

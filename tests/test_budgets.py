@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36091
+LIBRARY_LINES = 36126
 TOOL_LINES = 7539
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,19 +23,19 @@ BUDGETS = {
     "attention": (2387, 21, 0),
     "cli": (1512, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2461, 7, 0),
+    "compat": (2460, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2826, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4792, 0, 0),
+    "kernels": (4794, 0, 0),
     "lab": (3687, 12, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2261, 6, 0),
+    "observe": (2267, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (526, 2, 0),
+    "optim": (554, 2, 0),
     "package": (318, 1, 0),
     "pipeline": (1415, 5, 2),
     "planned": (2942, 14, 5),

@@ -216,3 +216,37 @@ def test_small_updates_add_up_in_the_master() -> None:
             optimizer.step()
     assert torch.equal(lost.dequantize(), start.bfloat16())
     assert (kept.dequantize() < 0.45).sum() == 255
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16, None], ids=str)
+def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> None:
+    """The oracle is torch's AdamW in fp32, started anew from what is stored. Roundings differ by one place."""
+    options = {**RATES, "master_dtype": masters, "moment_dtype": moments}
+    p = held(QUANTIZERS["mxfp8"])
+    theirs = nn.Parameter(torch.zeros(p.shape))
+    optimizer, oracle = AdamW([p], **options), torch.optim.AdamW([theirs], **RATES)
+    for step in range(3):
+        state = optimizer.state[p]
+        with torch.no_grad():
+            theirs.copy_(state.get("master", p.dequantize(torch.float32)))
+            for name in ("exp_avg", "exp_avg_sq") if step else ():
+                oracle.state[theirs][name].copy_(state[name])
+        p.grad = torch.randn(p.shape).bfloat16()
+        theirs.grad = p.grad.float()
+        optimizer.step(), oracle.step()
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].dtype == moments
+            want = oracle.state[theirs][name].to(moments)
+            torch.testing.assert_close(state[name], want, rtol=2**-7 if moments != torch.float32 else 2e-6, atol=1e-7)
+        if masters is None:
+            assert "master" not in state
+            same = p.dequantize(torch.float32) == p.quantizer.quantize(theirs.detach()).dequantize(torch.float32)
+            assert same.float().mean() > 0.99
+        else:
+            assert state["master"].dtype == masters
+            rtol = 2**-7 if masters != torch.float32 else 2e-6
+            torch.testing.assert_close(state["master"], theirs.detach().to(masters), rtol=rtol, atol=1e-7)
+    again = AdamW([p], **options)
+    again.load_state_dict(optimizer.state_dict())
+    assert {name: value.dtype for name, value in again.state[p].items()} == {k: v.dtype for k, v in state.items()}

@@ -113,7 +113,18 @@ def test_a_step_inside_of_a_cuda_graph() -> None:
     assert torch.equal(p, torch.ones(4))
 
 
-@pytest.mark.parametrize("given", [{"lr": "x"}, {"lr": True}, {"betas": 0.9}, {"betas": (0.9, "x")}, {"eps": None}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"moment_dtype": torch.float16},
+        {"master_dtype": torch.int8},
+        {"lr": "x"},
+        {"lr": True},
+        {"betas": 0.9},
+        {"betas": (0.9, "x")},
+        {"eps": None},
+    ],
+)
 def test_a_hyperparameter_that_is_no_number_is_one_line_and_adds_nothing(given) -> None:
     optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(UserError, match=r"^AdamW takes"):

@@ -22,7 +22,7 @@ from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_sca
 from duotone.kernels.tiles import existing, store_turned
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32): contiguous, of one size."""
+"""Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32 or bf16): contiguous, of one size."""
 
 CHUNK, TILE = 1024, (64, 128, 8)
 """Elements of a program; rows, columns and warps of one that writes planes."""
@@ -50,10 +50,11 @@ def stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates):
         wide(master + start, i, inside),
         rates,
     )
-    tl.store(exp_avg + start + i, m, mask=inside)
-    tl.store(exp_avg_sq + start + i, v, mask=inside)
+    p = p.to(master.dtype.element_ty)
+    tl.store(exp_avg + start + i, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + start + i, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(master + start + i, p, mask=inside)
-    return p
+    return p.to(tl.float32)
 
 
 @kernel
@@ -138,31 +139,32 @@ class Target(NamedTuple):
 def update(state: State, rates: tuple[float, ...], out: Tensor | None = None) -> None:
     """One step; contiguous `out`, bf16 or fp16, becomes the new master rounded."""
     count = state[0].numel()
-    _update(None if out is None else out.dtype)(-(-count // CHUNK), (*state, out), (count,), rates)
+    launch = _update(None if out is None else out.dtype, state[1].dtype, state[3].dtype)
+    launch(-(-count // CHUNK), (*state, out), (count,), rates)
 
 
 def update_planes(state: State, rates: tuple[float, ...], target: Target) -> None:
     """One step that also writes the planes of the new master."""
     m, k = target.shape
     tm, tk, _ = TILE
-    absent = tuple(t is None for t in target.tensors)
-    launch = _update_planes(target.element, target.codec, target.propagate, not (m % tm or k % tk), absent)
+    others = *(t is None for t in target.tensors), state[1].dtype, state[3].dtype
+    launch = _update_planes(target.element, target.codec, target.propagate, not (m % tm or k % tk), others)
     launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors), (m, k), rates)
 
 
 @functools.cache
-def _update(out: torch.dtype | None) -> Launch:
-    """A launch of its own for each dtype of the output, which it does not look at."""
-    del out
+def _update(out: torch.dtype | None, moments: torch.dtype, master: torch.dtype) -> Launch:
+    """A launch for each set of these dtypes, which a launch does not look at."""
+    del out, moments, master
     return adamw_kernel.bind({"CHUNK": CHUNK}, options=UNFUSED)
 
 
 @functools.cache
 def _update_planes(
-    element: torch.dtype, codec: ScaleCodec, marks: bool, even: bool, absent: tuple[bool, ...]
+    element: torch.dtype, codec: ScaleCodec, marks: bool, even: bool, others: tuple[bool | torch.dtype, ...]
 ) -> Launch:
-    """A launch of its own for each set of absent tensors, which it does not look at."""
-    del absent
+    """A launch for each set of absent tensors and of dtypes of the state, which a launch does not look at."""
+    del others
     tm, tk, warps = TILE
     constants: Constants = {"ELEMENT": ELEMENTS[element], "CODEC": CODECS[codec]}
     constants |= {"MARKS": marks, "EVEN": even, "TM": tm, "TK": tk}

@@ -1,6 +1,7 @@
 """AdamW whose quantized parameters have fp32 masters, from which it writes their codes and scales."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from numbers import Real
 
@@ -18,8 +19,8 @@ from duotone.tensor import QuantizedTensor
 from duotone.tensor.writes import write_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-FP32 = frozenset((*MOMENTS, "master"))
-"""What is fp32 for a parameter that has a master."""
+DTYPES = torch.float32, torch.bfloat16
+"""Of what a step reads and writes beside the parameter."""
 
 
 class AdamW(Optimizer):
@@ -34,11 +35,13 @@ class AdamW(Optimizer):
       agreed on for all parameters in one collective.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
     - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
+    - `moment_dtype` and `master_dtype` say how the state of such a parameter is stored, in fp32 or bf16. Each step
+      computes in fp32. With `master_dtype=None` it starts from the parameter's own values, and stores no master.
 
     UserError if a hyperparameter is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (those of torch, and the dtypes of the state)
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
@@ -48,10 +51,13 @@ class AdamW(Optimizer):
         *,
         maximize: bool = False,
         master_weights: bool = False,
+        master_dtype: torch.dtype | None = torch.float32,
+        moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults |= {"master_weights": master_weights, "master_dtype": master_dtype, "moment_dtype": moment_dtype}
         self._marks: dict[Tensor, Mark] = {}
-        super().__init__(params, defaults | {"master_weights": master_weights})
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: Group) -> None:
         """Like torch's. UserError, and nothing is added, if the group cannot be updated."""
@@ -81,15 +87,16 @@ class AdamW(Optimizer):
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for parameter in chain.from_iterable(parameters for _, parameters in groups):
             check_step(parameter)
-        encoded: list[Tensor] = []
+        encoded: list[tuple[Tensor, Tensor]] = []
         for group, parameters in groups:
             mastered = [p for p in parameters if "master" in self.state[p] or needs_master(shard_of(p), group)]
             plain = set(parameters).difference(mastered)
             self._update_plain(group, [p for p in parameters if p in plain])
-            encoded += [p for p in mastered if self._update_mastered(group, p)]
-        shards = [(shard_of(p), shard_of(self.state[p]["master"])) for p in encoded]
+            steps = [(p, self._update_mastered(group, p)) for p in mastered]
+            encoded += [(p, master) for p, master in steps if master is not None]
+        shards = [(shard_of(p), master) for p, master in encoded]
         write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])
-        self._marks.update((p, Mark.of(p)) for p in encoded)
+        self._marks.update((p, Mark.of(p)) for p, _ in encoded)
         return loss
 
     def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
@@ -110,38 +117,43 @@ class AdamW(Optimizer):
         )
         torch.autograd.graph.increment_version([p for p in parameters if is_distributed(p)])
 
-    def _update_mastered(self, group: Group, parameter: Tensor) -> bool:
-        """Update the master. Returns whether the parameter has still to be encoded from it."""
-        state = self.state[parameter]
-        mark = self._marks.get(parameter)
-        if "master" not in state:
-            state["master"] = laid_like(parameter, initial_master(shard_of(parameter)))
-        elif mark is not None:
+    def _update_mastered(self, group: Group, parameter: Tensor) -> Tensor | None:
+        """Update the master, of this rank. Returns it if the parameter has still to be encoded from it."""
+        state, mark, stored = self.state[parameter], self._marks.get(parameter), stored_dtypes(group)
+        if "master" not in stored:
+            state.pop("master", None)
+        if "master" in state and mark is not None:
             adopt_writes(parameter, shard_of(state["master"]), mark)
-        self._state_of(parameter, state["master"])
-        for name in FP32:  # moments may be from before the parameter had a master, or from torch
-            if state[name].dtype != torch.float32 or not shard_of(state[name]).is_contiguous():
-                state[name] = laid_like(parameter, shard_of(state[name]).to(torch.float32).contiguous())
+        master = state.get("master")
+        if master is None:
+            dtype = stored.get("master", torch.float32)
+            master = laid_like(parameter, initial_master(shard_of(parameter), dtype))
+            state.update({"master": master} if "master" in stored else {})
+        self._state_of(parameter, master, group["moment_dtype"])
+        for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
+            if state[name].dtype != dtype or not shard_of(state[name]).is_contiguous():
+                state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
         state["step"] += 1
-        shards = [shard_of(state[name]) for name in (*MOMENTS, "master")]
-        is_written = write(
-            shard_of(parameter), State(gradient(parameter), *shards), Rates.of(group, state["step"].item())
-        )
+        master = shard_of(state.get("master", master))
+        first, second = (shard_of(state[name]) for name in MOMENTS)
+        step = State(gradient(parameter), first, second, master)
+        is_written = write(shard_of(parameter), step, Rates.of(group, state["step"].item()))
         if is_distributed(parameter):
             torch.autograd.graph.increment_version(parameter)
         if is_written:
             self._marks[parameter] = Mark.of(parameter)
-        return not is_written
+        return None if is_written else master
 
-    def _state_of(self, parameter: Tensor, like: Tensor) -> Saved:
+    def _state_of(self, parameter: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Saved:
         state = self.state[parameter]
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, which computes the numbers of a step
-            state.update({name: torch.zeros_like(like, memory_format=torch.preserve_format) for name in MOMENTS})
+            zeros = partial(torch.zeros_like, like, dtype=dtype, memory_format=torch.preserve_format)
+            state.update({name: zeros() for name in MOMENTS})
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Like torch's, but the state beside a master stays fp32, so that a resumed run has the same bits.
+        """Like torch's, but the state beside a master keeps its dtype, so that a resumed run has the same bits.
 
         A checkpoint of `torch.optim.AdamW` works too: a master that it lacks starts from the parameter. UserError,
         before anything changes, if a shape does not match or a hyperparameter is out of range.
@@ -160,8 +172,9 @@ class AdamW(Optimizer):
         for group, parameter, saved in self._saved(loaded):
             state = self.state[parameter]
             has_master = "master" in saved or needs_master(shard_of(parameter), group)
-            for name in FP32.intersection(saved):
-                dtype = torch.float32 if has_master else state[name].dtype
+            stored = stored_dtypes(group)
+            for name in {*MOMENTS, "master"}.intersection(saved):
+                dtype = stored.get(name, torch.float32) if has_master else state[name].dtype
                 state[name] = saved[name].to(parameter.device, dtype, copy=True)
             state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
             if "master" in saved:
@@ -192,6 +205,9 @@ def check_group(group: Group) -> None:
     is_pair = isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_number, betas))
     if not is_pair or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas!r}")
+    if group["moment_dtype"] not in DTYPES or group["master_dtype"] not in (*DTYPES, None):
+        dtypes = f"master_dtype={group['master_dtype']} and moment_dtype={group['moment_dtype']}"
+        raise UserError(f"AdamW takes torch.float32 or torch.bfloat16 for moments and masters; got {dtypes}")
     if group.get("amsgrad"):
         raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
 
@@ -200,6 +216,12 @@ def _is_number(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_meta and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def stored_dtypes(group: Group) -> dict[str, torch.dtype]:
+    """The dtypes of the stored moments and master, by name, of a parameter that is updated in fp32."""
+    dtypes = {**dict.fromkeys(MOMENTS, group["moment_dtype"]), "master": group["master_dtype"]}
+    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
 
 def gradient(parameter: Tensor) -> Tensor:

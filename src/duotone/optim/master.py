@@ -19,8 +19,8 @@ def needs_master(parameter: Tensor, group: Group) -> bool:
     return group["master_weights"] and parameter.is_floating_point() and parameter.dtype.itemsize < 4
 
 
-def initial_master(parameter: Tensor) -> Tensor:
-    """A new contiguous fp32 tensor: the preserved values from which the parameter was encoded, else its values.
+def initial_master(parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A new contiguous tensor: the preserved values from which the parameter was encoded, else its values.
 
     Preserved values count until the first write, such as a checkpoint. They are removed: the master replaces them.
     """
@@ -29,7 +29,7 @@ def initial_master(parameter: Tensor) -> Tensor:
         values = parameter.get_high_precision_init_val() if parameter._version == 0 else None
         parameter.clear_high_precision_init_val()
     values = values_of(parameter) if values is None else values
-    return torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device).copy_(values)
+    return torch.empty(parameter.shape, dtype=dtype, device=parameter.device).copy_(values)
 
 
 def values_of(parameter: Tensor) -> Tensor:

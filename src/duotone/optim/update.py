@@ -7,6 +7,8 @@ Regularization", 2019, algorithm 2), in this order, every operation rounded to f
     v = v beta2 + (g (1 - beta2)) g
     p = p (1 - lr weight_decay) - (m step_size) / (sqrt(v) correction + eps)
 
+State in bf16 is rounded when it is stored, and the parameter is written from the stored master.
+
 So the CPU and CUDA give the same bits. `write` also writes the parameter: by kernels on CUDA, else in plain torch.
 """
 
@@ -64,7 +66,7 @@ class Rates(NamedTuple):
 
 
 class State(NamedTuple):
-    """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous and in fp32.
+    """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous, in fp32 or bf16.
 
     The gradient may be in any floating dtype, and need not be contiguous.
     """
@@ -77,13 +79,17 @@ class State(NamedTuple):
 
 def update(state: State, rates: Rates) -> None:
     """One step, in place."""
-    grad, m, v, p = state
+    grad, *stored = state
+    m, v, p = (tensor.to(torch.float32) for tensor in stored)
     sign, decay, first, beta2, second, step_size, correction, eps = rates
     g = grad.to(torch.float32) * sign
     m.add_((g - m).mul_(first))
     v.mul_(beta2).add_((g * second).mul_(g))
     root = v.to(torch.float64).sqrt_().to(torch.float32)  # MKL's root of fp32 is not always the nearest
     p.mul_(decay).sub_((m * step_size).div_(root.mul_(correction).add_(eps)))
+    for tensor, value in zip(stored, (m, v, p), strict=True):
+        if tensor is not value:
+            tensor.copy_(value)
 
 
 def shard_of(x: Tensor) -> Tensor:

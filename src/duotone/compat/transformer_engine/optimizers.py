@@ -95,8 +95,7 @@ class FusedAdam(optim.AdamW):
         short = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
         super()._update_plain(group, [p for p in parameters if p.dtype not in (torch.bfloat16, torch.float16)])
         for parameter in short:
-            self._update_mastered(group, parameter)
-            del self.state[parameter]["master"], self._marks[parameter]
+            self._update_mastered(group | {"master_dtype": None}, parameter)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         super().load_state_dict(state_dict)
