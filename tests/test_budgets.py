@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36126
-TOOL_LINES = 7539
+LIBRARY_LINES = 36155
+TOOL_LINES = 7536
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2387, 21, 0),
-    "cli": (1512, 2, 0),
+    "cli": (1515, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2460, 7, 0),
     "conversion": (2644, 5, 0),
@@ -33,14 +33,14 @@ BUDGETS = {
     "lab": (3687, 12, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2267, 6, 0),
+    "observe": (2288, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (554, 2, 0),
-    "package": (318, 1, 0),
+    "package": (326, 1, 0),
     "pipeline": (1415, 5, 2),
     "planned": (2942, 14, 5),
     "recipes": (2001, 5, 0),
-    "report": (1716, 0, 0),
+    "report": (1710, 0, 0),
     "serving": (1312, 0, 0),
     "state": (1760, 10, 0),
     "tensor": (2431, 15, 0),

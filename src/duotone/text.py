@@ -15,6 +15,14 @@ def in_units(size: int) -> str:
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {UNITS[unit]}"
 
 
+def shorten(text: str, length: int) -> str:
+    """`text`, with its middle replaced by an ellipsis when it is longer than `length` characters."""
+    if len(text) <= length:
+        return text
+    tail = (length - 1) // 2
+    return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[bool]) -> list[str]:
     """The lines of a table; `right` says which columns stand at the right side."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

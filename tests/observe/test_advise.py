@@ -76,18 +76,34 @@ def test_underflow_and_saturation_are_counted_where_they_happen() -> None:
     assert rows["0", "fprop", "bf16"].underflow == rows["0", "fprop", "bf16"].saturation == 0.0
 
 
-def test_a_row_is_on_the_front_unless_another_is_better() -> None:
+def test_a_row_is_on_the_front_if_it_errs_less_than_all_that_are_as_fast() -> None:
+    """By 3 dB, as a rule asks for; of equal rows the first is. Without a speed those as small count."""
     row = AdviceRow("m", "fprop", "", "a", "b", 20.0, 0.0, 0.0, 100, 1.0, "measured")
     rows = [
-        replace(row, recipe="kept"),
+        replace(row, recipe="first"),
         replace(row, recipe="same"),
         replace(row, recipe="louder", snr_db=19.0),
         replace(row, recipe="faster", snr_db=10.0, speed=1.5),
+        replace(row, recipe="little better", snr_db=12.9, speed=1.4),
+        replace(row, recipe="dominated", snr_db=16.0, bytes=400, speed=0.95),
         replace(row, recipe="unknown", speed=None),
         replace(row, recipe="exact", snr_db=None, bytes=200, speed=0.9),
         replace(row, recipe="smaller", snr_db=-math.inf, bytes=50, speed=0.5),
     ]
-    assert [r.recipe for r in with_pareto_marks(rows) if r.is_pareto] == ["kept", "same", "faster", "exact", "smaller"]
+    assert [r.recipe for r in with_pareto_marks(rows) if r.is_pareto] == ["first", "faster", "exact"]
+    unknown = [replace(each, speed=None) for each in (rows[0], rows[3], rows[-2], replace(rows[-1], snr_db=5.0))]
+    assert [r.recipe for r in with_pareto_marks(unknown) if r.is_pareto] == ["first", "exact", "smaller"]
+
+
+def test_the_table_fits_80_columns_below_the_names_of_modules() -> None:
+    row = AdviceRow("m" * 90, "fprop", "r" * 40, "a", "b", -10.5, 1.0, 1.0, 1023 << 30, 1.25, "interpolated")
+    rows = (replace(row, is_pareto=True), replace(row, recipe="bf16", snr_db=None, speed=None))
+    advice = observe.Advice(rows, {}, "bf16", recipes.load("bf16"), "")
+    front, every = (advice.table(all_rows).splitlines() for all_rows in (False, True))
+    assert max(map(len, (*front, *every))) <= 80 and front[0].split()[-1] == "speed"
+    assert front[1].startswith("mmm") and front[2].split()[0] == "fprop" and front[3] == ""
+    assert every[2].endswith("1.25*      *") and every[3].split()[:3] == ["fprop", "bf16", "exact"]
+    assert " ".join(front[4:]).startswith("SNR of the product;") and "bytes of both operands" in " ".join(front[4:])
 
 
 def row_of(recipe: str, gemm: str, snr: float, speed: float | None = None) -> AdviceRow:

@@ -1,6 +1,7 @@
 """`duotone advise`: which formats suit each GEMM of a model, from samples of one step."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ from duotone.observe.candidates import UNIFORM
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), help="Of the weights and the batch; 0.")
 @options.device
 @click.option("--out", metavar="FILE", help="Write the recipe file here, too.")
-@click.option("--all", "all_rows", is_flag=True, help="Show all rows instead of those with a Pareto mark.")
+@click.option("--all", "all_rows", is_flag=True, help="Show all rows with a mark on those of the front.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON instead of the table.")
 def advise(
     recipes: tuple[str, ...],
@@ -45,6 +46,7 @@ def advise(
     from duotone.cli.inputs import config_from
     from duotone.lab import data, files, models, texts
     from duotone.lab.model import to_dtype
+    from duotone.observe.advice import WIDTH
 
     config = config_from(typed)
     preset = config.preset
@@ -64,4 +66,5 @@ def advise(
         return
     click.echo(f"{models.describe(config.model, preset)}, {preset.batch} x {preset.model.context} bytes\n")
     click.echo(advice.table(all_rows))
-    click.echo("\n".join(["", *advice.notes, "", advice.toml.rstrip()]))
+    notes = [line for note in advice.notes for line in textwrap.wrap(note, WIDTH)]
+    click.echo("\n".join(["", *notes, "", advice.toml.rstrip()]))

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import textwrap
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -9,7 +10,7 @@ from duotone.observe.candidates import EXACT, REFERENCE, Formats, Gemm, file_tex
 from duotone.recipes import names
 from duotone.recipes.recipe import Recipe
 from duotone.recipes.rules import RuleRecipe
-from duotone.text import aligned, in_units
+from duotone.text import aligned, in_units, shorten
 
 BETTER = 3.0
 """Decibels that another format must gain in one GEMM to be worth a rule."""
@@ -18,7 +19,14 @@ FLOOR = 10 * math.log10(3)
 """Decibels below which a GEMM stays in high precision: a ratio of sqrt(3) between a signal and its error."""
 
 TITLE = "advised"
-COLUMNS = ("module", "gemm", "recipe", "SNR dB", "underflow %", "saturated %", "bytes", "speed", "Pareto")
+WIDTH, NAME = 80, 18
+"""The longest line of a table, and of the name of a recipe in it."""
+
+COLUMNS = ("  gemm", "recipe", "SNR dB", "under %", "satur %", "bytes", "speed", "front")
+LEGEND = (
+    "SNR of the product; shares of the worse operand that underflow and saturate; bytes of both operands. The front: "
+    "at least 3 dB less error than all that are as fast, or as small if no speed is known."
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,8 @@ class AdviceRow:
     - `underflow`, `saturation`: shares of the elements of the worse operand, as in `Tap.rows`.
     - `bytes`: of both operands.
     - `speed`: of the linear under the recipe over compiled bf16, None if unknown; `basis` tells how it is known.
-    - `is_pareto`: no other row of this GEMM is as good in error, bytes and speed, and better in one of them.
+    - `is_pareto`: on the front of its GEMM. All rows that are as fast have at least `BETTER` more error; if no speed is
+      known, all that are as small.
     """
 
     module: str
@@ -61,21 +70,23 @@ class AdviceRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of `COLUMNS`."""
-        snr = "" if self.snr_db is None else f"{self.snr_db:.1f}"
+        """The texts of `COLUMNS`, but for the front."""
+        snr = "exact" if self.snr_db is None else f"{self.snr_db:.1f}"
         speed = "unknown" if self.speed is None else f"{self.speed:.2f}" + "*" * (self.basis == "interpolated")
         shares = f"{100 * self.underflow:.2f}", f"{100 * self.saturation:.2f}"
-        return self.module, self.gemm, self.recipe, snr, *shares, in_units(self.bytes), speed, "*" * self.is_pareto
+        return f"  {self.gemm}", shorten(self.recipe, NAME), snr, *shares, in_units(self.bytes), speed
 
 
 def with_pareto_marks(rows: Sequence[AdviceRow]) -> list[AdviceRow]:
-    """The rows of one GEMM, with marks. An unknown speed counts as the lowest."""
-    costs = [(row.error, row.bytes, -(row.speed or 0.0)) for row in rows]
-    better = [
-        [other for other in costs if other != cost and all(a <= b for a, b in zip(other, cost, strict=True))]
-        for cost in costs
-    ]
-    return [replace(row, is_pareto=not others) for row, others in zip(rows, better, strict=True)]
+    """The rows of one GEMM, with marks. An unknown speed beside known ones counts as the lowest."""
+    knows_speed = any(row.speed is not None for row in rows)
+    costs = [-(row.speed or 0.0) if knows_speed else row.bytes for row in rows]
+    front, least = set[int](), math.inf
+    for place in sorted(range(len(rows)), key=lambda place: (costs[place], rows[place].error)):
+        if rows[place].error < least * 10 ** (-BETTER / 10):
+            front.add(place)
+            least = rows[place].error
+    return [replace(row, is_pareto=place in front) for place, row in enumerate(rows)]
 
 
 @dataclass(frozen=True)
@@ -104,9 +115,18 @@ class Advice:
         return {"base": self.base, "errors": dict(self.errors), "notes": notes, "toml": self.toml, "rows": rows}
 
     def table(self, all_rows: bool = False) -> str:
-        """The rows that have a Pareto mark, or all of them, as aligned text."""
-        cells = [row.cells for row in self.rows if all_rows or row.is_pareto]
-        return "\n".join(aligned([COLUMNS, *cells], [column not in COLUMNS[:3] for column in COLUMNS]))
+        """The rows of the front, or all of them with a mark on the front, below their modules; 80 columns of text."""
+        rows = [row for row in self.rows if all_rows or row.is_pareto]
+        columns = COLUMNS if all_rows else COLUMNS[:-1]
+        cells = [(*row.cells, "*" * row.is_pareto)[: len(columns)] for row in rows]
+        head, *lines = aligned([columns, *cells], [column not in COLUMNS[:2] for column in columns])
+        told, module = [head], None
+        for row, line in zip(rows, lines, strict=True):
+            if row.module != module:
+                module = row.module
+                told.append(shorten(module, WIDTH))
+            told.append(line)
+        return "\n".join([*told, "", *textwrap.wrap(LEGEND, WIDTH)])
 
     def __str__(self) -> str:
         return "\n\n".join([self.table(), "\n".join(self.notes), self.toml])
@@ -128,7 +148,8 @@ def conclude(
     recipe = RuleRecipe(title=TITLE, base=recipes[base], rules=rules)
     shown = base if base in names() else recipes[base].to_dict()
     ranking = sorted(quantized, key=lambda name: errors[name])
-    told = f"mean error of the products: {', '.join(f'{name} {100 * errors[name]:.3f} %' for name in ranking)}"
+    means = ", ".join(f"{name} {100 * errors[name]:.3f} %" for name in ranking)
+    told = f"base {base}; mean error of the products: {means}"
     return Advice(tuple(rows), errors, base, recipe, file_text(TITLE, rules, shown), (*notes, told))
 
 

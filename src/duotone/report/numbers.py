@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TypeGuard
 
+from duotone.text import shorten as shorten
+
 MISSING = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 SPACE = "\N{NO-BREAK SPACE}"
@@ -88,14 +90,6 @@ def size_unit(counts: Sequence[float]) -> str:
 def moment(text: str) -> str:
     """A time in ISO 8601, to the minute."""
     return datetime.fromisoformat(text).strftime("%Y-%m-%d %H:%M %Z").strip()
-
-
-def shorten(text: str, length: int) -> str:
-    """`text`, with its middle replaced by an ellipsis when it is longer than `length` characters."""
-    if len(text) <= length:
-        return text
-    tail = (length - 1) // 2
-    return f"{text[: length - 1 - tail]}…{text[len(text) - tail :]}"
 
 
 def px(value: float) -> str:
