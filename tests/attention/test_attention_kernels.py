@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import duotone
@@ -150,19 +150,32 @@ def test_what_the_kernel_does_not_take_is_emulated_with_the_reason(width, recipe
     assert row.kernel == "blocks of keys" and reason in row.reason
 
 
-@pytest.mark.parametrize("tokens", [CUDNN_TOKENS - 1, CUDNN_TOKENS])
-def test_on_hopper_long_attention_in_high_precision_asks_for_cudnn_first(monkeypatch, tokens) -> None:
-    """A tensor on meta that counts as one on a Hopper GPU; the order that was set before comes back."""
+@pytest.mark.parametrize(
+    ("change", "is_cudnn"),
+    [
+        ({}, True),
+        ({"groups": 2}, True),
+        ({"tokens": CUDNN_TOKENS - 1}, False),
+        ({"width": 100}, False),
+        ({"dtype": torch.float32}, False),
+        ({"masked": True}, False),
+        ({"deterministic": True}, False),
+    ],
+)
+def test_on_hopper_long_attention_in_high_precision_is_cudnns_in_traces_too(monkeypatch, change, is_cudnn) -> None:
+    """Heads on meta that count as tensors on a Hopper GPU. torch drops an order of kernels in a trace."""
+    case = {"tokens": CUDNN_TOKENS, "width": 64, "groups": 4, "dtype": torch.bfloat16, "masked": False} | change
     monkeypatch.setattr(attention, "cuda_target", lambda index: Target("cuda", (9, 0)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    heads = torch.empty(1, 4, tokens, 64, dtype=torch.bfloat16, device="meta")
-    before = torch._C._get_sdp_priority_order()
-    for masked in (False, True):
-        with attention.favourite(heads, heads, masked):
-            now = torch._C._get_sdp_priority_order()
-        is_asked = tokens == CUDNN_TOKENS and not masked
-        assert now[0] == (int(SDPBackend.CUDNN_ATTENTION) if is_asked else before[0])
-    assert torch._C._get_sdp_priority_order() == before
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: bool(change.get("deterministic")))
+    query, key = (
+        torch.empty(1, heads, case["tokens"], case["width"], dtype=case["dtype"], device="meta")
+        for heads in (4, case["groups"])
+    )
+    mask = torch.empty(case["tokens"], case["tokens"], dtype=torch.bool, device="meta") if case["masked"] else None
+    graph = make_fx(lambda q, k: attention.attend(q, k, k, dropout=0.0, scale=None, attn_mask=mask))(query, key)
+    ops = {str(node.target) for node in graph.graph.nodes}
+    assert ("aten._scaled_dot_product_cudnn_attention.default" in ops) == is_cudnn
     row = duotone.plan(DotProductAttention(4, 64), device="sm90")[0]
     assert row.reason == "attention runs in high precision, from 2048 queries on without a mask by cuDNN"
 

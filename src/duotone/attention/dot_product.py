@@ -20,8 +20,9 @@ from duotone.dispatch.attention import (
     HALF,
     MEASURED,
     MEASURED_HEADS,
+    SDPA,
     AttentionProblem,
-    favourite,
+    attend,
 )
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
@@ -36,7 +37,6 @@ from duotone.state.region import AmaxMode, mode_now
 from duotone.state.torch_private import in_context_parallel
 from duotone.tensor.quantizer import Quantizer
 
-SDPA = F.scaled_dot_product_attention
 COUNTS = {"forward": 3, "backward": 2}
 """Slots of each kind."""
 
@@ -133,10 +133,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if is_low and not self._leaves_to_ring(recipe):
             return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
+        options = {"dropout": self.dropout, "scale": self.softmax_scale}
         if seen is None:
-            return from_heads(self._attend(query, key, value, is_causal=kind.causal), layout)
+            return from_heads(attend(query, key, value, **options, is_causal=kind.causal), layout)
         nothing = ~seen.any(dim=-1, keepdim=True)
-        return from_heads(self._attend(query, key, value, attn_mask=seen | nothing).masked_fill(nothing, 0), layout)
+        return from_heads(
+            attend(query, key, value, **options, attn_mask=seen | nothing).masked_fill(nothing, 0), layout
+        )
 
     def _leaves_to_ring(self, recipe: Recipe) -> bool:
         """Whether torch's context parallelism runs the call, in high precision. RecipeError if the recipe is strict."""
@@ -181,13 +184,6 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def dropout(self) -> float:
         """The probability with which a call drops weights now."""
         return self.attention_dropout if self.training else 0.0
-
-    def _attend(self, *heads: Tensor, **masking: Any) -> Tensor:
-        grouped = self.num_gqa_groups != self.num_attention_heads
-        with favourite(heads[0], heads[2], "attn_mask" in masking):
-            return F.scaled_dot_product_attention(
-                *heads, dropout_p=self.dropout, scale=self.softmax_scale, enable_gqa=grouped, **masking
-            )
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         inputs, axes = (query, key, value), len(layout)

@@ -1,12 +1,11 @@
 """Which kernels run attention in low precision: over FP8 codes, and a backward in high precision by torch."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
 from duotone.dispatch.casts import contiguous_rows, decoded
 from duotone.dispatch.rule import Operand
@@ -32,6 +31,7 @@ LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
 MEASURED_HEADS = 32
 """Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
 
+SDPA = F.scaled_dot_product_attention
 HALF = (torch.bfloat16, torch.float16)
 CUDNN_TOKENS, CUDNN_WIDTH = 2048, 128
 """Queries from which cuDNN was measured to be faster than FlashAttention-2 on Hopper, and its widest heads."""
@@ -227,15 +227,50 @@ def torch_backward(
     return flash(*call, lse, *lengths, random, random, scale=scale)
 
 
-def favourite(query: Tensor, value: Tensor, is_masked: bool) -> AbstractContextManager[object]:
-    """A context in which torch's attention takes the fastest kernel that is enabled; heads are (..., tokens, width)."""
-    wide = max(query.shape[-1], value.shape[-1]) > CUDNN_WIDTH or query.shape[-2] < CUDNN_TOKENS
-    if is_masked or wide or query.dtype not in HALF or not query.is_cuda:
-        return NOTHING
-    if cuda_target(query.get_device()).arch != HOPPER or not torch.backends.cuda.cudnn_sdp_enabled():
-        return NOTHING
-    backends: list[SDPBackend] = [SDPBackend.CUDNN_ATTENTION, *_cur_sdpa_kernel_backends()]  # type: ignore
-    return sdpa_kernel(backends, set_priority=True)  # type: ignore
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    dropout: float,
+    scale: float | None,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax(Q K^T) V of heads (batch, heads, tokens, width) by torch, where it pays by cuDNN.
+
+    cuDNN is called by its op. torch takes an order of kernels too, and drops it in a trace.
+    """
+    if attn_mask is None and _takes_cudnn(query, key, value, is_causal):
+        trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return kernel(query, key, value, None, trains, dropout, is_causal, False, scale=scale)[0]
+    options = {"dropout_p": dropout, "scale": scale, "enable_gqa": query.shape[-3] != key.shape[-3]}
+    masking = {"is_causal": is_causal} if attn_mask is None else {"attn_mask": attn_mask}
+    return F.scaled_dot_product_attention(query, key, value, **options, **masking)  # type: ignore[arg-type]
 
 
-NOTHING = nullcontext()
+def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Whether cuDNN is the fastest kernel for heads, and takes them."""
+    if not query.is_cuda or query.dim() != 4 or F.scaled_dot_product_attention is not SDPA:
+        return False  # torch's context parallelism, for example, replaces that function
+    queries, keys, dtype = query.shape[-2], key.shape[-2], query.dtype
+    if queries < CUDNN_TOKENS or keys < CUDNN_TOKENS or (is_causal and queries != keys) or dtype not in HALF:
+        return False
+    if torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != dtype:
+        return False
+    for x in (query, key, value):
+        width = x.shape[-1]
+        if type(x) is not Tensor or x.dtype != dtype or x.stride(-1) != 1 or width % 8 or width > CUDNN_WIDTH:
+            return False
+    return _allows_cudnn(query.get_device())
+
+
+def _allows_cudnn(device: int) -> bool:
+    """Whether cuDNN's attention was measured on such a device, and the user has not forbidden it."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    return enabled and cuda_target(device).arch == HOPPER
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
+_allows_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]
