@@ -94,7 +94,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
         label = f"{name}: {launch.function.__name__}" if found else name
         found.append(Case(label, launch.function, types, constants, *rest))
 
-    with mock.patch.object(Launch, "__call__", record):
+    with mock.patch.multiple(Launch, __call__=record, repeated=lambda *launch: None):
         call()
     return found
 
