@@ -24,8 +24,9 @@ ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
 FILLED, CALLS, WAITING = 1 << 17, 32, 16
 """Elements and calls that one fill of zeros is for at most, and for how many sizes zeros wait."""
-SPANS = (512, 256)
-"""Rows that one program of `line_amax` walks down: fewer where there would be less than PARTIALS programs."""
+SPANS = (512, 256, 128, 64)
+"""Rows that one program of `line_amax` walks down: fewer where there would be less than LEAST_PROGRAMS programs."""
+LEAST_PROGRAMS = 1024
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def _line_sizes(m: int, k: int) -> tuple[int, int]:
 def _line_launch(m: int, k: int, nan: bool) -> tuple[Launch, int]:
     """The launch for matrices (M, K), and its programs."""
     across = -(-k // ACROSS)
-    span = SPANS[0] if m // SPANS[0] * across >= PARTIALS else SPANS[1]
+    span = next((span for span in SPANS if m // span * across >= LEAST_PROGRAMS), SPANS[-1])
     return _LINES[span, nan], -(-m // span) * across
 
 
