@@ -64,7 +64,9 @@ def _options(subject: Subject) -> Callable[[Callable[..., Any]], Callable[..., A
         click.option("--seconds", type=click.FloatRange(0, 60, min_open=True), default=0.3, help="Of a turn; 0.3."),
         click.option("--one-thread", is_flag=True, help="Backward in the thread that asks for it, for all candidates."),
         click.option("--graph", is_flag=True, help="Each step is one replay of a CUDA graph, for all candidates."),
-        click.option("--only", cls=ListOption, metavar="TEXT", help="Only candidates with this in their name."),
+        click.option(
+            "--only", multiple=True, metavar="TEXT", help="Only candidates with this in their name; may be repeated."
+        ),
         click.option("--device", metavar="cpu|cuda", help="cuda where there is one, else cpu."),
         click.option("--out", metavar="FILE", help="Append one JSON object per candidate and shape."),
     ]

@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36155
+LIBRARY_LINES = 36187
 TOOL_LINES = 7536
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2387, 21, 0),
+    "attention": (2383, 20, 0),
     "cli": (1515, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2460, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2826, 1, 0),
+    "dispatch": (2861, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1481, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4794, 0, 0),
+    "kernels": (4795, 0, 0),
     "lab": (3687, 12, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
