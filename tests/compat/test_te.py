@@ -362,6 +362,26 @@ def test_states_that_a_script_fills_before_the_first_step_are_those_of_the_step(
     assert torch.allclose(weight.dequantize(), reference, rtol=0.07)
 
 
+@pytest.mark.parametrize("step", ["of the group", "of each parameter"])
+def test_the_state_of_an_optimizer_has_the_names_there(te, step: str) -> None:
+    """A group counts steps in a checkpoint of Transformer Engine; a plain AdamW of Duotone does not take the names."""
+    weight = nn.Parameter(torch.randn(8).bfloat16())
+    optimizer = te.optimizers.FusedAdam([weight], master_weights=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert set(saved["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    saved["state"][0]["master_param"] = torch.arange(8.0)
+    with pytest.raises(UserError, match="rename its master_param"):
+        duotone.optim.AdamW([weight], master_weights=True).load_state_dict(saved)
+    if step == "of the group":
+        saved["param_groups"][0]["step"] = int(saved["state"][0].pop("step")) + 4
+    other = te.optimizers.FusedAdam([weight], master_weights=True)
+    other.load_state_dict(saved)
+    assert other.state[weight]["step"] == (5 if step == "of the group" else 1)
+    assert torch.equal(other.get_unscaled_state(weight, "master_param"), torch.arange(8.0))
+
+
 def test_a_layer_of_quantized_weights_trains_with_main_grads(te) -> None:
     """All six calls of a script that keeps FP8 weights alone: each linear accumulates, also those of the MLP."""
     with te.quantized_model_init(enabled=True, recipe=te.recipe.Float8CurrentScaling()):

@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from checks import check
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import duotone
 from duotone.compat import te as compat
@@ -17,7 +26,7 @@ from duotone.errors import UserError
 compat.install()
 
 import transformer_engine.pytorch as te  # noqa: E402
-from transformer_engine.common.recipe import DelayedScaling  # noqa: E402
+from transformer_engine.common.recipe import DelayedScaling, MXFP8BlockScaling  # noqa: E402
 
 TOKENS, WIDTH, WIDE = 16, 32, 64
 
@@ -119,6 +128,57 @@ def shards_of_quantized_weights_come_from_meta(folder: Path) -> None:
         model(torch.ones(TOKENS, 1, WIDTH)).sum().backward()
     weight = model[1].weight.full_tensor()
     assert abs(weight.dequantize().std() / 0.023 - 1) < 0.2 and model[1].weight.grad.full_tensor().isfinite().all()
+
+
+def sharded(values: dict[str, Tensor]) -> nn.Module:
+    """A quantized and a plain linear over two ranks, with these values, and masters from them."""
+    with te.quantized_model_init(recipe=MXFP8BlockScaling()):
+        model = nn.Sequential(te.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH, dtype=torch.bfloat16))
+    model.load_state_dict({name: value.to(model.state_dict()[name].dtype) for name, value in values.items()})
+    return fully_shard(model)
+
+
+@check
+def fused_adam_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
+    """Against torch's AdamW in fp32. States are DTensors, so that torch's functions save, gather and load them."""
+    reference = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH))
+    for parameter in reference.parameters():
+        dist.broadcast(parameter.data.copy_(parameter.bfloat16()), 0)
+    values = reference.state_dict()
+    model = sharded(values)
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    adam = te.optimizers.FusedAdam(model.parameters(), master_weights=True, **options)
+    for name, parameter in model.named_parameters():
+        adam.initialize_state(parameter)
+        if "0.weight" in name:
+            adam.set_scaled_state(parameter, "master_param", piece(values[name]))
+    oracle = torch.optim.AdamW(reference.parameters(), **options)
+    for step in range(4):
+        if step == 2:
+            states = {"model": get_model_state_dict(model), "adam": get_optimizer_state_dict(model, adam)}
+            dcp.save(states, checkpoint_id=folder / "dcp")
+            model = sharded({name: torch.zeros_like(value) for name, value in values.items()})
+            adam = te.optimizers.FusedAdam(model.parameters(), master_weights=True, **options)
+            states = {"model": get_model_state_dict(model), "adam": get_optimizer_state_dict(model, adam)}
+            dcp.load(states, checkpoint_id=folder / "dcp")
+            set_model_state_dict(model, states["model"])
+            set_optimizer_state_dict(model, adam, states["adam"])
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(step))
+            grad = DTensor.from_local(piece(theirs.grad).to(mine.dtype), mine.device_mesh, mine.placements)
+            theirs.grad = grad.full_tensor().to(theirs.dtype)
+            mine.grad = grad
+        adam.step(), oracle.step()
+    full = get_optimizer_state_dict(model, adam, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if mine.dtype == torch.bfloat16 or name == "0.weight":
+            master = adam.get_unscaled_state(mine, "master_param").full_tensor()
+            assert torch.allclose(master, theirs, rtol=1e-5, atol=1e-6), name
+            if dist.get_rank() == 0:
+                assert torch.equal(full["state"][name]["master_param"], master)
+        whole = mine.full_tensor()
+        whole = whole.dequantize() if isinstance(whole, te.QuantizedTensor) else whole.float()
+        assert torch.allclose(whole, theirs, rtol=2**-3 if name == "0.weight" else 2**-7, atol=1e-2), name
 
 
 if __name__ == "__main__":

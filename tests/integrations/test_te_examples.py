@@ -28,6 +28,7 @@ RUNS = {
     "mnist in fp8": [*MNIST, "--use-fp8"],
     "mnist, inference in fp8": [*MNIST, "--use-fp8-infer"],
     "quantized weights": ["quantized_model_init/main.py"],
+    "quantized shards": ["quantized_model_init/fully_shard.py"],
     "fsdp in fp8": [*FSDP, "--layer-type=layernormmlp"],
     "fsdp in mxfp8, recomputed": [*FSDP, "--precision=mxfp8", "--checkpoint-layer=transformerlayer"],
 }
@@ -62,7 +63,13 @@ def test_an_example_runs_unmodified(te, pictures, name: str, tmp_path, monkeypat
     if name not in ON_CPU and not torch.cuda.is_available():
         pytest.skip("this example asks for a GPU")
     script, *arguments = RUNS[name]
-    for variable, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 29741}.items():
+    for variable, value in {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29741,
+    }.items():
         monkeypatch.setenv(variable, str(value))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [script, *arguments])

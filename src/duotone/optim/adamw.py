@@ -13,9 +13,10 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError, UserError
 from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
-from duotone.optim.update import Group, Rates, Saved, State, shard_of, write
+from duotone.optim.update import Group, Rates, Saved, State, write
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 from duotone.tensor.writes import write_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -259,6 +260,8 @@ def check_step(parameter: Tensor) -> None:
 
 def check_saved(parameter: Tensor, saved: Saved) -> None:
     """UserError if a state dict does not have the state of this parameter."""
+    if "master_param" in saved:
+        raise UserError("a saved state of te.optimizers.FusedAdam; load it there, or rename its master_param to master")
     missing = [name for name in ("step", *MOMENTS) if name not in saved]
     if missing:
         raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")

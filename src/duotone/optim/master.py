@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.formats import Format
-from duotone.optim.update import Group, shard_of
+from duotone.optim.update import Group
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 
 
 def needs_master(parameter: Tensor, group: Group) -> bool:

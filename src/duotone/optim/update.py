@@ -92,11 +92,6 @@ def update(state: State, rates: Rates) -> None:
             tensor.copy_(value)
 
 
-def shard_of(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; any other tensor itself."""
-    return getattr(x, "_local_tensor", x)
-
-
 def write(parameter: Tensor, state: State, rates: Rates) -> bool:
     """One step. A plain parameter becomes the fp32 master, rounded.
 

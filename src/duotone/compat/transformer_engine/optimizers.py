@@ -11,8 +11,9 @@ from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, 
 from duotone.errors import UserError
 from duotone.optim.adamw import MOMENTS, laid_like
 from duotone.optim.master import needs_master, values_of
-from duotone.optim.update import Group, shard_of
+from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 
 ADAM: dict[str, Rule] = {
     "bias_correction": (lambda value: value is True, "write the update yourself"),
@@ -33,6 +34,14 @@ SGD: dict[str, Rule] = {
     "use_decoupled_grad": (is_off, "put gradients into .grad"),
     "momentum_buffer_dtype": (is_unset, "leave it out"),
 }
+
+
+MASTER = "master_param"
+
+
+def renamed(saved: Saved, old: str, new: str) -> Saved:
+    """The state of one parameter with another name for its master."""
+    return {new if name == old else name: value for name, value in saved.items()}
 
 
 class FusedAdam(optim.AdamW):
@@ -77,7 +86,8 @@ class FusedAdam(optim.AdamW):
         return self.state[param][state_name.removesuffix("_param")]  # type: ignore[no-any-return]
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        self.get_unscaled_state(param, state_name).copy_(unscaled_state)
+        """Write a state from a whole tensor or, for a DTensor, from the shard of this rank."""
+        shard_of(self.get_unscaled_state(param, state_name)).copy_(shard_of(unscaled_state))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"]] if self.use_decoupled_grad else []
@@ -97,7 +107,23 @@ class FusedAdam(optim.AdamW):
         for parameter in short:
             self._update_mastered(group | {"master_dtype": None}, parameter)
 
+    def state_dict(self) -> StateDict:
+        """Like that of `duotone.optim.AdamW`, with "master_param" for "master"."""
+        state_dict = super().state_dict()
+        return state_dict | {
+            "state": {at: renamed(saved, "master", MASTER) for at, saved in state_dict["state"].items()}
+        }
+
     def load_state_dict(self, state_dict: StateDict) -> None:
+        """Also a checkpoint of Transformer Engine, which counts the steps of a group, and one with "master"."""
+        steps = {
+            at: {"step": group["step"]}
+            for group in state_dict["param_groups"]
+            if "step" in group
+            for at in group["params"]
+        }
+        states = {at: steps.get(at, {}) | renamed(saved, MASTER, "master") for at, saved in state_dict["state"].items()}
+        state_dict = state_dict | {"state": states}
         super().load_state_dict(state_dict)
         for _, parameter, saved in self._saved(state_dict):
             moments = {name: saved[name].to(parameter.device, torch.float32, copy=True) for name in MOMENTS}
