@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+Dims = tuple[int | None, int | None, int | None]
+"""A dimension of the matrices of input, weight and gradient: 0 rows, 1 columns, None for none."""
+Shards = tuple[ShardContext | None, ShardContext | None, ShardContext | None]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A linear that is whole on every rank; also the base of the parallel ones. `group` is a c10d group name."""
@@ -28,16 +33,15 @@ class Layout:
     """Whether the methods below do anything."""
 
     @property
-    def input_shard(self) -> ShardContext | None:
-        return None
+    def dims(self) -> Dims:
+        """The dimensions that are cut into shards."""
+        return None, None, None
 
     @property
-    def weight_shard(self) -> ShardContext | None:
-        return None
-
-    @property
-    def grad_shard(self) -> ShardContext | None:
-        return None
+    def shards(self) -> Shards:
+        """How this rank's input, weight and gradient are shards of matrices whose scales the ranks agree on."""
+        first, second, third = (None if dim is None else ShardContext(self.group, dim) for dim in self.dims)
+        return first, second, third
 
     def stream(self, stream: int, shard: ShardContext | None) -> int:
         """The random numbers of an operand, of which this rank has a shard or all."""
@@ -74,8 +78,8 @@ class ColumnParallel(Layout):
     exchanges = True
 
     @property
-    def input_shard(self) -> ShardContext | None:
-        return ShardContext(self.group) if self.sequence_parallel else None
+    def dims(self) -> Dims:
+        return 0 if self.sequence_parallel else None, None, None
 
     def gather_input(self, plane: Plane, dim: int) -> Plane:
         return gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
@@ -95,8 +99,8 @@ class RowParallel(Layout):
     exchanges = True
 
     @property
-    def grad_shard(self) -> ShardContext | None:
-        return ShardContext(self.group) if self.sequence_parallel else None
+    def dims(self) -> Dims:
+        return None, None, 0 if self.sequence_parallel else None
 
     def gather_grad(self, plane: Plane, dim: int) -> Plane:
         return gather(plane, dim, self.group, group_size(self.group)) if self.sequence_parallel else plane
@@ -114,10 +118,7 @@ class RowParallel(Layout):
 
 @dataclass(frozen=True)
 class Sharded(Layout):
-    """Operands are the local tensors of DTensors, which gather and sum themselves. Only scales are agreed on.
-
-    Each number is the dimension of the matrix that is cut into shards: 0 rows, 1 columns, None if it is whole.
-    """
+    """Operands are the local tensors of DTensors, which gather and sum themselves. Only scales are agreed on."""
 
     exchanges = True
     input_dim: int | None = None
@@ -125,16 +126,8 @@ class Sharded(Layout):
     grad_dim: int | None = None
 
     @property
-    def input_shard(self) -> ShardContext | None:
-        return self._shard(self.input_dim)
-
-    @property
-    def weight_shard(self) -> ShardContext | None:
-        return self._shard(self.weight_dim)
-
-    @property
-    def grad_shard(self) -> ShardContext | None:
-        return self._shard(self.grad_dim)
+    def dims(self) -> Dims:
+        return self.input_dim, self.weight_dim, self.grad_dim
 
     def bias_in_product(self, bias: Tensor | None) -> Tensor | None:
         """On the first rank alone if outputs are summed over the ranks."""
@@ -143,9 +136,6 @@ class Sharded(Layout):
     def stream(self, stream: int, shard: ShardContext | None) -> int:
         """Ranks draw other numbers for their shards: errors of equal numbers would not average out in sums."""
         return stream if shard is None else stream + group_rank(self.group) * STREAMS
-
-    def _shard(self, dim: int | None) -> ShardContext | None:
-        return None if dim is None else ShardContext(self.group, dim)
 
 
 @dataclass(frozen=True)

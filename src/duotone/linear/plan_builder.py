@@ -52,7 +52,7 @@ def build_plan(request: PlanRequest, answers: Quantizers | None = None) -> Linea
         gemms = [replace(gemm, reason=reason) for gemm in _gemms(request, override, quantizers)]
     draws = [quantizers[kind].is_stochastic for kind in TENSOR_TYPES]
     input_grad, weight_grad, layout = request.input_grad, request.weight_grad, request.layout
-    shards = layout.input_shard, layout.weight_shard, layout.grad_shard
+    shards = layout.shards
     streams = [layout.stream(sum(draws[:i]), shards[i]) if stochastic else None for i, stochastic in enumerate(draws)]
 
     def forward_operand(

@@ -36,11 +36,7 @@ def agreed_history(quantizers: Mapping[str, Quantizer]) -> History:
 def require_reduction(name: str, plan: LinearPlan, group: str) -> None:
     """RecipeError where shards of one tensor would be encoded with delayed scales that their ranks do not agree on."""
     layout = plan.layout
-    sharded = (
-        (layout.input_shard, plan.input),
-        (layout.weight_shard, plan.weight),
-        (layout.grad_shard, plan.gradient),
-    )
+    sharded = zip(layout.shards, plan.operands.values(), strict=True)
     if not any(shard is not None and any(operand.quantizer.delayed) for shard, operand in sharded):
         return
     if not group or not agreed_history(plan.quantizers).reduce_amax:
