@@ -1,16 +1,13 @@
 """Uninitialised tensors at the least cost to the host. Needs no Triton."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-class Allocate(Protocol):
-    """An uninitialised tensor of this size, these strides and this dtype."""
-
-    def __call__(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, /) -> Tensor: ...
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]
+"""An uninitialised tensor of a size, strides and a dtype."""
 
 
 def allocator(x: Tensor) -> Allocate:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from duotone.compat.quantizers import QuantizerHandle
 from duotone.errors import UserError
+from duotone.planned.delayed_states import largest
 from duotone.recipes.custom import CustomRecipe
 from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
@@ -103,10 +104,10 @@ class RecipeState:
             return None
         check_requests(delayed)
         history = next((value.history for value in delayed.values() if value.history is not None), History())
-        by_slot = [_largest(value) for value in self.values]
-        largest = [(*sides, 0.0)[0] for sides in by_slot] + [side for sides in by_slot for side in sides[1:]]
-        state = DelayedState(len(largest), history, device)
-        state.largest = largest
+        by_slot = [[size for size in largest(value) if size] for value in self.values]
+        sizes = [(*sides, 0.0)[0] for sides in by_slot] + [side for sides in by_slot for side in sides[1:]]
+        state = DelayedState(len(sizes), history, device)
+        state.largest = sizes
         return state
 
     def _handle(self, i: int, value: Quantizer, second: Iterator[int]) -> QuantizerHandle:
@@ -144,9 +145,3 @@ class LiveSlot(Slot):
         region = active_region()
         group = "" if region is None else region.group
         return DelayedSlot(self.state, self.index, group, AmaxMode.RECORD, self.backward).scale_for(x)
-
-
-def _largest(value: Quantizer) -> list[float]:
-    """The largest magnitudes of the directions that have a slot, rowwise first."""
-    sides = zip((value.rowwise, value.columnwise), value.delayed, strict=True)
-    return [fmt.largest for fmt, slot in sides if slot and fmt is not None]
