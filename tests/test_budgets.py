@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36190
+LIBRARY_LINES = 36198
 TOOL_LINES = 7536
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "conversion": (2644, 5, 0),
     "dispatch": (2861, 1, 0),
     "distributed": (450, 3, 1),
-    "formats": (1481, 0, 0),
+    "formats": (1489, 0, 0),
     "integrations": (624, 9, 0),
     "kernels": (4795, 0, 0),
     "lab": (3687, 12, 1),

@@ -20,6 +20,13 @@ def _where(mask: Tensor, value: float, other: Tensor | float) -> Tensor:
     return torch.where(mask, value, other)
 
 
+class Constant(float):
+    """A float that traces make no symbol of.
+
+    torch 2.11 makes one of each float in a plan, also if no op reads it, and then compiles a second time without it.
+    """
+
+
 @dataclass(frozen=True)
 class Element:
     """A small float: sign, `exponent_bits`, `mantissa_bits`, exponent bias, largest finite value.
@@ -31,12 +38,12 @@ class Element:
     exponent_bits: int
     mantissa_bits: int
     bias: int
-    max: float
+    max: float = field(compare=False)
     nan_code: int
     dtype: torch.dtype | None = None
     bands: tuple[tuple[complex, complex, int], ...] = field(init=False, repr=False, compare=False)
     """(lower bound, step, code of the lower bound) of each run of evenly spaced magnitudes, smallest first."""
-    exact_max: complex = field(init=False, repr=False, compare=False)
+    exact_max: complex = field(init=False, repr=False)
     """`max`. Stages read its real part: traces make symbols of float attributes, and constants of complex ones."""
     reciprocal: complex = field(init=False, repr=False, compare=False)
     """1/max rounded to fp32."""
@@ -59,6 +66,7 @@ class Element:
         bands = self._bands()
         lower, step, code = bands[-1]
         derived = {
+            "max": Constant(self.max),
             "bands": bands,
             "largest_code": code + round((self.max - lower.real) / step.real) if is_float else int(self.max),
             "exact_max": complex(self.max),
