@@ -282,7 +282,7 @@ def test_a_sequential_runs_what_neighbours_its_linears_in_their_pipeline() -> No
 
 def test_a_block_compiles_whole_with_eager_bits() -> None:
     torch._dynamo.reset()
-    eager = duotone.fuse(duotone.convert(FeedForward(), "mxfp8"))
+    eager = duotone.fuse(duotone.convert(FeedForward(), "fp8-current"))
     m, x = copy.deepcopy(eager), hidden_states(2, 8, width=32)
     m.compile(fullgraph=True, backend="aot_eager")
     left, right = gradients_of(m, x), gradients_of(eager, x)

@@ -128,7 +128,7 @@ def test_a_weight_that_moved_before_its_backward_is_an_error() -> None:
         y.sum().backward()
 
 
-@pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8"])
+@pytest.mark.parametrize("name", ["mxfp8", pytest.param("fp8-delayed", marks=pytest.mark.slow)])
 def test_compiled_gives_the_bits_of_eager(name) -> None:
     _, lean = pair(name)
     _, twin = pair(name)

@@ -46,7 +46,7 @@ def step(m: nn.Module) -> list[Tensor]:
 
 
 def to_another_recipe(m: nn.Module) -> None:
-    duotone.convert(m, recipes.load("fp8-current"))
+    duotone.convert(m, recipes.load("mxfp8"))
 
 
 def away_and_back(m: nn.Module) -> None:
@@ -70,7 +70,7 @@ def slow(*values: object) -> object:
 
 @pytest.mark.parametrize("change", ["reverted", "cast", slow("converted to another recipe"), slow("moved")])
 def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change: str) -> None:
-    compiled = duotone.convert(model(), recipes.load("mxfp8"))
+    compiled = duotone.convert(model(), recipes.load("fp8-current"))
     eager = copy.deepcopy(compiled)
     counter = CompileCounterWithBackend("aot_eager")
     for block in compiled:
@@ -84,7 +84,7 @@ def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change
 
 def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
     """A cycle, or a variable, may keep what planned it."""
-    held, compiled = (duotone.convert(model(), recipes.load("mxfp8")) for _ in range(2))
+    held, compiled = (duotone.convert(model(), recipes.load("fp8-current")) for _ in range(2))
     planners = [block.up.plans for block in held]
     duotone.revert(held)
     eager = copy.deepcopy(compiled)
@@ -96,13 +96,13 @@ def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
 @pytest.mark.parametrize("how", ["blocks", slow("whole"), slow("wrapped")])
 def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
     m = model()
-    eager = duotone.convert(copy.deepcopy(m), recipes.load("mxfp8"))
+    eager = duotone.convert(copy.deepcopy(m), recipes.load("fp8-current"))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(m, backend=counter, fullgraph=True) if how == "wrapped" else m
     for part in {"blocks": list(m), "whole": [m], "wrapped": []}[how]:
         part.compile(backend=counter, fullgraph=True)
     step(compiled)
-    assert duotone.convert(compiled, recipes.load("mxfp8")) is compiled
+    assert duotone.convert(compiled, recipes.load("fp8-current")) is compiled
     assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
     assert counter.frame_count == 2
 
@@ -112,7 +112,7 @@ def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_
 
     def factory(role: QuantizerRole | None) -> Quantizer:
         asked.append(role)
-        return recipes.load("mxfp8")(role)
+        return recipes.load("fp8-current")(role)
 
     m = duotone.convert(model(), recipes.load("bf16"))
     eager = copy.deepcopy(m)
@@ -150,7 +150,7 @@ def test_a_recipe_that_is_built_in_a_graph_is_one_line(build: Callable[[], recip
 
 
 def test_a_quantized_weight_is_cast_unless_something_holds_it() -> None:
-    recipe = recipes.load("mxfp8")
+    recipe = recipes.load("fp8-current")
     m = duotone.convert_parameters(duotone.convert(model(), recipe), recipe)
     eager = copy.deepcopy(m)
     m[0].compile(backend="aot_eager", fullgraph=True)

@@ -138,11 +138,11 @@ def test_equal_recipes_that_are_different_objects_do_not_recompile() -> None:
     run = torch.compile(m, fullgraph=True, backend=counter)
     x = torch.randn(32, 64).bfloat16()
     outputs = []
-    for recipe in (recipes.MXFP8BlockScaling(), recipes.MXFP8BlockScaling(), recipes.load("mxfp8")):
+    for recipe in (recipes.Float8CurrentScaling(), recipes.Float8CurrentScaling(), recipes.load("fp8-current")):
         with duotone.autocast(recipe=recipe):
             outputs.append(run(x))
     assert counter.frame_count == 1 and torch.equal(outputs[0], outputs[2])
-    with duotone.autocast(recipe=recipes.MXFP8BlockScaling(fp8_format="E5M2")):
+    with duotone.autocast(recipe=recipes.Float8CurrentScaling(fp8_format="E5M2")):
         assert not torch.equal(run(x), outputs[0])
     assert counter.frame_count == 2
 
@@ -198,7 +198,7 @@ def test_a_compiled_checkpoint_under_delayed_scaling_equals_eager() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_many_layers_that_keep_weights_are_a_graph_for_each_flag() -> None:
     own = {"params_dtype": torch.bfloat16, "recipe": recipes.load("fp8-delayed")}
-    layers = nn.ModuleList([duotone.Linear(32, 32, **own) for _ in range(12)])
+    layers = nn.ModuleList([duotone.Linear(32, 32, **own) for _ in range(9)])  # Dynamo gives up after 8 variants
 
     def model(x: Tensor, first: bool) -> Tensor:
         for layer in layers:

@@ -323,7 +323,7 @@ def fresh_compiler() -> Iterator[None]:
         (LayerNormLinear, "bf16"),
         (LayerNormLinear, "dequantized"),
         (LayerNormMLP, "mxfp8"),
-        (LayerNormMLP, "fp8-delayed"),
+        pytest.param(LayerNormMLP, "fp8-delayed", marks=pytest.mark.slow),  # tests/modules/test_one_graph.py has it
     ],
 )
 @pytest.mark.usefixtures("fresh_compiler")

@@ -119,7 +119,7 @@ def first_and_last_high() -> recipes.Recipe:
     def factory(role: QuantizerRole | None) -> Quantizer:
         if role is not None and role.name.startswith(edges):
             return Quantizer()
-        return recipes.load("mxfp8")(role)
+        return recipes.load("fp8-current")(role)
 
     return CustomRecipe(qfactory=factory)
 
@@ -139,7 +139,7 @@ def test_a_function_that_fails_for_one_layer_fails_where_that_layer_is_called() 
     def factory(role: QuantizerRole | None) -> Quantizer:
         if role is not None and role.name.startswith("1."):
             raise ValueError("no formats for layer 1")
-        return recipes.load("mxfp8")(role)
+        return recipes.load("fp8-current")(role)
 
     m = blocks(recipes.load("bf16"), count=3)
     compile_each(m)
@@ -156,7 +156,7 @@ def test_a_region_around_compiled_blocks_compiles_once_and_equal_recipes_again_n
     eager = copy.deepcopy(m)
     counter = compile_each(m)
     for _ in range(3):
-        with duotone.autocast(recipe=recipes.MXFP8BlockScaling()):
+        with duotone.autocast(recipe=recipes.Float8CurrentScaling()):
             same_steps(m, eager, steps=1)
     assert counter.frame_count == 1
     with duotone.autocast(recipe=hybrid()):
@@ -200,7 +200,7 @@ def test_an_evaluation_under_another_history_leaves_the_states_as_they_are() -> 
 
 
 def test_a_schedule_compiles_once_for_each_phase() -> None:
-    schedule = duotone.Schedule((recipes.Phase(recipes.load("bf16"), 0), recipes.Phase(recipes.load("mxfp8"), 2)))
+    schedule = duotone.Schedule((recipes.Phase(recipes.load("bf16"), 0), recipes.Phase(recipes.load("fp8-current"), 2)))
     m = blocks(recipes.load("bf16"), count=12)
     eager = copy.deepcopy(m)
     counter = compile_each(m)
@@ -235,7 +235,7 @@ def test_a_loop_over_compiled_blocks_compiles_once(name: str) -> None:
 
 
 def test_a_whole_model_is_one_frame() -> None:
-    m = duotone.convert(Loop(3).bfloat16(), recipes.load("mxfp8"))
+    m = duotone.convert(Loop(2).bfloat16(), recipes.load("fp8-current"))
     eager = copy.deepcopy(m)
     counter = CompileCounterWithBackend("aot_eager")
     m.compile(backend=counter, fullgraph=True)

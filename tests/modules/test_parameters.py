@@ -572,7 +572,7 @@ def test_many_switches_between_training_and_evaluation_leak_nothing(recipe) -> N
 
     counted()
     before = counted()
-    for i in range(60):
+    for i in range(20):
         m.train(i % 2 == 0)
         with next(modes)() if i % 2 else torch.enable_grad():
             m(x)
