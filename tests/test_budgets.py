@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36198
+LIBRARY_LINES = 36221
 TOOL_LINES = 7536
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2861, 1, 0),
+    "dispatch": (2863, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1489, 0, 0),
     "integrations": (624, 9, 0),
@@ -37,13 +37,13 @@ BUDGETS = {
     "ops": (1391, 0, 0),
     "optim": (553, 2, 0),
     "package": (323, 1, 0),
-    "pipeline": (1415, 5, 2),
+    "pipeline": (1423, 5, 2),
     "planned": (2938, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1710, 0, 0),
     "serving": (1312, 0, 0),
-    "state": (1760, 10, 0),
-    "tensor": (2431, 15, 0),
+    "state": (1770, 10, 0),
+    "tensor": (2434, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -196,3 +196,24 @@ def test_what_is_no_recipe_is_refused_at_construction(given) -> None:
     for make in makers:
         with pytest.raises(RecipeError, match=rf"takes a recipe or its name; got {type(given).__name__}: use one of"):
             make()
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A function that gives its input no gradient, although it asks for one."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_an_output_without_a_gradient_counts_as_one_of_zeros(recipe: str) -> None:
+    module = duotone.Linear(64, 64, recipe=recipes.load(recipe))
+    x = torch.randn(32, 64, requires_grad=True)
+    WithoutGradient.apply(module(x)).sum().backward()
+    for leaf in (x, *module.parameters()):
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))

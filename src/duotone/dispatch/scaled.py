@@ -245,12 +245,14 @@ def _codes(plane: Operand, more_rows: int, step: int) -> Tensor:
     """The codes with rows next to each other, padded with zeros to what cuBLAS takes."""
     codes, dtype = plane.parts["codes"], plane.format.code_dtype
     assert dtype is not None
+    if codes.dtype is dtype and not (more_rows or plane.shape[1] % step) and codes.is_contiguous():
+        return codes
     more_cols = -codes.shape[1] % step
     if more_cols or more_rows:
         codes = F.pad(codes.view(torch.uint8), (0, more_cols, 0, more_rows))
     if not codes.is_contiguous():
         codes = contiguous_rows(codes.view(torch.uint8))
-    return codes if codes.dtype is dtype else codes.view(dtype)
+    return codes.view(dtype)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -38,6 +38,7 @@ class PipelineContext(FunctionCtx):
     shells: list[list[Shell]]  # of what each basic stage saved, then `backward_of.again`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
+    _input_metadata: Sequence[Value]  # the shape, dtype and device of each output
 
 
 class Backward(NamedTuple):
@@ -69,6 +70,7 @@ class PipelineFunction(torch.autograd.Function):
                 outputs += extra
         ctx.backward_of, ctx.extra = backward, len(outputs)
         if backward.again is not None:
+            ctx.materialize_grads = bool(outputs)  # y alone nearly always has a gradient
             saved.append(backward.again.save(x, operands, outputs))
         ctx.shells, tensors = pack(saved)
         ctx.save_for_backward(*tensors)  # type: ignore[arg-type]  # None is allowed
@@ -77,6 +79,9 @@ class PipelineFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: PipelineContext, *gradients: Tensor) -> Gradients:
         run, again = run_backward, ctx.backward_of.again
+        if gradients[0] is None:
+            y = ctx._input_metadata[0]
+            gradients = torch.zeros(tuple(y.shape), dtype=y.dtype, device=y.device), *gradients[1:]
         if again is not None and torch.is_grad_enabled():
             run = again.differentiate
         device = gradients[0].device.type
@@ -95,11 +100,14 @@ def run_backward(
     """
     needs, extra = ctx.needs_input_grad, ctx.extra
     saved = unpack(ctx.shells, ctx.saved_tensors if tensors is None else tensors)
-    handed: list[Value] = [gradients[0]]
-    outputs = gradients[1:]
-    of_operands: list[Tensor | None] = []
+    stages, outputs = ctx.backward_of.stages, gradients[1:]
     last, at = len(saved) - (ctx.backward_of.again is not None), len(needs)
-    for stage in reversed(ctx.backward_of.stages):
+    if len(stages) == 1:  # in less host time
+        dx, single = stages[0].run_backward(gradients[0], saved[:last], needs[FIXED:], outputs[:extra])
+        return None, None, dx if needs[2] else None, *single
+    handed: list[Value] = [gradients[0]]
+    of_operands: list[Tensor | None] = []
+    for stage in reversed(stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
         here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         # Popped, so that a stage can let go of the gradient that it was given.

@@ -23,7 +23,7 @@ from duotone.state import frames, history
 from duotone.state.delayed import STATES, DelayedState, Scales, state_of
 from duotone.state.region import AMAX_MODES, AmaxMode, in_backward
 from duotone.state.rolling import pending
-from duotone.state.torch_private import is_faking
+from duotone.state.torch_private import graph_task_id, is_faking
 from duotone.tensor.context import Slot
 
 
@@ -102,7 +102,7 @@ class DelayedSlot(Slot):
 
     def open(self) -> tuple[DelayedState, Scales, AmaxMode, bool]:
         """The state, the scales and the mode that hold now, and whether the amax is recorded. It will be rolled."""
-        state, mode, running = self.owner or state_of(self.state), self.mode, in_backward()
+        state, mode, running = self.owner or state_of(self.state), self.mode, graph_task_id() != -1
         if running and mode is AmaxMode.RECORD and not self.backward:
             mode = AmaxMode.RECOMPUTE  # a graph that was compiled for the forward, recomputing
         step, key = state.step, ("scale", self.state, self.index)
@@ -118,7 +118,7 @@ class DelayedSlot(Slot):
             )
         else:
             record = state.records(mode)
-            entry = state.used(mode is AmaxMode.RECOMPUTE), step.deferred
+            entry = state.used(True) if mode is AmaxMode.RECOMPUTE else step.now, step.deferred
         if not self.backward:
             frames.remember(key, entry)
         pending().add(self.state, self.group, record, running, self.backward)

@@ -43,10 +43,13 @@ class Pending:
 
     def __init__(self) -> None:
         self.backward: Recorded = set()
+        self.in_capture = False
+        """Whether a CUDA graph holds some of them."""
         self.end: weakref.ref[partial[None]] | None = None
         self.thread = threading.current_thread()
         self.has_backwards = False
         with LOCK:
+            THREADS[:] = [t for t in THREADS if t.backward or t.thread.is_alive() or t is OTHERS]
             THREADS.append(self)
 
     def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool) -> None:
@@ -61,6 +64,7 @@ class Pending:
             if region is not None and captured and not region.in_capture:
                 raise UserError(OLD_REGION)
             (self.backward if region is None else region.recorded).add(Recording(state, group, captured))
+            self.in_capture |= captured
             if region is None and not (backward or running) and PIPELINES in sys.modules and in_pipeline(MICROBATCH):
                 warnings.warn(ALONE, stacklevel=2)
             if region is not None:  # the write of an optimizer rolls with the region, not with a backward in it
@@ -82,13 +86,19 @@ class Pending:
     def end_of_backward(self) -> None:
         self.end = None
         finished = self.take()
-        for other in self._served():
+        with LOCK:
+            others = [other for other in THREADS if other.backward and self._serves(other)]
+        for other in others:
             finished |= other.take()
         roll(finished)
 
     def take(self) -> Recorded:
         """What rolls now. A capture rolls what it has recorded itself; the rest waits for a backward outside of it."""
         captures = is_capturing()
+        if not (captures or self.in_capture):
+            finished, self.backward = self.backward, set()
+            return finished
+        self.in_capture = False
         finished = {recording for recording in self.backward if recording.in_capture or not captures}
         self.backward -= finished
         if not captures and any(recording.in_capture for recording in finished):
@@ -99,12 +109,9 @@ class Pending:
             )
         return {recording for recording in finished if recording.in_capture is captures}
 
-    def _served(self) -> list["Pending"]:
-        """Threads whose backwards run elsewhere, such as those of DataParallel's replicas. `OTHERS` serves all."""
-        with LOCK:
-            served = [t for t in THREADS if self is OTHERS or not t.has_backwards or not t.thread.is_alive()]
-            THREADS[:] = [t for t in THREADS if t.thread.is_alive() or t is OTHERS]
-        return served
+    def _serves(self, other: "Pending") -> bool:
+        """Whether its backwards run elsewhere, such as those of DataParallel's replicas. `OTHERS` serves all."""
+        return self is OTHERS or not other.has_backwards or not other.thread.is_alive()
 
 
 LOCK, KEY = threading.Lock(), "duotone_pending"
@@ -185,7 +192,7 @@ def roll(recorded: Recorded) -> None:
 
 def settle(states: Collection[DelayedState]) -> None:
     """See which slots that started have scales now, by one look at each device."""
-    waiting = [state for state in states if state.looks()]
+    waiting = [state for state in states if state.started and state.looks()]
     for device in {state.scale.device for state in waiting}:
         here = [state for state in waiting if state.scale.device == device]
         flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in here]).tolist()
@@ -201,6 +208,8 @@ class RollTable:
 
     addresses: Tensor
     limits: Tensor
+    alike: tuple[int, int] = (0, 0)
+    """Equal where states roll in one launch."""
 
 
 def roll_all(states: Iterable[DelayedState]) -> None:
@@ -211,7 +220,7 @@ def roll_all(states: Iterable[DelayedState]) -> None:
         if table is None:
             state.roll()
         else:
-            batches.setdefault((id(state.history), table.addresses.get_device()), []).append((state, table))
+            batches.setdefault(table.alike, []).append((state, table))
     for batch in batches.values():
         before = _roll_in_one_kernel(batch[0][0].history, [table for _, table in batch])
         end = 0
@@ -260,4 +269,5 @@ def _new_table(state: DelayedState) -> RollTable:
             "and backward before the capture, as torch.cuda.make_graphed_callables does by itself"
         )
     limits = history.limits(tuple(state.largest), state.history.margin, state.scale.device)
-    return RollTable(addresses(state.amax_history, state.scale, state.events), limits)
+    alike = id(state.history), limits.get_device()
+    return RollTable(addresses(state.amax_history, state.scale, state.events), limits, alike)

@@ -147,6 +147,9 @@ class Planes(NamedTuple):
         return Planes(row and row.map(change), col and col.map(change))
 
 
+NO_SCALES = None, None
+
+
 def encode_once(
     row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext, producer: "FusedProducer | None" = None
 ) -> Planes | None:
@@ -170,12 +173,12 @@ def encode_once(
     seed = _seed(row, col, x, ctx) if cast.is_random else ()
     if seed is None:
         return None
-    scale = live = None
+    scales, live = NO_SCALES, None
     if slot is not None:
         if producer is not None and slot.is_new:  # its first scale follows from the amax of the matrix itself
             return None
         scale, live = slot.place(x)
-    scales = (scale, None) if row_delayed else (None, scale)
+        scales = (scale, None) if row_delayed else (None, scale)
     if producer is None:
         rows, cols = x.shape
         x = x if x.is_contiguous() else x.contiguous()
