@@ -77,10 +77,10 @@ def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
     typed = ("--recipes", "mxfp8", "--seeds", "2", "--as", "8192x16384", "--out", tmp_path)
     code, text, progress = duotone(*TINY, "--data", text_file, *typed)
     result = json.loads((tmp_path / "result.json").read_text())
-    page, told = (tmp_path / "report.html").read_text(), "the work of its linears, as if 8192 wide with 16384 tokens,"
+    page, told = (tmp_path / "report.html").read_text(), "linears 8192 wide with 16384 tokens"
     assert "on an NVIDIA H200" in text and told in page and result["settings"]["size"] == [8192, 16384]
     assert duotone("report", tmp_path, "--as", "4096x8192")[0] == 0
-    assert "as if 4096 wide with 8192 tokens," in (tmp_path / "report.html").read_text()
+    assert "for linears 4096 wide with 8192 tokens" in (tmp_path / "report.html").read_text()
     reference, mxfp8 = result["runs"]
     assert code == 0 and [run["name"] for run in result["runs"]] == ["bf16", "mxfp8"]
     assert "mxfp8, seed 1: step 6/6" in progress and "run 4 of 4" in progress and "all ETA 0:0" in progress

@@ -6,6 +6,8 @@ import pytest
 
 from duotone.observe import speeds
 from duotone.report import choice, render
+from duotone.report.scatter import Dot, Scatter
+from duotone.report.series import Style
 
 Result = dict[str, Any]
 NAMES = {"fp8_current": "fp8-current", "hybrid": "mxfp8-fwd-nvfp4-bwd"}
@@ -24,10 +26,9 @@ def ranked(result: Result, **gaps: tuple[float, float]) -> Result:
 def test_the_fastest_recipe_that_cannot_be_told_from_bf16_is_named_with_its_speed(result: Result) -> None:
     text = choice.answer(ranked(result))
     assert text.startswith(
-        "Use fp8-current on an NVIDIA H200: the work of its linears, as if 4096 wide with 8192 tokens"
+        "Use fp8-current on an NVIDIA H200: 1.60 times as fast for linears 4096 wide with 8192 tokens"
     )
-    assert "is 1.60 times as fast" in text
-    assert text.endswith("times as fast, and its loss cannot be told from that of bf16.")
+    assert text.endswith("tokens, and its loss cannot be told from that of bf16.")
     told = choice.confidence(result)
     assert told.startswith("Confidence: moderate, its gap may be up to 0.30\N{NO-BREAK SPACE}%")
     assert "bench/results/2026-11-21-h200" in told and "the linears of this model were not measured" in told
@@ -64,22 +65,20 @@ def test_on_a_gpu_the_steps_of_this_run_decide(result: Result) -> None:
     ranked(result)["machine"] |= {"device": "cuda", "processor": "NVIDIA B200"}
     mxfp8 = next(run for run in result["runs"] if run["name"] == "mxfp8")
     mxfp8["step_ms"] = result["runs"][0]["step_ms"] / 2
-    assert "Use mxfp8 on an NVIDIA B200: a step of this model is 2.00 times as fast" in choice.answer(result)
+    assert "Use mxfp8 on an NVIDIA B200: 2.00 times as fast for a step of this model" in choice.answer(result)
     assert "measured in this run" in choice.confidence(result)
 
 
 def test_linears_within_the_measured_shapes_are_interpolated_and_marked(result: Result) -> None:
     ranked(result)["settings"] |= {"tokens_per_step": 8192, "linears": [[4096, 8192, 14]]}
-    assert "the work of the linears of this model is" in choice.answer(result) and "(interpolated)" in choice.answer(
-        result
-    )
+    assert "for the linears of this model, and" in choice.answer(result) and "(interpolated)" in choice.answer(result)
     assert 'hollow"><title>fp8-current' in render(result)
 
 
 def test_a_size_that_was_named_takes_the_place_of_that_of_the_model(result: Result) -> None:
     ranked(result)["settings"] |= {"tokens_per_step": 128, "linears": {"up": (64, 64)}, "size": [8192, 16384]}
     fast = speeds.measured().speed("fp8-current", (16384, 8192, 8192)).ratio
-    assert f"as if 8192 wide with 16384 tokens, is {fast:.2f} times as fast, and" in choice.answer(result)
+    assert f"{fast:.2f} times as fast for linears 8192 wide with 16384 tokens, and" in choice.answer(result)
 
 
 SEARCH = {"recipe": "searched", "kind": "speed", "value": 1.2, "gap_percent": 0.0, "speed": 1.25, "memory": 0.95}
@@ -119,9 +118,28 @@ def test_the_first_line_of_a_search_has_speed_gap_and_whether_the_goal_is_met(
     ratio = 3 / (2 + 1 / speeds.measured().speed("fp8-current", (8192, 4096, 4096)).ratio)
     text, page = choice.answer(result), render(result)
     assert text.startswith("Try" if margin is None else "Use") and words in text.replace("\N{NO-BREAK SPACE}", " ")
-    assert f"as if 4096 wide with 8192 tokens, is predicted {ratio:.2f} times as fast as in bf16" in text
+    assert f"predicted {ratio:.2f} times as fast as bf16 for linears 4096 wide with 8192 tokens, " in text
     assert f"<h1>{text}</h1>" in page
     assert gap is None or f"speed {ratio:.2f} times, predicted</title>" in page
+
+
+def test_a_run_without_a_reference_shows_its_loss(result: Result) -> None:
+    """As of `duotone train`: no link to a chart that is not there, and no dash in the place of a gap."""
+    result["runs"] = [result["runs"][4] | {"gap_percent": None, "final_heldout_loss": 2.5}]
+    page = render(result)
+    assert "<h1>nvfp4 over 120 steps</h1>" in page and 'href="#trade"' not in page
+    assert '<span class="gap">2.500</span>' in page and "no gap to a" not in page
+
+
+def test_a_name_stands_where_it_covers_no_other_mark() -> None:
+    """Names go to the right of marks at the left, but not over the next mark at the same height."""
+    style = Style("s0", "circle", None)
+    places = {"a name": (0.0, 1.4), "b": (0.0, 1.5), "c": (1.0, 1.0), "d": (-1.0, 2.0)}
+    dots = [Dot(name, style, gap, 0.0, across, "") for name, (gap, across) in places.items()]
+    sides = [
+        {dot.name: side for dot, _, side in Scatter("", "", part).labels()} for part in (dots, [dots[0], *dots[2:]])
+    ]
+    assert sides == [{"a name": -1, "b": 1, "c": 1, "d": -1}, {"a name": 1, "c": 1, "d": -1}]
 
 
 def test_without_a_recipe_to_compare_the_page_has_its_plain_heading(result: Result) -> None:

@@ -98,7 +98,8 @@ def scatters(result: Document, styles: Sequence[Style], where: Hardware) -> list
         common = (run["name"], looks[run["name"]], gap, run.get("gap_margin") or 0.0)
         cost = "the reference" if run["is_reference"] else f"{'+' if gap >= 0 else MINUS}{gap_text(run)}"
         ratio = speed.basis if speed.ratio is None else f"{number(speed.ratio, 2)} times, {speed.basis}"
-        fast.append(Dot(*common, speed.ratio, f"{cost}, speed {ratio}", speed.basis != "measured"))
+        is_hollow = speed.basis != "measured" and not run["is_reference"]
+        fast.append(Dot(*common, speed.ratio, f"{cost}, speed {ratio}", is_hollow))
         lean.append(Dot(*common, peak / scale if finite(peak) else None, f"{cost}, {size(peak)}"))
     charts = [Scatter(f"Gap and speed on an {where.name}", "speed over bf16", fast)]
     return [*charts, Scatter("Gap and peak memory", f"peak memory of a step ({unit})", lean)]

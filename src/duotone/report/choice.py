@@ -30,7 +30,7 @@ CONFIDENCE = ((0.25, "high"), (1.0, "moderate"))
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU, and the speed of each run on it over bf16. `what` is that speed's subject, `source` where it is from."""
+    """A GPU, and the speed of each run on it over bf16. `what` is what has that speed, `source` where it is from."""
 
     name: str
     what: str
@@ -50,7 +50,7 @@ def hardware(result: Document) -> Hardware:
         base = times.get(reference["name"])
         known = {name: Speed(base / ms, "measured") for name, ms in times.items() if base is not None}
         return Hardware(str(result["machine"].get("processor")), "a step of this model", "measured in this run", known)
-    table, what, note = speeds.measured(), "the work of the linears of this model", ""
+    table, what, note = speeds.measured(), "the linears of this model", ""
     shapes = _shapes(settings, settings.get("size"))
     known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
     if "size" not in settings and all(speed.ratio is None for speed in known.values()):
@@ -58,7 +58,7 @@ def hardware(result: Document) -> Hardware:
         known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
     if note or "size" in settings:
         width, tokens = settings.get("size", EXAMPLE)
-        what = f"the work of its linears, as if {width} wide with {tokens} tokens,"
+        what = f"linears {width} wide with {tokens} tokens"
     return Hardware(table.device, what, f"{table.source}, {table.date}{note}", known)
 
 
@@ -126,7 +126,7 @@ def answer(result: Document) -> str:
         )
         loss += ", which one seed cannot tell from none" * (not best.get("rank"))
     use = f"{_verb(best)} {best['name']} on an {where.name}"
-    return f"{use}: {where.what} is {_times(where, best)}, and {loss}."
+    return f"{use}: {_times(where, best)} for {where.what}, and {loss}."
 
 
 def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) -> str:
@@ -145,8 +145,10 @@ def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) ->
         told += " (zero lies in this interval)" * (abs(gap) <= margin)
         if search["kind"] == "gap" and abs(gap - search["value"]) > margin:
             goal = f"and {bound} % is {'not ' * (gap > search['value'])}met"
-    fast = "of unknown speed" if speed.ratio is None else f"predicted {number(speed.ratio, 2)} times as fast"
-    return f"{_verb(run)} {run['name']} on an {where.name}: {where.what} is {fast} as in {base}, {goal}; {told}."
+    fast = "its speed is unknown"
+    if speed.ratio is not None:
+        fast = f"predicted {number(speed.ratio, 2)} times as fast as {base}"
+    return f"{_verb(run)} {run['name']} on an {where.name}: {fast} for {where.what}, {goal}; {told}."
 
 
 def _verb(run: RunEntry) -> str:

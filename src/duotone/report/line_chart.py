@@ -10,7 +10,7 @@ from duotone.report.series import Points, Style, thin
 
 LEFT, TOP, BOTTOM = 54, 12, 46
 NARROW = 340
-CHARACTER = 7.8
+CHARACTER = 8.4
 HOVER_POINTS = 30
 
 

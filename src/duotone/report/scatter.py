@@ -9,6 +9,9 @@ from duotone.report.line_chart import NARROW
 from duotone.report.series import Style
 
 LEFT, TOP, BOTTOM = 60, 14, 46
+LETTER, LONGEST = 8, 20
+"""The pixels of a letter at most, and how many letters of a name stand beside its mark."""
+
 UNKNOWN = 84
 """The pixels left of the axis in which recipes stand whose place on it is not known."""
 
@@ -63,12 +66,19 @@ class Scatter:
         """The pixel across."""
         return self.x.start - UNKNOWN / 2 if dot.across is None else self.x.position(dot.across)
 
-    def is_at_the_right(self, dot: Dot) -> bool:
-        """Whether its name has to stand at the left of the mark."""
-        return self.place(dot) > 0.6 * self.width
-
-    def labels(self) -> list[tuple[Dot, float]]:
-        """Each dot with the height of its name, so that no two names overlap."""
+    def labels(self) -> list[tuple[Dot, float, int]]:
+        """Each dot with the height and the side of its name (1 at the right, -1), so that no two names overlap."""
         dots = sorted(self.dots, key=lambda dot: -dot.gap)
         heights = spread([self.y.position(dot.gap) for dot in dots], self.y.end + 6, self.y.start)
-        return list(zip(dots, heights, strict=True))
+        return [(dot, height, self._side(dot, height)) for dot, height in zip(dots, heights, strict=True)]
+
+    def _side(self, dot: Dot, height: float) -> int:
+        """Towards the middle, unless the name would cover the mark of another dot there and not at the other side."""
+        at, length = self.place(dot), 14 + LETTER * min(len(dot.name), LONGEST)
+        sides = (-1, 1) if at > 0.6 * self.width else (1, -1)
+        marks = [self.place(other) for other in self.dots if abs(self.y.position(other.gap) - height) < LETTER]
+        for side in sides:
+            ends = sorted((at, at + side * length))
+            if LEFT < ends[0] and ends[1] < self.width and not any(ends[0] < mark < ends[1] for mark in marks):
+                return side
+        return sides[0]
