@@ -20,8 +20,8 @@ from duotone.tensor.fsdp import shard_of
 from duotone.tensor.writes import write_all
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPES = torch.float32, torch.bfloat16
-"""Of what a step reads and writes beside the parameter."""
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
+"""Of moments and masters. Groups hold their names: torch.distributed.checkpoint takes no dtypes."""
 
 
 class AdamW(Optimizer):
@@ -56,7 +56,8 @@ class AdamW(Optimizer):
         moment_dtype: torch.dtype = torch.float32,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"master_weights": master_weights, "master_dtype": master_dtype, "moment_dtype": moment_dtype}
+        defaults |= {"master_weights": master_weights, "moment_dtype": str(moment_dtype)}
+        defaults["master_dtype"] = None if master_dtype is None else str(master_dtype)
         self._marks: dict[Tensor, Mark] = {}
         super().__init__(params, defaults)
 
@@ -64,6 +65,7 @@ class AdamW(Optimizer):
         """Like torch's. UserError, and nothing is added, if the group cannot be updated."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group |= {key: str(value) for key, value in group.items() if isinstance(value, torch.dtype)}
         try:
             check_group(group)
         except Exception:
@@ -130,7 +132,7 @@ class AdamW(Optimizer):
             dtype = stored.get("master", torch.float32)
             master = laid_like(parameter, initial_master(shard_of(parameter), dtype))
             state.update({"master": master} if "master" in stored else {})
-        self._state_of(parameter, master, group["moment_dtype"])
+        self._state_of(parameter, master, stored[MOMENTS[0]])
         for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
             if state[name].dtype != dtype or not shard_of(state[name]).is_contiguous():
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
@@ -221,8 +223,8 @@ def _is_number(value: object) -> bool:
 
 def stored_dtypes(group: Group) -> dict[str, torch.dtype]:
     """The dtypes of the stored moments and master, by name, of a parameter that is updated in fp32."""
-    dtypes = {**dict.fromkeys(MOMENTS, group["moment_dtype"]), "master": group["master_dtype"]}
-    return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+    names = {**dict.fromkeys(MOMENTS, group["moment_dtype"]), "master": group["master_dtype"]}
+    return {name: DTYPES[dtype] for name, dtype in names.items() if dtype is not None}
 
 
 def gradient(parameter: Tensor) -> Tensor:
