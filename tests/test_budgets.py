@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36221
+LIBRARY_LINES = 36259
 TOOL_LINES = 7549
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2383, 20, 0),
     "cli": (1515, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2481, 7, 0),
+    "compat": (2494, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2863, 1, 0),
     "distributed": (450, 3, 1),
@@ -35,10 +35,10 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2288, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (553, 2, 0),
+    "optim": (555, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1423, 5, 2),
-    "planned": (2938, 14, 5),
+    "planned": (2961, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1723, 0, 0),
     "serving": (1312, 0, 0),

@@ -120,6 +120,65 @@ def column_parallel_with_sequence_parallelism(folder: Path) -> None:
 
 
 @check
+def a_grouped_linear_is_its_experts_in_parallel(folder: Path) -> None:
+    """Each expert has the bits of a parallel Linear on its rows, which other checks compare with one process."""
+    world, rows = dist.get_world_size(), (64, 0, 128)
+    for name, mode, sequence in itertools.product(
+        ("fp8-current", "mxfp8", "fp8-rowwise", "bf16"), ("column", "row"), (True, False)
+    ):
+        torch.manual_seed(5)
+        options = {"parallel_mode": mode, "tp_group": dist.group.WORLD, "sequence_parallel": sequence}
+        options |= {"params_dtype": torch.bfloat16, "recipe": name}
+        grouped = duotone.GroupedLinear(3, WIDE, NARROW, **options)
+        experts = [duotone.Linear(WIDE, NARROW, **options) for _ in rows]
+        whole = torch.randn(sum(rows), WIDE).bfloat16(), torch.randn(sum(rows), NARROW).bfloat16()
+        x, dy = (list(t.split(rows)) for t in whole)
+        of_x, of_dy = (piece, lambda t: piece(t, 1)) if mode == "column" else (lambda t: piece(t, 1), piece)
+        x = [of_x(part) if sequence or mode == "row" else part for part in x]
+        dy = [of_dy(part) if sequence or mode == "column" else part for part in dy]
+        with torch.no_grad():
+            for i, expert in enumerate(experts):
+                for kind in ("weight", "bias"):
+                    getattr(grouped, f"{kind}{i}").copy_(getattr(expert, kind))
+        leaf = torch.cat(x).requires_grad_()
+        y = grouped(leaf, [len(part) for part in x])
+        y.backward(torch.cat(dy))
+        parts = [run(expert, *each) for expert, *each in zip(experts, x, dy, strict=True)]
+        what = f"{name}, {mode}, {sequence}"
+        same(y.detach(), torch.cat([part[0] for part in parts]), f"{what} output")
+        same(leaf.grad, torch.cat([part[1] for part in parts]), f"{what} input gradient")
+        for i, part in enumerate(parts):
+            same(getattr(grouped, f"weight{i}").grad, part[2], f"{what} weight gradient")
+            same(getattr(grouped, f"bias{i}").grad, part[3], f"{what} bias gradient")
+        assert world * grouped.weight0.numel() == WIDE * NARROW
+
+
+@check
+def grouped_linears_of_two_ranks_compute_what_one_process_does(folder: Path) -> None:
+    """Column, then row: sums have another order, and under fp8-current activations have a scale of each rank."""
+    rows = [32, 64]
+    for name, bound in {"mxfp8": 1e-5, "fp8-block": 1e-5, "bf16": 1e-5, "fp8-current": 0.1}.items():
+        torch.manual_seed(6)
+        recipe, options = recipes.load(name), {"bias": False}
+        up, down = (duotone.GroupedLinear(2, *s, recipe=recipe, **options) for s in ((128, 512), (512, 128)))
+        options |= {"tp_group": dist.group.WORLD, "recipe": recipe}
+        column = duotone.GroupedLinear(2, 128, 512, parallel_mode="column", **options)
+        row = duotone.GroupedLinear(2, 512, 128, parallel_mode="row", **options)
+        for i, dim, part, one in ((i, d, p, o) for i in (0, 1) for d, p, o in ((0, column, up), (1, row, down))):
+            with torch.no_grad():
+                whole = getattr(one, f"weight{i}")
+                whole[0, 0] = whole[-1, -1] = 1.0  # the amax of both shards, for scales per tensor
+                getattr(part, f"weight{i}").copy_(piece(whole, dim))
+        x = torch.randn(sum(rows), 128)
+        got, want = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y, exact = row(column(got, rows), rows), down(up(want, rows), rows)
+        y.sum().backward(), exact.sum().backward()
+        for a, b in ((y, exact), (got.grad, want.grad), (column.weight0.grad, piece(up.weight0.grad))):
+            distance = (a - b).norm() / b.norm()
+            assert distance < bound, (name, distance)
+
+
+@check
 def planes_that_backward_makes_again_are_those_of_forward(folder: Path) -> None:
     """Each rank encodes its shard again, under the scale of all, and gathers the planes as it would have."""
     x, weight, bias, dy = data()

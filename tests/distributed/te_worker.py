@@ -77,6 +77,22 @@ def a_column_and_a_row_of_ranks_compute_the_whole(folder: Path) -> None:
 
 
 @check
+def a_rank_has_its_part_of_each_expert_and_the_caller_communicates(folder: Path) -> None:
+    options = {"tp_group": dist.group.WORLD, "tp_size": 2, "bias": False}
+    column = te.GroupedLinear(2, WIDTH, WIDE, parallel_mode="column", **options)
+    row = te.GroupedLinear(2, WIDE, WIDTH, parallel_mode="row", **options)
+    assert column.weight1.shape == (WIDE // 2, WIDTH) and row.weight0.shape == (WIDTH, WIDE // 2)
+    x = torch.ones(TOKENS, WIDTH)
+    torch.testing.assert_close(column(x, [TOKENS, 0]), nn.functional.linear(x, column.weight0))
+    try:
+        te.GroupedLinear(2, WIDTH, WIDE, parallel_mode="row", tp_group=dist.group.WORLD)
+    except UserError as error:
+        assert "give bias=False" in str(error)
+    else:
+        raise AssertionError("each rank would add the bias")
+
+
+@check
 def amaxes_are_reduced_over_all_ranks_without_a_group(folder: Path) -> None:
     """As there; Duotone's own autocast reduces nothing unless told."""
     linear = te.Linear(WIDTH, WIDE)

@@ -809,7 +809,10 @@ class Ranks:
         ),
         (lambda: duotone.LayerNormMLP(8, 8, set_parallel_mode=True, tp_size=2), "needs a tp_group"),
         (lambda: duotone.TransformerLayer(8, 8, 2, set_parallel_mode=True, tp_size=2), "needs a tp_group"),
-        (lambda: duotone.GroupedLinear(2, 8, 8, tp_size=2), "tp_size is 2; a GroupedLinear holds whole experts"),
+        (
+            lambda: duotone.GroupedLinear(2, 8, 8, tp_size=2),
+            "tp_size is 2; it repeats the size of tp_group beside parallel_mode",
+        ),
     ],
 )
 def test_a_number_of_ranks_without_their_group_is_refused(make, message) -> None:

@@ -133,7 +133,7 @@ class GroupedStage(Stage):
             y, (saved_here,), _ = linear.run(rows, (weight, bias, first))
             outputs.append(y)
             saved += saved_here
-        return with_lead(torch.cat(outputs), x), (*saved, ((splits, None),))
+        return with_lead(torch.cat(outputs), x), (*saved, ((tuple([len(y) for y in outputs]), None),))
 
     def _backward_each(self, dy: Tensor, saved: Sequence[Any], splits: RowCounts, needs: Needs) -> Gradients:
         _, _, needs_weights, needs_biases = self.named(needs[1:])

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
+from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.linear.sink import GRADIENT
@@ -26,6 +27,9 @@ from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.quantizer import quantizer_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Splits = Rows | Tensor | Sequence[int]
 """The rows of each linear."""
@@ -88,7 +92,10 @@ class PlannedGroup(Planned):
             stage = self.plans.variant(stage, is_first_microbatch)
         trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
         tracked = torch.is_grad_enabled() and trained
-        output = signal._replace(width=out, requires_grad=signal.requires_grad or tracked)
+        rows = None if self.layout.sequence_parallel else signal.rows
+        if rows is None and compiling:
+            raise UserError(f"{self.module_name}: sequence_parallel runs in eager code; leave it out of compiled code")
+        output = signal._replace(width=out, rows=rows, requires_grad=signal.requires_grad or tracked)
         return stage, output, weights, biases
 
     def _require_alike(
@@ -132,6 +139,8 @@ class PlannedGroup(Planned):
         biases: Sequence[Tensor | None],
     ) -> Sequence[object]:
         (splits,), dtype = extra, signal.dtype
+        if stage.plan.layout.group:
+            self.require_alike(stage.plan, signal.device)
         if self.return_bias:
             biases = (None,) * self.num_gemms
         weights = self.whole_weights(weights)
@@ -175,7 +184,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.
-    Other arguments are Linear's.
+    Other arguments are Linear's. `parallel_mode` splits each expert. With `sequence_parallel` an expert has
+    equally many rows on all ranks: "column" gathers them, one rank after the other, and "row" scatters them.
     """
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
@@ -194,18 +204,22 @@ class GroupedLinear(PlannedGroup, nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        parallel_mode: str | None = None,
+        tp_group: "ProcessGroup | None" = None,
         tp_size: int = 1,
+        sequence_parallel: bool = False,
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
         if not isinstance(num_gemms, int) or num_gemms < 1:
             raise UserError(f"num_gemms is {num_gemms!r}; give a whole number, one or more")
-        if tp_size != 1:
-            raise UserError(f"tp_size is {tp_size}; a GroupedLinear holds whole experts: leave it out")
+        layout = parallel_layout(parallel_mode, tp_group, sequence_parallel, tp_size)
+        in_features, out_features = local_sizes(layout, in_features, out_features, tp_group)
         if single_grouped_weight and (fuse_wgrad_accumulation or delay_wgrad_compute):
             raise UserError("single_grouped_weight gives its gradient to autograd; keep separate weights for the rest")
         super().__init__()
         keep_initialiser(self, init_method)
+        self.layout = layout
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
@@ -256,6 +270,8 @@ class GroupedLinear(PlannedGroup, nn.Module):
     ) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")
+        if self.layout.sequence_parallel:
+            raise UserError(f"{self.module_name}: sequence_parallel changes the rows; leave out and dgrad_out")
         signal = info_of(x, self)
         stage, output, *_ = self.link(signal, first)
         assert isinstance(stage, GroupedStage)

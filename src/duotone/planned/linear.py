@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import Layout, local_sizes, parallel_layout
+from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.pipeline.autograd import Outputs
 from duotone.pipeline.op import Op, TensorInfo, is_distributed, require_fit, run
 from duotone.pipeline.stage import Stage
@@ -127,8 +127,7 @@ class PlannedLinear(Planned):
     ) -> Sequence[Tensor | None]:
         dtype, plan = info.dtype, stage.plan
         if plan.layout.group:
-            quantizers = plan.input.quantizer, plan.weight.quantizer, plan.gradient.quantizer
-            self.plans.require_alike(quantizers, info.device, plan.layout.group)
+            self.require_alike(plan, info.device)
         if weight.dtype is not dtype and not holds_codes(weight):  # codes stand for values of any dtype
             weight = weight.to(dtype)
         if bias is not None and bias.dtype is not dtype:
@@ -198,11 +197,6 @@ class Linear(PlannedLinear, nn.Linear):
         if name in ("weight", "bias") and is_split(self) and name not in self._parameters:
             return joined(pieces(self, name))
         return super().__getattr__(name)
-
-    def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
-        """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
-        self.layout: Layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
-        self.forget_plans()
 
 
 class BasicLinear(Linear):

@@ -3,14 +3,14 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
-from duotone.linear.layout import WHOLE, Layout
+from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of
 from duotone.pipeline.slot_roles import BoundaryRoles
@@ -26,6 +26,9 @@ from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import tell_shards
 from duotone.tensor.quantizer import quantizer_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 UNNAMED = Site(named=False)
 CONFIGURATION = (
@@ -144,6 +147,16 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
 
     def refuse_held(self, weight: nn.Parameter) -> None:
         """UserError where this module cannot hold the weight in those planes."""
+
+    def set_tensor_parallel_group(self, tp_group: "ProcessGroup | None") -> None:
+        """Communicate in another group from the next forward on; backwards stay in the group of their forward."""
+        self.layout = parallel_layout(self.layout.mode, tp_group, self.layout.sequence_parallel)
+        self.forget_plans()
+
+    def require_alike(self, plan: LinearPlan, device: str) -> None:
+        """UserError on all ranks of the plan's group, in its first call, unless they have the same formats."""
+        quantizers = plan.input.quantizer, plan.weight.quantizer, plan.gradient.quantizer
+        self.plans.require_alike(quantizers, device, plan.layout.group)
 
     def plan_for(self, x: Tensor) -> LinearPlan:
         """The plan that a call with `x` would follow now."""

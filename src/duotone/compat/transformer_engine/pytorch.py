@@ -114,10 +114,7 @@ class TakesGroupLater:
     def prepare(self, named: Options) -> None:
         mode, size = named.get("parallel_mode"), named.get("tp_size", 1)
         if mode in CUT and size > 1 and named.get("tp_group") is None:
-            features, remainder = divmod(named[CUT[mode]], size)
-            if remainder:
-                raise UserError(f"parallel_mode {mode!r} cannot split {named[CUT[mode]]} features over {size} ranks")
-            named[CUT[mode]] = features
+            cut(named, mode, size)
             self.__dict__["late"] = mode, bool(named.get("sequence_parallel"))
             named["tp_size"] = 1
         super().prepare(named)  # type: ignore[misc]
@@ -136,6 +133,14 @@ class TakesGroupLater:
 CUT = {"column": "out_features", "row": "in_features"}
 
 
+def cut(named: Options, mode: str, size: int) -> None:
+    """Leave the features of one rank."""
+    features, remainder = divmod(named[CUT[mode]], size)
+    if remainder:
+        raise UserError(f"parallel_mode {mode!r} cannot split {named[CUT[mode]]} features over {size} ranks")
+    named[CUT[mode]] = features
+
+
 class Linear(TakesGroupLater, TransformerEngineBaseModule, modules.Linear):
     pass
 
@@ -145,7 +150,15 @@ class LayerNormLinear(TakesGroupLater, TransformerEngineBaseModule, modules.Laye
 
 
 class GroupedLinear(TransformerEngineBaseModule, modules.GroupedLinear):
-    pass
+    def prepare(self, named: Options) -> None:
+        """Its caller communicates there: a rank has its part of each expert, and nothing else."""
+        mode, size = named.get("parallel_mode"), ranks(named)
+        if mode in CUT and size > 1:
+            if named.get("bias", True):
+                raise UserError("te.GroupedLinear adds no bias beside parallel_mode; give bias=False")
+            cut(named, mode, size)
+            named |= {"tp_size": 1, "tp_group": None}
+        super().prepare(named)
 
 
 class LayerNorm(TakesTheirArguments, modules.LayerNorm):
