@@ -94,7 +94,7 @@ SEARCH = {"recipe": "searched", "kind": "speed", "value": 1.2, "gap_percent": 0.
             "so speed=1.2 is met; its loss ends 0.10 ± 0.20 % above that of bf16 (zero lies in this interval).",
         ),
         (-0.3, 0.2, {}, "so speed=1.2 is met; its loss ends 0.30 ± 0.20 % below that of bf16."),
-        (0.1, 0.2, {"kind": "memory", "value": 1.0}, "keeps 0.95 of the bytes for backward, so memory=1 is met"),
+        (0.1, 0.2, {"kind": "memory", "value": 1.0}, "it keeps 0.95 of the bytes for backward, so memory=1 is met"),
         (0.1, 0.2, {"kind": "gap", "value": 0.2}, "whether gap=0.2 % is met cannot be told"),
         (0.1, None, {"kind": "gap", "value": 0.2}, "whether gap=0.2 % is met cannot be told"),
         (0.5, 0.2, {"kind": "gap", "value": 0.2}, "and gap=0.2 % is not met"),

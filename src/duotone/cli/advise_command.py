@@ -1,7 +1,6 @@
 """`duotone advise`: which formats suit each GEMM of a model, from samples of one step."""
 
 import json
-import textwrap
 from pathlib import Path
 
 import click
@@ -44,9 +43,9 @@ def advise(
 
     from duotone import observe
     from duotone.cli.inputs import config_from
+    from duotone.cli.summary import echo
     from duotone.lab import data, files, models, texts
     from duotone.lab.model import to_dtype
-    from duotone.observe.advice import WIDTH
 
     config = config_from(typed)
     preset = config.preset
@@ -66,5 +65,7 @@ def advise(
         return
     click.echo(f"{models.describe(config.model, preset)}, {preset.batch} x {preset.model.context} bytes\n")
     click.echo(advice.table(all_rows))
-    notes = [line for note in advice.notes for line in textwrap.wrap(note, WIDTH)]
-    click.echo("\n".join(["", *notes, "", advice.toml.rstrip()]))
+    click.echo()
+    for note in advice.notes:
+        echo(note)
+    click.echo(f"\n{advice.toml.rstrip()}")

@@ -109,13 +109,15 @@ def print_finding(finding: Finding, chosen: Search) -> None:
     """The predictions for the recipe and for uniform ones, and how far off the first was."""
     rows = [[TITLE, *_cells(finding.predicted)]]
     rows += [[name, *_cells(prediction)] for name, prediction in finding.uniform.items()]
-    click.echo(f"\nPredicted for {chosen.goal} {chosen.where} ({chosen.table.source}):")
+    click.echo()
+    summary.echo(f"Predicted for {chosen.goal} {chosen.where} ({chosen.table.source}):")
     print_table(("recipe", "gap %", "speed", "memory"), rows)
     counts: dict[str, int] = {}
     for option in finding.chosen.values():
         counts[option.recipe] = counts.get(option.recipe, 0) + 1
     told = ", ".join(f"{count} as in {name}" for name, count in counts.items())
-    click.echo(f"{len(finding.chosen)} GEMMs: {told}.\n{finding.verdict}")
+    summary.echo(f"{len(finding.chosen)} GEMMs: {told}.")
+    summary.echo(finding.verdict)
 
 
 def _cells(prediction: Prediction) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ def report(
     """Make the page of the result in DIR anew, or compare it with that in DIR2.
 
     Two results must be of one model and text. Runs of DIR2 have its name behind theirs, and all are judged against the
-    reference of DIR, or its first run, at the last step that all have.
+    reference of DIR, or its first run, at the last step and under the seeds that all have.
     """
     from duotone.cli import summary
     from duotone.lab import continuation

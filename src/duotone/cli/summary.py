@@ -50,7 +50,12 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
             click.echo(f"{run['name']} {told}")
     if len(result["runs"]) > 1:
         for told in filter(None, (answer(result), verdict(result))):
-            click.echo("\n".join(textwrap.wrap(told.replace(SPACE, " "), WIDTH)))
+            echo(told.replace(SPACE, " "))
+
+
+def echo(text: str) -> None:
+    """Print a paragraph in lines of 80 columns."""
+    click.echo("\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False)))
 
 
 def numbers(result: Document) -> dict[str, object]:

@@ -53,7 +53,7 @@ def hardware(result: Document) -> Hardware:
     table, what, note = speeds.measured(), "the linears of this model", ""
     shapes = _shapes(settings, settings.get("size"))
     known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
-    if "size" not in settings and all(speed.ratio is None for speed in known.values()):
+    if not is_asked and all(speed.ratio is None for speed in known.values()):
         shapes, note = _shapes(settings, EXAMPLE), "; the linears of this model were not measured"
         known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
     if note or "size" in settings:
@@ -135,7 +135,7 @@ def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) ->
     bound = f"{search['kind']}={search['value']:g}"
     goal = {
         "speed": f"so {bound} is met",
-        "memory": f"and keeps {number(search['memory'], 2)} of the bytes for backward, so {bound} is met",
+        "memory": f"and it keeps {number(search['memory'], 2)} of the bytes for backward, so {bound} is met",
         "gap": f"and whether {bound} % is met cannot be told",
     }[search["kind"]]
     told = "its loss is not measured"
