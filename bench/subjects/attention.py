@@ -90,7 +90,7 @@ def of_kernel(heads: Heads, shape: Shape, tiles: tuple[int, int, int]) -> Work:
     scale = shape[-1] ** -0.5
 
     def call() -> object:
-        return attention.attend(operands, scales, None, (scale, True, True, torch.bfloat16), tiles)
+        return attention.attend(operands, scales, None, (scale, True, True, torch.bfloat16), tiles=tiles)
 
     return Work(call, amount=flops(shape, 2))
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone.attention import DotProductAttention, dot_product
+from duotone.attention.masks import seen_by
 from duotone.dispatch import attention
-from duotone.dispatch.attention import CUDNN_TOKENS
+from duotone.dispatch.attention import CUDNN_TOKENS, AttentionProblem
 from duotone.dispatch.target import Target
 from duotone.errors import RecipeError
 from duotone.recipes import Recipe, Rule, RuleRecipe
@@ -31,19 +32,28 @@ ALL_FP8 = RuleRecipe(
 FORWARD_ALONE = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override="dequantized", dpa_min_tokens=0)
 
 
-def decoded_attention(codes, scales, p_scale, options) -> tuple[Tensor, Tensor]:
+def triangle(shape: torch.Size, causal: bool, spans: Tensor | None) -> Tensor:
+    """Bool, True where a query sees a key."""
+    queries, keys = shape[-2:]
+    if spans is not None:
+        return seen_by(spans, slice(0, queries), slice(0, keys))
+    everything = torch.ones(queries, keys, dtype=torch.bool)
+    return everything.tril() if causal else everything
+
+
+def decoded_attention(codes, scales, p_scale, options, spans=None) -> tuple[Tensor, Tensor]:
     """What `kernels.attention.attend` computes, without rounding probabilities."""
     scale, causal, _, dtype = options
     q, k, v = (x.float() * s for x, s in zip(codes, scales, strict=True))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.permute(2, 0, 3, 1)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).tril() == 0, -torch.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous().to(dtype), scores.logsumexp(-1)
+    scores = scores.masked_fill(~triangle(scores.shape, causal, spans), -torch.inf)
+    out = (scores.softmax(-1).nan_to_num(0) @ v).transpose(1, 2).contiguous().to(dtype)
+    return out, scores.logsumexp(-1).nan_to_num(neginf=0)
 
 
-def decoded_backward(x, weights, lse, options) -> tuple[Tensor, ...]:
+def decoded_backward(x, weights, lse, options, spans=None) -> tuple[Tensor, ...]:
     """What `kernels.attention_backward.differentiate` computes, without rounding P and dS."""
     scale, causal, _, dtype = options
 
@@ -55,7 +65,7 @@ def decoded_backward(x, weights, lse, options) -> tuple[Tensor, ...]:
         return values.repeat_interleave(lse.shape[1] // values.shape[1], 1)
 
     p = (heads("q_row") @ heads("k_row").mT * scale - lse[..., None]).exp()
-    p = p * torch.ones(p.shape[-2:]).tril() if causal else p
+    p = p * triangle(p.shape, causal, spans)
     delta = (heads("do_row") * heads("out")).sum(-1, keepdim=True)
     ds = p * (heads("do_row") @ heads("v_row").mT - delta)
     groups = x.k_row.values.shape[2]
@@ -107,6 +117,39 @@ def test_the_kernel_gets_the_codes_that_blocks_of_keys_multiply(kernel, layout, 
     assert kernel == ["attend", *backward]
     for fused, blocks in zip(*results, strict=True):
         assert (fused - blocks).norm() < (0.09 if recipe in (FILE, ALL_FP8) else 0.04) * blocks.norm()
+
+
+MASKS = {
+    "window": ({"window_size": (15, 0)}, {}),
+    "all keys around": ({"attn_mask_type": "no_mask", "window_size": (15, 7)}, {}),
+    "packed": (
+        {"attn_mask_type": "padding_causal", "qkv_format": "thd"},
+        {"cu_seqlens_q": torch.tensor([0, 9, 9, 70])},
+    ),
+    "lengths": ({"attn_mask_type": "padding"}, {"cu_seqlens_q": torch.tensor([0, 25, 27])}),
+}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("name", MASKS)
+def test_windows_and_sequences_run_in_kernels_as_by_blocks_of_keys(kernel, monkeypatch, name, recipe) -> None:
+    """The kernels read which keys each query sees from two numbers, not from a mask."""
+    options, given = MASKS[name]
+    lead = (80,) if name == "packed" else (2, 40)
+    x = [torch.randn(*lead, heads, 64) for heads in (4, 2, 2)]
+    results = []
+    for refusal in (AttentionProblem.forward_refusal, lambda self: "blocks of keys"):
+        monkeypatch.setattr(AttentionProblem, "forward_refusal", refusal)
+        core = DotProductAttention(
+            4, 64, num_gqa_groups=2, name="a", recipe=recipe, **{"qkv_format": "bshd", **options}
+        )
+        leaves = [t.clone().requires_grad_() for t in x]
+        y = core(*leaves, **given)
+        y.backward(torch.ones_like(y))
+        results.append([y.detach(), *(t.grad for t in leaves)])
+    assert kernel == ["attend", "differentiate"]
+    for fused, blocks in zip(*results, strict=True):
+        assert (fused - blocks).norm() < (0.09 if recipe is ALL_FP8 else 0.04) * blocks.norm()
 
 
 def test_backward_in_high_precision_runs_in_torchs_kernel_on_decoded_planes(kernel) -> None:

@@ -10,6 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import duotone
 from duotone.attention import DotProductAttention
+from duotone.dispatch.attention import AttentionProblem
 from duotone.recipes import Rule, RuleRecipe
 
 pytestmark = pytest.mark.skipif(
@@ -28,9 +29,9 @@ ALL_FP8 = RuleRecipe(
 )
 
 
-def step(core: DotProductAttention, x: list[Tensor], mask: Tensor | None = None) -> list[Tensor]:
+def step(core: DotProductAttention, x: list[Tensor], mask: Tensor | None = None, **options: Tensor) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in x]
-    y = core(*leaves, mask)
+    y = core(*leaves, mask, **options)
     y.backward(torch.ones_like(y))
     return [y.detach(), *(t.grad for t in leaves)]
 
@@ -53,6 +54,31 @@ def test_the_kernels_are_within_a_bound_of_blocks_of_keys(recipe, width, groups,
     if rows["dS K"] == "FP8 attention":
         again = step(DotProductAttention(4, width, **options), x)
         assert all(torch.equal(*pair) for pair in zip(fused, again, strict=True))
+
+
+EDGES = {
+    "window": ({"window_size": (200, 0)}, {}),
+    "all keys around": ({"attn_mask_type": "no_mask", "window_size": (100, 30)}, {}),
+    "packed": ({"attn_mask_type": "padding_causal", "qkv_format": "thd"}, {"cu_seqlens_q": [0, 90, 90, 800, 1150]}),
+    "lengths": ({"attn_mask_type": "padding"}, {"cu_seqlens_q": [0, 600, 603]}),
+}
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", EDGES)
+def test_windows_and_sequences_are_within_a_bound_of_blocks_of_keys(monkeypatch, name, width, recipe) -> None:
+    options, given = EDGES[name]
+    given = {key: torch.tensor(edges, device="cuda") for key, edges in given.items()}
+    lead = (1200,) if name == "packed" else (2, 600)
+    x = [torch.randn(*lead, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    options = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a", "recipe": recipe, **options}
+    fused = step(DotProductAttention(4, width, **options), x, **given)
+    monkeypatch.setattr(AttentionProblem, "forward_refusal", lambda self: "blocks of keys")
+    blocks = step(DotProductAttention(4, width, **options), x, **given)
+    for ours, theirs in zip(fused, blocks, strict=True):
+        assert not torch.equal(ours, theirs)  # other sums
+        assert (ours.float() - theirs.float()).norm() < (0.09 if recipe is ALL_FP8 else 0.04) * theirs.float().norm()
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, duotone.MXFP8BlockScaling(fp8_dpa=True)], ids=lambda r: r.kind)

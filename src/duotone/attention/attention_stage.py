@@ -181,6 +181,11 @@ class OpCall(NamedTuple):
         return stage
 
     @property
+    def has_spans(self) -> bool:
+        """Whether kernels take what is seen: spans, or None for all keys or the causal ones."""
+        return self.seen is None or self.seen.dtype is torch.int32
+
+    @property
     def options(self) -> Options:
         return Options(self.stage.scale, self.stage.causal, self.stage.fast, self.dtype)
 
@@ -194,9 +199,9 @@ def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
     call = OpCall(*arguments)  # type: ignore[arg-type]
     stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value = stage.operands(parts, shape, backward=False)
-    if stage.forward_kernel and call.seen is None:
+    if stage.forward_kernel and call.has_spans:
         planes = query["rowwise"], key["rowwise"], value["columnwise"]
-        natural, logs = attention.forward(planes, shape[:-1], call.p_scale, call.options)
+        natural, logs = attention.forward(planes, shape[:-1], call.p_scale, call.options, call.seen)
         out = natural.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4)
         return out, logs.unflatten(1, (shape.groups, -1)).unsqueeze(-1)
     q = stage.query.values(query, shape.query, "rowwise")
@@ -215,9 +220,12 @@ def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tu
     call = OpCall(*arguments)  # type: ignore[arg-type]
     stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
-    if stage.backward_kernel and call.seen is None and (call.dtype.itemsize == 2 or lse.is_cpu):
-        run = _kernel_backward if stage.backward_kernel == KERNEL else _torch_backward
-        return run(call, shape, (query, key, value, out, gradient), lse)
+    if stage.backward_kernel and call.has_spans and (call.dtype.itemsize == 2 or lse.is_cpu):
+        planes = query, key, value, out, gradient
+        if stage.backward_kernel != KERNEL and call.seen is None:
+            return _torch_backward(call, shape, planes, lse)
+        if stage.problem.target.has_large_blocks:
+            return _kernel_backward(call, shape, planes, lse)
     operands = BackwardOperands(
         stage.query.values(query, shape.query, "rowwise"),
         stage.query.values(query, shape.query, "columnwise"),
@@ -247,7 +255,8 @@ def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor
         problem.products["P^T dO"][0], problem.products["dS K"][0], call.p_scale, lse.new_ones(1) if slots else None
     )
 
-    arguments = planes, shape[:-1], problem.native, lse.flatten(1, 2).squeeze(-1), call.options
+    logs = lse.flatten(1, 2).squeeze(-1)
+    arguments = planes, shape[:-1], problem.native, logs, call.options, call.seen
     if slots:
         if gradient.is_new:
             *_, peak = attention.backward(rounding, *arguments)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from duotone.attention.head_planes import TILE, TileOperand
+from duotone.attention.masks import seen_by
 from duotone.formats import philox
 
 FIRST_RANDOM = 16
@@ -30,8 +31,8 @@ FIRST_RANDOM = 16
 class Blocks:
     """One call: how it masks, scales and drops.
 
-    `seen` is bool and broadcasts to the scores; None is all keys, or the keys up to a query's own position if `causal`.
-    `like` is the dtype of high precision. Dropout and stochastic rounding draw from `seed`.
+    `seen` is bool and broadcasts to the scores, or int32 `spans`; None is all keys, or the keys up to a query's own
+    position if `causal`. `like` is the dtype of high precision. Dropout and stochastic rounding draw from `seed`.
     """
 
     scale: float
@@ -51,6 +52,8 @@ class Blocks:
     def scores(self, q: Tensor, k: Tensor, rows: slice, cols: slice) -> Tensor:
         """The scaled scores of a block, -inf for keys that are not seen."""
         scores = q[..., rows, :] @ k[..., cols, :].mT * self.scale
+        if self.seen is not None and self.seen.dtype is torch.int32:
+            return scores.masked_fill(~seen_by(self.seen, rows, cols).unsqueeze(2), -torch.inf)
         if self.seen is not None:
             seen = self.seen if self.seen.shape[-2] == 1 else self.seen[..., rows, :]
             return scores.masked_fill(~(seen if seen.shape[-1] == 1 else seen[..., cols]), -torch.inf)

@@ -10,7 +10,7 @@ from torch import Tensor
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import LowPrecision
-from duotone.attention.masks import Masking, Window, mask_type, window_of
+from duotone.attention.masks import Masking, Window, mask_type, seen_by, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes, module_of
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
 from duotone.dispatch.attention import (
@@ -136,6 +136,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         options = {"dropout": self.dropout, "scale": self.softmax_scale}
         if seen is None:
             return from_heads(attend(query, key, value, **options, is_causal=kind.causal), layout)
+        if seen.dtype is torch.int32:
+            seen = seen_by(seen, slice(0, query.shape[2]), slice(0, key.shape[2]))
         nothing = ~seen.any(dim=-1, keepdim=True)
         return from_heads(
             attend(query, key, value, **options, attn_mask=seen | nothing).masked_fill(nothing, 0), layout
@@ -172,7 +174,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         attn_mask_type: str | None,
         window_size: Window | None,
     ) -> Tensor | None:
-        """Which keys a query sees, bool, or None for all or for what is causal. UserError where masks do not fit."""
+        """Which keys a query sees, as `Masking.mask`. UserError where masks do not fit."""
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         window = window_of(kind, window_size or self.window_size)
         alike = cu_seqlens_kv is None and query.shape[:-2] == key.shape[:-2]

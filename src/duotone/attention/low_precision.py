@@ -138,8 +138,8 @@ def delayed_slots(
 
 def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     """A mask that broadcasts to (batch, heads, queries, keys), for scores (batch, groups, heads of a group, ...)."""
-    if seen is None:
-        return None
+    if seen is None or seen.dtype is torch.int32:
+        return seen
     seen = seen.view((1,) * (4 - seen.dim()) + seen.shape)
     return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
 

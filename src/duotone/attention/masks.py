@@ -56,44 +56,74 @@ def window_of(kind: MaskType, size: Window | None) -> Window:
 class Side(NamedTuple):
     """The tokens of queries or of keys: their position within their sequence, and which sequence that is.
 
-    `position` is int64 (tokens,) or (batch, 1, tokens), from the start or, negative, from the end. `sequence` has its
-    shape, below 0 for padding; None is one sequence of all tokens.
+    Both are int64 (batch or 1, tokens). Positions are from the start or, negative, from the end; sequences are below 0
+    for padding. `first` and `count`, int64 (sequences,), say where each sequence lies, if its tokens lie together.
     """
 
     position: Tensor
-    sequence: Tensor | None = None
+    sequence: Tensor
+    first: Tensor
+    count: Tensor
 
 
 def whole(tokens: int, device: torch.device, from_end: bool = False) -> Side:
-    return Side(torch.arange(tokens, device=device) - (tokens if from_end else 0))
+    """One sequence of all tokens."""
+    index, count = torch.arange(tokens, device=device)[None], torch.full((1,), tokens, device=device)
+    return Side(index - (tokens if from_end else 0), torch.zeros_like(index), torch.zeros_like(count), count)
 
 
 def padded(real: Tensor, from_end: bool = False, padding: int = -1) -> Side:
     """Bool (batch, tokens), True for tokens and False for padding, which is wherever it is."""
-    position = real.cumsum(-1) - 1 - (real.sum(-1, keepdim=True) if from_end else 0)
-    return Side(position[:, None], torch.where(real, 0, padding)[:, None])
+    count, batch = real.sum(-1), torch.arange(len(real), device=real.device)
+    position = real.cumsum(-1) - 1 - (count[:, None] if from_end else 0)
+    return Side(position, torch.where(real, batch[:, None], padding), torch.zeros_like(count), count)
 
 
-def packed(cu_seqlens: Tensor, tokens: int, from_end: bool = False, padding: int = -1) -> Side:
+def packed(cu_seqlens: Tensor, tokens: int, from_end: bool = False) -> Side:
     """Sequences one after the other, from cu_seqlens[i] to cu_seqlens[i + 1]; tokens behind the last are padding."""
     index, ends = torch.arange(tokens, device=cu_seqlens.device), cu_seqlens[1:]
     sequence = torch.searchsorted(ends, index, right=True)
     edges = torch.cat((cu_seqlens, cu_seqlens[-1:]))
     position = index - edges[sequence + 1 if from_end else sequence]
-    return Side(position, torch.where(sequence < len(ends), sequence, padding))
+    sequence = torch.where(sequence < len(ends), sequence, -1)
+    return Side(position[None], sequence[None], cu_seqlens[:-1], cu_seqlens.diff())
 
 
 def visible(sides: tuple[Side, Side], window: Window) -> Tensor:
-    """Bool (tokens of query, tokens of key), or (batch, 1, ...) of it: True where the query sees the key."""
+    """Bool (batch or 1, 1, queries, keys): True where the query sees the key."""
     query, key = sides
-    back = query.position[..., :, None] - key.position[..., None, :]
+    back = query.position[:, None, :, None] - key.position[:, None, None, :]
     left, right = window
-    seen = torch.ones_like(back, dtype=torch.bool) if left < 0 else back <= left
-    if right >= 0:
-        seen = seen & (back >= -right)
-    if query.sequence is not None and key.sequence is not None:
-        seen = seen & (query.sequence[..., :, None] == key.sequence[..., None, :])
-    return seen
+    seen = query.sequence[:, None, :, None] == key.sequence[:, None, None, :]
+    if left >= 0:
+        seen = seen & (back <= left)
+    return seen & (back >= -right) if right >= 0 else seen
+
+
+def spans(sides: tuple[Side, Side], window: Window, from_end: bool) -> Tensor:
+    """int32 (batch or 1, 2, queries + keys): the first key that each query sees and the one behind the last, then the
+    first query that sees each key and the one behind the last. Tokens of each sequence lie together."""
+    (query, key), (left, right) = sides, window
+    both = _spans(query, key, (left, right), from_end), _spans(key, query, (right, left), from_end)
+    return torch.cat(both, -1).to(torch.int32)
+
+
+def _spans(side: Side, other: Side, window: Window, from_end: bool) -> Tensor:
+    sequence = side.sequence.clamp(min=0)
+    first, count = (each[sequence] for each in (other.first, other.count))
+    place = side.position + (count if from_end else 0)
+    left, right = window
+    end = count if right < 0 else (place + right + 1).clamp(min=0).minimum(count)
+    start = torch.zeros_like(count) if left < 0 else (place - left).clamp(min=0).minimum(end)
+    is_real = side.sequence >= 0
+    return torch.stack([torch.where(is_real, first + edge, 0) for edge in (start, end)], 1)
+
+
+def seen_by(spans: Tensor, queries: slice, keys: slice) -> Tensor:
+    """Bool (batch or 1, 1, queries, keys) of `spans`: True where the query sees the key."""
+    start, end = spans[:, :, queries].unbind(1)
+    index = torch.arange(keys.start, keys.stop, device=spans.device)
+    return ((index >= start[..., None]) & (index < end[..., None]))[:, None]
 
 
 @dataclass(frozen=True)
@@ -105,7 +135,7 @@ class Masking:
     is_packed: bool
 
     def mask(self, query: Tensor, key: Tensor, mask: Masks, cu_seqlens: tuple[Lengths, Lengths]) -> Tensor | None:
-        """Bool, True for a key that is seen, for heads (batch, heads, tokens, depth).
+        """For heads (batch, heads, tokens, depth): bool, True for a key that is seen, or int32 `spans` of what is seen.
 
         None stands for all keys, or for the triangle of a causal type. UserError if masks or lengths do not fit.
         """
@@ -116,29 +146,41 @@ class Masking:
             )
         if kind.arbitrary and self.is_packed:
             raise UserError("attn_mask_type 'arbitrary' takes no packed sequences ('thd'); use 'sbhd' or 'bshd'")
-        if self.is_packed or kind.padding:
+        if kind.padding and not self.is_packed and mask is not None:
             masks = mask if isinstance(mask, tuple) else (mask, mask)
             sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding meets no padding
-            first, second = (self._side(query.shape[0], *side) for side in sides)
-            lengths = [len(edges) for edges in cu_seqlens if edges is not None and self.is_packed]
-            if len(set(lengths)) > 1:
-                raise UserError(f"cu_seqlens are of equal lengths; got {lengths[0]} and {lengths[1]}")
+            first, second = (self._padded(query.shape[0], *side) for side in sides)
             return visible((first, second), self.window)
+        if self.is_packed or kind.padding:
+            first, second = (self._side(query.shape[0], *side) for side in zip(tokens, cu_seqlens, strict=True))
+            if len(first.count) != len(second.count):
+                lengths = [len(side.count) + 1 for side in (first, second)]
+                raise UserError(f"cu_seqlens are of equal lengths; got {lengths[0]} and {lengths[1]}")
+            return spans((first, second), self.window, kind.from_end)
         triangle = kind.causal and (not kind.from_end or tokens[0] == tokens[1])
         seen = None
         if self.window != UNBOUNDED and not (triangle and self.window == (-1, 0)):
             first, second = (whole(count, query.device, kind.from_end) for count in tokens)
-            seen = visible((first, second), self.window)
-        return _seen(mask, (query.shape[0], query.shape[1], *tokens), seen) if kind.arbitrary else seen
+            seen = spans((first, second), self.window, kind.from_end)
+        if not kind.arbitrary:
+            return seen
+        within = None if seen is None else seen_by(seen, slice(0, tokens[0]), slice(0, tokens[1]))
+        return _seen(mask, (query.shape[0], query.shape[1], *tokens), within)
 
-    def _side(self, batch: int, tokens: int, mask: Tensor | None, cu_seqlens: Lengths, padding: int) -> Side:
-        if mask is not None:
-            return padded(_real(mask, batch, tokens), self.kind.from_end, padding)
-        edges = _checked(cu_seqlens, None if self.is_packed else batch + 1, tokens if self.is_packed else None)
-        if self.is_packed:
-            return packed(edges, tokens, self.kind.from_end, padding)
-        real = torch.arange(tokens, device=edges.device) < edges.diff()[:, None]
+    def _padded(self, batch: int, tokens: int, mask: Tensor | None, cu_seqlens: Lengths, padding: int) -> Side:
+        real = _real_lengths(batch, tokens, cu_seqlens) if mask is None else _real(mask, batch, tokens)
         return padded(real, self.kind.from_end, padding)
+
+    def _side(self, batch: int, tokens: int, cu_seqlens: Lengths) -> Side:
+        if self.is_packed:
+            return packed(_checked(cu_seqlens, None, tokens), tokens, self.kind.from_end)
+        return padded(_real_lengths(batch, tokens, cu_seqlens), self.kind.from_end)
+
+
+def _real_lengths(batch: int, tokens: int, cu_seqlens: Lengths) -> Tensor:
+    """Bool (batch, tokens), True for the first tokens of each sequence, as many as it has."""
+    edges = _checked(cu_seqlens, batch + 1, None)
+    return torch.arange(tokens, device=edges.device) < edges.diff()[:, None]
 
 
 def _checked(cu_seqlens: Lengths, edges: int | None, tokens: int | None) -> Tensor:

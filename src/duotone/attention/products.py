@@ -179,7 +179,7 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int,
             reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
             continue
-        reason = "calls with a mask run by blocks of keys"
+        reason = "calls with a mask of each pair of tokens run by blocks of keys"
         if is_measured:
             reason = "calls with a mask or of less work run in high precision, which is faster there: "
             forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)

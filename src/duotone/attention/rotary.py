@@ -65,7 +65,7 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise UserError("rotary angles of packed sequences ('thd') need cu_seqlens: positions start anew in each")
-        rows = packed(cu_seqlens, tokens).position
+        rows = packed(cu_seqlens, tokens).position[0]
     elif tokens > cos.shape[0]:
         raise UserError(f"rotary angles are for {cos.shape[0]} positions and the sequence has {tokens}; make more")
     else:

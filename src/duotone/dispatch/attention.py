@@ -115,6 +115,7 @@ def forward(
     sizes: tuple[int, ...],
     p_scale: Tensor | None,
     options: Options,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, queries, heads, width) and log-sum-exp (batch, heads, queries) by the FP8 kernel.
 
@@ -130,7 +131,7 @@ def forward(
         for plane, shape in zip(planes, shapes, strict=True)
     ]
     q_scale, k_scale, v_scale = (plane.parts["scale"] for plane in planes)
-    return attention.attend((codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, options)
+    return attention.attend((codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, options, spans)
 
 
 Planes = Mapping[str, Operand]
@@ -172,6 +173,7 @@ def backward(
     native: frozenset[str],
     lse: Tensor,
     options: Options,
+    spans: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (batch, tokens, heads, width), and the amax of dS if it has a delayed scale.
 
@@ -198,7 +200,7 @@ def backward(
     )
     p, ds = (fmt.code_dtype if fmt.code_dtype in FP8 else None for fmt in rounding[:2])
     weights = kernels.Weights(p, ds, rounding.p_scale, rounding.ds_scale)
-    return kernels.differentiate(operands, weights, lse.contiguous(), options)
+    return kernels.differentiate(operands, weights, lse.contiguous(), options, spans)
 
 
 def torch_backward(

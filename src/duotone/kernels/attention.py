@@ -50,9 +50,34 @@ def columns_of(plane, b, start, head, tokens, T, MASKED: tl.constexpr, D: tl.con
 
 
 @triton.jit
+def sight(spans, step, rows, b, T_OUTER, T, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr):
+    """The first token that each row sees, and the one behind the last: of spans, or else of all or the causal ones.
+
+    Rows are queries that see keys, or keys and the queries that see them. Spans are (batch or 1, 2, queries + keys).
+    """
+    if spans is not None:
+        at = spans + b.to(tl.int64) * step + rows + (T if OF_KEYS else 0)
+        low = tl.load(at, mask=rows < T_OUTER, other=0)
+        return low, tl.load(at + (T_OUTER + T), mask=rows < T_OUTER, other=0)
+    else:
+        low, high = rows if CAUSAL and OF_KEYS else rows * 0, rows * 0 + T
+        return low, tl.minimum(rows + 1, T) if CAUSAL and not OF_KEYS else high
+
+
+@triton.jit
+def steps_of(low, high, T, BN: tl.constexpr):
+    """Steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last)."""
+    last = tl.cdiv(tl.max(tl.where(low < high, high, 0), 0), BN)
+    first = tl.minimum(tl.min(tl.where(low < high, low, T), 0) // BN, last)
+    edge = tl.minimum(tl.maximum(tl.cdiv(tl.max(low, 0), BN), first), last)
+    full = tl.minimum(tl.maximum(tl.min(high, 0) // BN, edge), last)
+    return first, edge, full, last
+
+
+@triton.jit
 def _tile(
-    state, qt, k, v, rows, b, g, n, factor, log_p, TK,
-    BN: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
+    state, qt, k, v, low, high, b, g, n, factor, log_p, TK,
+    BN: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The largest score, sum and output after BN more keys. Sum and output are multiplied by 2^log_p."""
     peak, total, acc = state
@@ -61,9 +86,7 @@ def _tile(
     kt, vt = rows_of(k, b, n, g, cols, TK, False, D), columns_of(v, b, n, g, cols, TK, MASKED, D)
     scores = tl.dot(qt, tl.trans(kt), max_num_imprecise_acc=FEW)
     if MASKED:
-        seen = cols[None, :] < TK
-        if CAUSAL:
-            seen = seen & (cols[None, :] <= rows[:, None])
+        seen = (cols[None, :] >= low[:, None]) & (cols[None, :] < high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     now = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(now == float("-inf"), 0.0, now) * factor
@@ -74,7 +97,7 @@ def _tile(
 
 @kernel
 def attend_kernel(
-    k, v, q, q_scale, k_scale, v_scale, p_scale, out, lse, TQ, TK, scale,
+    k, v, q, q_scale, k_scale, v_scale, p_scale, spans, out, lse, TQ, TK, step, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, FEW: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -95,16 +118,19 @@ def attend_kernel(
     factor = tl.load(q_scale) * tl.load(k_scale) * tl.abs(scale) * LOG2E
     factor = tl.where(factor < LEAST, LEAST, factor)
     log_p = tl.log2(tl.load(p_scale) if p_scale is not None else P)
-    last = tl.minimum(TK, (m + 1) * BM) if CAUSAL else TK
-    blocks = tl.cdiv(last, BN)
-    whole = tl.minimum(TK, m * BM + 1) // BN if CAUSAL else TK // BN
+    low, high = sight(spans, step, rows, b, TQ, TK, CAUSAL, False)
+    first, edge, full, last = steps_of(low, high, TK, BN)
     state = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, D], tl.float32)
-    for i in tl.range(0, blocks - whole, num_stages=1):
-        n = (blocks - 1 - i) * BN
-        state = _tile(state, qt, k, v, rows, b, g, n, factor, log_p, TK, BN, CAUSAL, True, FEW)
-    for i in range(0, whole):
-        n = (whole - 1 - i) * BN
-        state = _tile(state, qt, k, v, rows, b, g, n, factor, log_p, TK, BN, CAUSAL, False, FEW)
+    for i in tl.range(0, last - full, num_stages=1):
+        n = (last - 1 - i) * BN
+        state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, True, FEW)
+    for i in range(0, full - edge):
+        n = (full - 1 - i) * BN
+        state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, False, FEW)
+    if spans is not None:
+        for i in tl.range(0, edge - first, num_stages=1):
+            n = (edge - 1 - i) * BN
+            state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, True, FEW)
     peak, total, acc = state
     empty = total == 0.0
     by = tl.where(empty, 0.0, tl.load(v_scale) / total)
@@ -127,6 +153,11 @@ def by_columns(x: Tensor, tokens: int) -> TensorDescriptor:
     return TensorDescriptor(x, [rows, across], [across, 1], [x.shape[1], tokens])
 
 
+def spans_step(spans: Tensor | None) -> int:
+    """How far those of two batches lie apart."""
+    return 0 if spans is None or spans.shape[0] == 1 else spans.stride(0)
+
+
 @functools.cache
 def _launch(
     heads: int,
@@ -137,8 +168,9 @@ def _launch(
     dtype: torch.dtype,
     tiles: tuple[int, int, int],
     is_delayed: bool,
+    is_masked: bool,
 ) -> Launch:
-    """`is_delayed`: whether calls have a `p_scale`. A launch takes a tensor in all of its calls or in none."""
+    """Whether calls have a `p_scale` and spans. A launch takes a tensor in all of its calls or in none."""
     queries, keys, warps = tiles
     constants = {
         "H": heads, "G": groups, "D": width, "BM": queries, "BN": keys, "CAUSAL": causal,
@@ -153,21 +185,24 @@ def attend(
     scales: tuple[Tensor, Tensor, Tensor],
     p_scale: Tensor | None,
     options: Options,
+    spans: Tensor | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, queries, heads, width), and fp32 log-sum-exp (batch, heads, queries).
 
     Codes are float8_e4m3fn: of query (batch, queries, heads, width), of key (batch, keys, groups, width), and of value
     (groups, width, batch, keys). `scales` are what codes are multiplied by, fp32 (1,), and `p_scale` what probabilities
-    are.
+    are. `spans`, int32 (batch or 1, 2, queries + keys), are the first key that each query sees and the one behind the
+    last, then the queries that see each key; None is all keys, or the causal ones.
     """
     (q, k, v), (scale, causal, fast, dtype) = codes, options
     tiles = tiles or TILES[fast]
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    launch = _launch(heads, groups, width, causal, fast, dtype, tiles, p_scale is not None)
+    launch = _launch(heads, groups, width, causal, fast, dtype, tiles, p_scale is not None, spans is not None)
     programs = -(-queries // tiles[0]) * batch * heads
     descriptors = by_rows(k, tiles[1]), by_columns(v, tiles[1])
-    launch(programs, (q, *scales, p_scale, out, lse), (queries, keys), (scale,), descriptors)
+    integers = queries, keys, spans_step(spans)
+    launch(programs, (q, *scales, p_scale, spans, out, lse), integers, (scale,), descriptors)
     return out, lse

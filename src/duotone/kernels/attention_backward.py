@@ -29,6 +29,9 @@ from duotone.kernels.attention import (
     by_rows,
     columns_of,
     rows_of,
+    sight,
+    spans_step,
+    steps_of,
 )
 from duotone.kernels.elements import ELEMENTS
 from duotone.kernels.launch import Kernel, Launch, kernel
@@ -83,35 +86,19 @@ def _fitted(ds, acc, peak, FMT: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    outer_s,
-    inner_s,
-    logs,
-    outer,
-    tokens,
-    T_OUTER,
-    T,
-    factor,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    FEW: tl.constexpr,
-    BY_KEYS: tl.constexpr,
-):
+def _weights(outer, inner, logs, low, high, tokens, factor, MASKED: tl.constexpr, FEW: tl.constexpr):
     """Probabilities (outer tokens, tokens), where one are keys and the other queries."""
-    weights = tl.exp2(tl.dot(outer_s, tl.trans(inner_s), max_num_imprecise_acc=FEW) * factor - logs)
+    weights = tl.exp2(tl.dot(outer, tl.trans(inner), max_num_imprecise_acc=FEW) * factor - logs)
     if MASKED:
-        seen = (tokens[None, :] < T) & (outer[:, None] < T_OUTER)
-        if CAUSAL:
-            before = outer[:, None] <= tokens[None, :] if BY_KEYS else tokens[None, :] <= outer[:, None]
-            seen = seen & before
+        seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
         weights = tl.where(seen, weights, 0.0)
     return weights
 
 
 @triton.jit
 def _key_tile(
-    state, k_tile, v_tile, q, do, q_sum, do_sum, lse, delta, b, h, start, keys, TK, T, factor, p_factor, ds_scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr, P_FMT: tl.constexpr, FMT: tl.constexpr,
+    state, k_tile, v_tile, q, do, q_sum, do_sum, lse, delta, b, h, start, low, high, T, factor, p_factor, ds_scale,
+    MASKED: tl.constexpr, FEW: tl.constexpr, P_FMT: tl.constexpr, FMT: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
     """The sums of dV and dK after BN more queries, and the largest |dS| of each key."""
@@ -121,7 +108,7 @@ def _key_tile(
     inner = rows_of(q, b, start, h, tokens, T, MASKED, D)
     logs = tl.load(lse + tokens, mask=tokens < T, other=0.0) if MASKED else tl.load(lse + tokens)
     deltas = tl.load(delta + tokens, mask=tokens < T, other=0.0) if MASKED else tl.load(delta + tokens)
-    weights = _weights(k_tile, inner, logs[None, :], keys, tokens, TK, T, factor, CAUSAL, MASKED, FEW, True)
+    weights = _weights(k_tile, inner, logs[None, :], low, high, tokens, factor, MASKED, FEW)
     acc_v = _add(weights, _over_tokens(do_sum, b, start, h, tokens, T, MASKED, D), acc_v, P_FMT, None)
     inner = rows_of(do, b, start, h, tokens, T, MASKED, D)
     dp = tl.dot(v_tile, tl.trans(inner), max_num_imprecise_acc=FEW) * p_factor
@@ -132,20 +119,10 @@ def _key_tile(
     return acc_v, acc_k, peak
 
 
-@triton.jit
-def _steps(block, T, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """Steps of queries: all see all keys of a block in [edge, full), and some in [first, edge) and [full, last)."""
-    first, edge, full, last = 0, 0, T // BN, tl.cdiv(T, BN)
-    if CAUSAL:
-        first = tl.minimum(block * BM // BN, full)
-        edge = tl.minimum(tl.cdiv(block * BM + BM - 1, BN), full)
-    return first, edge, full, last
-
-
 @kernel
 def keys_kernel(
     q, do, q_sum, do_sum, k, v, k_scale, v_scale, q_scale, do_scale, q_sum_scale, do_sum_scale, p_scale, ds_scale,
-    lse, delta, dk, dv, TK, T, scale,
+    spans, lse, delta, dk, dv, TK, T, step, scale,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     FEW: tl.constexpr, P_FMT: tl.constexpr, P: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +143,8 @@ def keys_kernel(
     # P is multiplied by its scale as it is computed, and so dS too.
     ds_by = None if ds_scale is None else tl.load(ds_scale) / of_p
     p_factor = _value(do_scale) * _value(v_scale) * (1.0 if ds_scale is None else ds_by)
-    first, edge, full, last = _steps(block, T, BM, BN, CAUSAL)
+    low, high = sight(spans, step, keys, b, TK, T, CAUSAL, True)
+    first, edge, full, last = steps_of(low, high, T, BN)
     FITTED: tl.constexpr = FMT is not None and ds_scale is None
     zeros = tl.zeros([BM, D], tl.float32)
     sum_v, sum_k, state = zeros, zeros, (zeros, zeros, tl.zeros([BM], tl.float32))
@@ -177,14 +155,14 @@ def keys_kernel(
             n = first + i
             start = tl.where(n < edge, n, n - edge + full) * BN
             state = _key_tile(
-                state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, start, keys, TK, T, factor, p_factor,
-                ds_by, CAUSAL, True, FEW, P_FMT, FMT, BN,
+                state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, start, low, high, T, factor, p_factor,
+                ds_by, True, FEW, P_FMT, FMT, BN,
             )  # fmt: skip
         for chunk in tl.range(edge, full, CHUNK, num_stages=1):
             for n in range(chunk, tl.minimum(chunk + CHUNK, full)):
                 state = _key_tile(
-                    state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, n * BN, keys, TK, T, factor,
-                    p_factor, ds_by, CAUSAL, False, FEW, P_FMT, FMT, BN,
+                    state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, n * BN, low, high, T, factor,
+                    p_factor, ds_by, False, FEW, P_FMT, FMT, BN,
                 )  # fmt: skip
             acc_v, acc_k, peak = state
             if P_FMT is not None:
@@ -205,8 +183,8 @@ def keys_kernel(
 
 @triton.jit
 def _query_tile(
-    state, q_tile, do_tile, k, v, k_sum, logs, deltas, b, g, start, queries, TQ, T, factor, p_factor,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr, FMT: tl.constexpr, BN: tl.constexpr,
+    state, q_tile, do_tile, k, v, k_sum, logs, deltas, b, g, start, low, high, T, factor, p_factor,
+    MASKED: tl.constexpr, FEW: tl.constexpr, FMT: tl.constexpr, BN: tl.constexpr,
     FITTED: tl.constexpr,
 ):  # fmt: skip
     """The sum of dQ after BN more keys, and the largest |dS| of each query."""
@@ -214,7 +192,7 @@ def _query_tile(
     D: tl.constexpr = q_tile.shape[1]
     tokens = start + tl.arange(0, BN)
     inner = rows_of(k, b, start, g, tokens, T, MASKED, D)
-    weights = _weights(q_tile, inner, logs, queries, tokens, TQ, T, factor, CAUSAL, MASKED, FEW, False)
+    weights = _weights(q_tile, inner, logs, low, high, tokens, factor, MASKED, FEW)
     inner = rows_of(v, b, start, g, tokens, T, MASKED, D)
     ds = weights * (tl.dot(do_tile, tl.trans(inner), max_num_imprecise_acc=FEW) * p_factor - deltas)
     if FITTED:
@@ -227,8 +205,8 @@ def _query_tile(
 
 @kernel
 def queries_kernel(
-    k, v, k_sum, q, do, q_scale, do_scale, k_scale, v_scale, k_sum_scale, p_scale, ds_scale, lse, delta, dq, peaks,
-    TQ, T, scale,
+    k, v, k_sum, q, do, q_scale, do_scale, k_scale, v_scale, k_sum_scale, p_scale, ds_scale, spans, lse, delta, dq,
+    peaks, TQ, T, step, scale,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     FEW: tl.constexpr, P: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -248,18 +226,20 @@ def queries_kernel(
     logs = tl.load(lse + at, mask=queries < TQ, other=0.0) + tl.log2(tl.load(p_scale) if p_scale is not None else P)
     deltas = tl.load(delta + at, mask=queries < TQ, other=0.0) * ds_by
     p_factor = _value(do_scale) * _value(v_scale) * ds_by
-    last = tl.minimum(T, block * BM + BM) if CAUSAL else T
-    full = tl.minimum(T, block * BM + 1) // BN if CAUSAL else T // BN
+    low, high = sight(spans, step, queries, b, TQ, T, CAUSAL, False)
+    first, edge, full, last = steps_of(low, high, T, BN)
     state = tl.zeros([BM, D], tl.float32), tl.zeros([BM], tl.float32)
-    for n in tl.range(full, tl.cdiv(last, BN), num_stages=1):
+    for i in tl.range(0, edge - first + last - full, num_stages=1):
+        n = first + i
+        start = tl.where(n < edge, n, n - edge + full) * BN
         state = _query_tile(
-            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, n * BN, queries, TQ, T, factor,
-            p_factor, CAUSAL, True, FEW, FMT, BN, FITTED,
+            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, start, low, high, T, factor,
+            p_factor, True, FEW, FMT, BN, FITTED,
         )  # fmt: skip
-    for n in range(full):
+    for n in range(edge, full):
         state = _query_tile(
-            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, n * BN, queries, TQ, T, factor,
-            p_factor, CAUSAL, False, FEW, FMT, BN, FITTED,
+            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, n * BN, low, high, T, factor,
+            p_factor, False, FEW, FMT, BN, FITTED,
         )  # fmt: skip
     acc, peak = state
     by = _value(k_sum_scale) * scale / ds_by
@@ -343,6 +323,7 @@ def _run(
     inner: tuple[tuple[Operand, ...], tuple[Operand, ...]],
     outer: tuple[Operand, ...],
     others: tuple[Tensor | None, ...],
+    step: int,
     scale: float,
 ) -> None:
     """Launch programs for tokens of `outer`. `inner` are the planes that they walk over: by rows, and over tokens."""
@@ -353,7 +334,7 @@ def _run(
     tensors = (*(x.values for x in outer), *(x.scale for x in (*outer, *rows, *columns)), *others)
     variant = tuple(None if x is None else x.dtype for x in (*tensors, *(each.base for each in descriptors)))
     launch = _launch(function, tuple(constants.items()), tiles, variant)
-    launch(-(-tokens // tiles[0]) * batch * heads, tensors, (tokens, count), (scale,), tuple(descriptors))
+    launch(-(-tokens // tiles[0]) * batch * heads, tensors, (tokens, count, step), (scale,), tuple(descriptors))
 
 
 def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
@@ -375,11 +356,16 @@ def tiles_for(x: BackwardOperands, weights: Weights) -> tuple[Tiles, Tiles]:
 
 
 def differentiate(
-    x: BackwardOperands, weights: Weights, lse: Tensor, options: Options, tiles: tuple[Tiles, Tiles] | None = None
+    x: BackwardOperands,
+    weights: Weights,
+    lse: Tensor,
+    options: Options,
+    spans: Tensor | None = None,
+    tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value (batch, tokens, heads, width), and the amax of dS or 0.
 
-    `lse` is fp32 (batch, heads, queries). The amax is that of a dS with a delayed scale.
+    `lse` is fp32 (batch, heads, queries), and `spans` those of forward. The amax is that of a dS with a delayed scale.
     """
     scale, causal, fast, dtype = options
     tiles = tiles or tiles_for(x, weights)
@@ -392,9 +378,9 @@ def differentiate(
         "P": P_SCALES[weights.p], "FMT": weights.ds and ELEMENTS[weights.ds], "DTYPE": DTYPES[dtype],
     }  # fmt: skip
     with_p = {**constants, "P_FMT": weights.p and ELEMENTS[weights.p]}
-    scales = weights.p_scale, delayed, *logs
+    shared, step = (weights.p_scale, delayed, spans, *logs), spans_step(spans)
     inner, outer = ((x.q_row, x.do_row), (x.q_col, x.do_col)), (x.k_row, x.v_row)
-    _run(keys_kernel, with_p, tiles[0], inner, outer, (*scales, dk, dv), scale)
+    _run(keys_kernel, with_p, tiles[0], inner, outer, (*shared, dk, dv), step, scale)
     inner, outer = ((x.k_row, x.v_row), (x.k_col,)), (x.q_row, x.do_row)
-    _run(queries_kernel, constants, tiles[1], inner, outer, (*scales, dq, peaks), scale)
+    _run(queries_kernel, constants, tiles[1], inner, outer, (*shared, dq, peaks), step, scale)
     return dq, dk, dv, lse.new_zeros(()) if peaks is None else peaks.amax()
