@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36338
+LIBRARY_LINES = 36348
 TOOL_LINES = 7557
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2439, 20, 0),
+    "attention": (2445, 20, 0),
     "cli": (1523, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2494, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2865, 1, 0),
+    "dispatch": (2868, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1489, 0, 0),
     "integrations": (624, 9, 0),
-    "kernels": (4816, 0, 0),
+    "kernels": (4817, 0, 0),
     "lab": (3687, 12, 1),
     "linear": (1866, 5, 0),
     "modules": (655, 1, 0),

@@ -241,6 +241,7 @@ def measured(kernel, monkeypatch) -> list[str]:
     """The kernel of a device with measurements: 64 queries pay alone, and 128 in training, of 4 heads or more."""
     monkeypatch.setattr(attention, "LEAST_TOKENS", {((0, 0), 64): (64, 128), ((9, 0), 64): (64, 128)})
     monkeypatch.setattr(dot_product, "MEASURED_HEADS", 4)
+    monkeypatch.setattr(dot_product, "SPANS_TOKENS", 32)
     return kernel
 
 
@@ -263,6 +264,9 @@ def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None
         assert "differentiate" not in measured
     masked = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="arbitrary", recipe=recipe)
     assert not runs(measured, masked, 128, False, torch.zeros(128, 128, dtype=torch.bool))
+    window = DotProductAttention(2, 64, qkv_format="bshd", name="a", window_size=(9, 0), recipe=recipe)
+    for trains in (False, True):  # torch masks all pairs, so less work pays
+        assert [runs(measured, window, tokens, trains) for tokens in (31, 32)] == [False, True]
     less = [torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
     measured.clear()
     core(*less)

@@ -20,7 +20,9 @@ from duotone.dispatch.attention import (
     HALF,
     MEASURED,
     MEASURED_HEADS,
+    NEVER,
     SDPA,
+    SPANS_TOKENS,
     AttentionProblem,
     attend,
 )
@@ -284,12 +286,15 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
         if not torch.compiler.is_dynamo_compiling():
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
-        tokens = least[trains]
+        tokens, is_masked = least[trains], seen is not None
+        if is_measured and is_masked and tokens < NEVER:
+            tokens = SPANS_TOKENS
         if queries < tokens or not is_measured:
             return queries >= tokens
         pairs, kind = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
         dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else heads[0].dtype
-        return seen is None and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+        has_kernel = seen is None or seen.dtype is torch.int32
+        return has_kernel and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
 
     def pick(self, recipe: Recipe, device: str) -> tuple[bool, tuple[int, int]]:
         """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
-from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, AttentionProblem
+from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, SPANS_TOKENS, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -181,9 +181,10 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int,
             continue
         reason = "calls with a mask of each pair of tokens run by blocks of keys"
         if is_measured:
-            reason = "calls with a mask or of less work run in high precision, which is faster there: "
+            reason = "calls with a mask as a tensor or of less work run in high precision, which is faster there: "
             forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
-            reason += f"{forward} without gradients, {training} with them (dpa_min_tokens)"
+            reason += f"{forward} without gradients, {training} with them, "
+            reason += f"windows and sequences below {SPANS_TOKENS} (dpa_min_tokens)"
         elif least[0]:
             reason += f", those of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
         kernel = kernels[is_backward]

@@ -28,6 +28,9 @@ LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
     (HOPPER, 64): (NEVER, NEVER),
 }
 """Queries from which FP8 is faster, in forward alone and with its backward, by architecture and width of heads."""
+SPANS_TOKENS = 4096
+"""Queries from which FP8 is faster where spans say what is seen, as torch masks all pairs in high precision."""
+
 MEASURED_HEADS = 32
 """Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
 
