@@ -129,15 +129,16 @@ class AdamW(Optimizer):
             adopt_writes(parameter, shard_of(state["master"]), mark)
         master = state.get("master")
         if master is None:
-            dtype = stored.get("master", torch.float32)
-            master = laid_like(parameter, initial_master(shard_of(parameter), dtype))
-            state.update({"master": master} if "master" in stored else {})
-        self._state_of(parameter, master, stored[MOMENTS[0]])
+            master = initial_master(shard_of(parameter), stored.get("master", torch.float32))
+        if "master" in stored and "master" not in state:
+            state["master"] = laid_like(parameter, master)
+        if "step" not in state:
+            self._state_of(parameter, laid_like(parameter, shard_of(master)), stored[MOMENTS[0]])
         for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
             if state[name].dtype != dtype or not shard_of(state[name]).is_contiguous():
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
         state["step"] += 1
-        master = shard_of(state.get("master", master))
+        master = shard_of(state["master"]) if "master" in state else master
         first, second = (shard_of(state[name]) for name in MOMENTS)
         step = State(gradient(parameter), first, second, master)
         is_written = write(shard_of(parameter), step, Rates.of(group, state["step"].item()))
