@@ -1,9 +1,33 @@
 """Distributed checkpoints on four gloo processes; checkpoint_worker.py holds the checks. One test starts them."""
 
-from launching import names
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launching import HERE, launch, names
+
+from duotone.distributed import latest, load
 
 WORKER = "checkpoint_worker.py"
 
 
 def test_checkpoints(failures) -> None:
     assert not [text for text in (failures(WORKER, one) for one in names(WORKER)) if text]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch tells of one process
+def test_a_rank_that_dies_in_a_save_of_the_background_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    """The other rank is told in less than the timeout of its group. One process goes on from what two saved."""
+    told = launch("killed_worker.py", tmp_path, dies={1: -signal.SIGKILL})
+    assert len(told["told"]) == 1
+    assert latest(tmp_path) == tmp_path / "step-1"
+    sys.path.insert(0, str(HERE))
+    from killed_worker import network
+
+    m, want = network(), network()
+    with torch.no_grad():
+        m[0].weight.zero_()
+    load(tmp_path / "step-1", m)
+    assert torch.equal(m[0].weight.dequantize(), want[0].weight.dequantize())

@@ -1,14 +1,18 @@
 """The laboratory's trainer over four ranks against one process."""
 
+import contextlib
+import io
+import json
 import math
-from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import checks
 import torch.distributed as dist
 from checks import check, same
 
 from duotone import recipes
+from duotone.cli import main, parallel_run
 from duotone.lab import comparison, data, presets
 from duotone.lab.forecast import Parallel, forecast
 from duotone.lab.parallel import ParallelTrainer
@@ -42,18 +46,30 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
 
 
 @check
-def a_comparison_runs_each_recipe_over_all_ranks(folder: Path) -> None:
+def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
+    """`compare --parallel` in these processes. The first rank alone prints, and writes one report."""
+    out, printed = folder / "compared", io.StringIO()
+    command = "compare --parallel fsdp=4 --preset tiny --steps 3 --seeds 2 --recipes mxfp8 --out"
+    with (
+        mock.patch.object(parallel_run, "started", lambda *_: contextlib.nullcontext(dist.get_rank())),
+        contextlib.redirect_stdout(printed),
+    ):
+        assert main.run([*command.split(), str(out)]) == 0
+    assert printed.getvalue().count("Report: ") == (dist.get_rank() == 0), printed.getvalue()
+    dist.barrier()
+    result = json.loads((out / "result.json").read_text())
     config = TrainConfig(presets.get("tiny"), steps=3)
+    runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
+    for run in runs:
+        run.is_observed = False
     corpus = data.load((), context=config.preset.model.context)
-    ends = []
-    for make in (partial(ParallelTrainer, Parallel(fsdp=4)), Trainer):
-        runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
-        for run in runs:
-            run.is_observed = False
-        entries = comparison.compare(config, runs, corpus, make=make)["runs"]
-        assert [entry["error"] for entry in entries] == [None, None]
-        ends.append([entry["final_heldout_loss"] for entry in entries])
+    ends = [
+        [entry["final_heldout_loss"] for entry in each["runs"]]
+        for each in (result, comparison.compare(config, runs, corpus, make=Trainer))
+    ]
     assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
+    assert [entry["error"] for entry in result["runs"]] == [None, None] and not result["partial"]
+    assert all("4 ranks" in str(result) or "rank 3" in str(entry["events"]) for entry in result["runs"])
 
 
 @check
