@@ -80,7 +80,7 @@ class Launch:
         calls do.
         """
         index = tensors[0].get_device()
-        if not DIRECT or index != torch._C._cuda_getDevice():
+        if not DIRECT or index < 0 or index != torch._C._cuda_getDevice():
             return None
         enqueue, of_kernel = self._of(tensors, integers, floats, (), index)[0]
         stream, rest = torch._C._cuda_getCurrentRawStream, (*integers, *floats, *self._nothing)
