@@ -6,6 +6,7 @@
 from dataclasses import dataclass, fields
 
 from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
@@ -14,6 +15,7 @@ from duotone.conversion import convert
 from duotone.integrations.run_state import KEY, hide_states, load_packed_state, packed_state
 from duotone.recipes.recipe import as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
+from duotone.state.seeds import BUFFER
 
 ROUTER = Rule(module="*.router.gate", format="identity")
 """What chooses experts stays in high precision."""
@@ -76,6 +78,13 @@ def converted_class(kind: type[BaseModel]) -> type[BaseModel]:
             super().verify_module_protocol()
             convert(self, config.recipe, config.rules)
             hide_states(self)
+
+        def parallelize(self, parallel_dims: ParallelDims) -> None:
+            """Seeds are no states that torchtitan lays out over ranks: each rank has its own."""
+            seeds = [(module, module._buffers.pop(BUFFER)) for module in self.modules() if BUFFER in module._buffers]
+            super().parallelize(parallel_dims)
+            for module, seed in seeds:
+                module._buffers[BUFFER] = seed
 
         def verify_module_protocol(self) -> None:
             """As before conversion, which adds plain modules that have no parameters: linears of experts, scales."""
