@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 36349
-TOOL_LINES = 7557
+TOOL_LINES = 7566
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (2868, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1489, 0, 0),
-    "integrations": (624, 9, 0),
+    "integrations": (633, 9, 0),
     "kernels": (4817, 0, 0),
     "lab": (3687, 12, 1),
     "linear": (1866, 5, 0),

@@ -16,9 +16,11 @@ require("triton")  # torchtitan imports it
 torchtitan = require("torchtitan")
 from torchtitan.components.checkpointer.base import ModelWrapper  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
+from torchtitan.distributed import parallel_dims  # noqa: E402
 from torchtitan.distributed.compile import apply_compile  # noqa: E402
 from torchtitan.models import deepseek_v3, llama3  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3 import config_registry  # noqa: E402
 
 from duotone.integrations.torchtitan import ROUTER, DuotoneConverter, DuotoneTrainer  # noqa: E402
 
@@ -59,6 +61,25 @@ def test_a_model_of_the_converter_is_the_converted_one(family) -> None:
     left, right = step(model), step(plain)
     assert left.keys() == right.keys()
     assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_trainer_lays_out_a_converted_model(tmp_path, monkeypatch) -> None:
+    """Its trainer distributes each parameter and buffer that a module declares, and refuses others."""
+    monkeypatch.setattr(parallel_dims, "device_type", "cpu")
+    run = config_registry.llama3_debugmodel()
+    run.model_spec = llama3.model_registry("debugmodel", converters=[DuotoneConverter.Config(recipe="nvfp4")])
+    run.model_spec.model.update_from_config(config=run)
+    with torch.device("meta"):
+        model = run.model_spec.model.build()
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1
+    )
+    try:
+        model.parallelize(parallel_dims.ParallelDims.from_config(run.parallelism, 1))
+    finally:
+        torch.distributed.destroy_process_group()
+    seeds = [name for name, _ in model.named_buffers() if name.endswith("duotone_seed")]
+    assert len(seeds) == 6 * 5 + 1  # of each block and the head
 
 
 @pytest.mark.parametrize("family", [llama3, deepseek_v3])
