@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36349
+LIBRARY_LINES = 36338
 TOOL_LINES = 7566
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": (2001, 5, 0),
     "report": (1723, 0, 0),
     "serving": (1312, 0, 0),
-    "state": (1770, 10, 0),
+    "state": (1759, 10, 0),
     "tensor": (2434, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

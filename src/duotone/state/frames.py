@@ -121,35 +121,24 @@ def _forward_holders() -> list[object]:
         if getattr(pack, "__qualname__", "") == torch_private.PACK_HOOK:
             cells = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))
             holders.append(cells["frame"].cell_contents)
-    return holders if FORWARD.is_alone or is_forward_grad_enabled() else [*holders, *_contexts()]
+    return holders if FORWARD.is_alone or is_forward_grad_enabled() else [*holders, *_contexts(sys._getframe(1))]
 
 
-def _contexts() -> list[FunctionCtx]:
-    """The contexts of every autograd.Function whose forward runs, except compiled ones.
+def _contexts(frame: FrameType | None) -> list[FunctionCtx]:
+    """The contexts of every autograd.Function whose forward runs in a Python frame or around it, except compiled ones.
 
-    The innermost of all remembers those around it, so that a forward walks up Python's stack once.
+    Each remembers those around it, so that a forward walks up Python's stack once.
     """
-    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and (ctx := _ctx_of(frame)):
             around: list[FunctionCtx] | None = getattr(ctx, AROUND, None)
             if around is None:
-                around = _contexts_above(frame.f_back)
+                around = _contexts(frame.f_back)
                 setattr(ctx, AROUND, around)
             return around if torch_private.COMPILED in code.co_filename else [ctx, *around]
         frame = frame.f_back
     return []
-
-
-def _contexts_above(frame: FrameType | None) -> list[FunctionCtx]:
-    contexts: list[FunctionCtx] = []
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == "forward" and torch_private.COMPILED not in code.co_filename and (ctx := _ctx_of(frame)):
-            contexts.append(ctx)
-        frame = frame.f_back
-    return contexts
 
 
 def _pack_hooks() -> list[Any]:
