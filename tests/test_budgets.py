@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36338
+LIBRARY_LINES = 36344
 TOOL_LINES = 7566
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -37,7 +37,7 @@ BUDGETS = {
     "ops": (1391, 0, 0),
     "optim": (556, 2, 0),
     "package": (323, 1, 0),
-    "pipeline": (1423, 5, 2),
+    "pipeline": (1429, 5, 2),
     "planned": (2961, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1723, 0, 0),

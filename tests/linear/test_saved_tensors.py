@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import duotone
 from duotone import recipes
 from duotone.errors import UserError
+from duotone.observe.storages import LiveStorages
 
 M, K, N = 64, 128, 256
 
@@ -21,6 +22,29 @@ def step(m: nn.Module, region: contextlib.AbstractContextManager) -> list[Tensor
     with region:
         y = m(x)
     return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *m.parameters()])]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
+def test_what_a_stage_saved_is_freed_before_the_stages_below_run(recipe: str) -> None:
+    """Unless the graph is kept, whose second backward gives the same gradients."""
+    torch.manual_seed(0)
+    options = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "params_dtype": torch.bfloat16}
+    module = duotone.LayerNormMLP(128, 448, recipe=recipes.load(recipe), **options)
+    peaks, gradients = [], []
+    for keeps in (False, True):
+        x = torch.randn(256, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        with LiveStorages([]) as live:
+            y = module(x)
+            given, live.peak = torch.ones_like(y), 0
+            for _ in range(1 + keeps):
+                gradients.append(torch.autograd.grad(y, [x, *module.parameters()], given, retain_graph=keeps))
+                peaks.append(live.peak)
+    assert all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+    assert peaks[0] < 0.98 * peaks[1]
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y = module(x)
+        y.sum().backward()
+        y.sum().backward()
 
 
 def linear(name: str) -> nn.Module:

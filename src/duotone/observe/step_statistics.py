@@ -26,8 +26,8 @@ SAMPLE = 1 << 16
 TOGETHER = 32
 """Modules whose errors are measured in one step: the host launches about 40 kernels for each of their operands."""
 
-WAITING = 64
-"""Samples that wait to be measured together: few launches, in 50 MB."""
+WAITING = 32
+"""Samples that wait to be measured together: few launches, in 25 MB."""
 
 NAMES = {"duotone_forward": ("input", "weight"), "duotone_backward": ("grad_output",)}
 """The tensors whose slots a delayed state has, two each."""

@@ -38,6 +38,7 @@ class PipelineContext(FunctionCtx):
     shells: list[list[Shell]]  # of what each basic stage saved, then `backward_of.again`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
+    maybe_clear_saved_tensors: Callable[[], None]
     _input_metadata: Sequence[Value]  # the shape, dtype and device of each output
 
 
@@ -105,13 +106,18 @@ def run_backward(
     if len(stages) == 1:  # in less host time
         dx, single = stages[0].run_backward(gradients[0], saved[:last], needs[FIXED:], outputs[:extra])
         return None, None, dx if needs[2] else None, *single
+    if tensors is None and not torch.compiler.is_dynamo_compiling():
+        # Unless the graph is kept, what a stage saved is freed before the next one runs.
+        ctx.maybe_clear_saved_tensors()
     handed: list[Value] = [gradients[0]]
     of_operands: list[Tensor | None] = []
     for stage in reversed(stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
         here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
+        saved_here = saved[first:last]
+        del saved[first:]
         # Popped, so that a stage can let go of the gradient that it was given.
-        dx, gradients_here = stage.run_backward(handed.pop(), saved[first:last], needs[start:at], here)
+        dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], here)
         handed.append(dx)
         del dx
         of_operands = [*gradients_here, *of_operands]
