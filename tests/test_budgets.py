@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36344
+LIBRARY_LINES = 36478
 TOOL_LINES = 7566
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2445, 20, 0),
+    "attention": (2447, 20, 0),
     "cli": (1523, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2494, 7, 0),
@@ -29,21 +29,21 @@ BUDGETS = {
     "distributed": (450, 3, 1),
     "formats": (1489, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4817, 0, 0),
+    "kernels": (4866, 0, 0),
     "lab": (3687, 12, 1),
-    "linear": (1866, 5, 0),
+    "linear": (1901, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2288, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (556, 2, 0),
     "package": (323, 1, 0),
-    "pipeline": (1429, 5, 2),
-    "planned": (2961, 14, 5),
+    "pipeline": (1438, 5, 2),
+    "planned": (2969, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1723, 0, 0),
     "serving": (1312, 0, 0),
     "state": (1759, 10, 0),
-    "tensor": (2434, 15, 0),
+    "tensor": (2465, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -195,6 +195,52 @@ def test_a_graph_of_later_microbatches_encodes_no_weight(name) -> None:
     assert before.count_nonzero() and not (replay(0, new, gradient) - graphed.bias).count_nonzero()
 
 
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", [*NAMES, "fp8-block", "fp8-rowwise"])
+def test_one_graph_with_a_flag_serves_all_microbatches(name, kind) -> None:
+    """Three a step. The first encodes the weight, which moves between steps. Outputs, gradients and scales."""
+
+    def make() -> nn.Module:
+        options = {"recipe": recipes.load(name), "params_dtype": torch.bfloat16, "device": "cuda"}
+        return (
+            duotone.Linear(WIDTH, WIDTH, **options)
+            if kind == "linear"
+            else duotone.GroupedLinear(2, WIDTH, WIDTH, **options)
+        )
+
+    m, graphed = make(), make()
+    splits = ([ROWS // 2] * 2,) if kind == "grouped" else ()
+    flag = torch.ones(1, dtype=torch.int32, device="cuda")
+    x, dy = (torch.randn(ROWS, WIDTH, device="cuda").bfloat16().requires_grad_(at == 0) for at in range(2))
+
+    def run() -> Tensor:
+        y = graphed(x, *splits, is_first_microbatch=flag)
+        y.backward(dy)
+        return y
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    finish(graphed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    follow(m, graphed)
+    for number, (new, gradient) in enumerate(batches()):
+        for first in (True, False, False):
+            want = m(new, *splits, is_first_microbatch=first)
+            want.backward(gradient)
+            with torch.no_grad():
+                x.copy_(new), dy.copy_(gradient), flag.fill_(first)
+            graph.replay()
+            assert torch.equal(bits(y), bits(want)), (number, first)
+        for a, b in zip([*finish(m), *states(m)], [*finish(graphed), *states(graphed)], strict=True):
+            assert torch.equal(bits(a), bits(b)), number
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_reduce_overhead(name) -> None:
     """torch takes graphs of what it can; scales and seeds are those of code that is compiled without them."""

@@ -116,6 +116,23 @@ def casts(row: str, col: str, m: int, k: int) -> list[Case]:
     return launched(name, lambda: made(matrix(m, k), (scale, scale), live))
 
 
+def rewrite(name: str) -> list[Case]:
+    """A cast over planes that are there, which a flag turns off."""
+    made, matrices = cast.Cast(spec(name), spec(name), formats.get(name).is_derivable), matrix(256, 512)
+    planes = tuple(
+        {"codes": torch.empty_strided(*of[:2], dtype=torch.uint8), "scale": torch.empty_strided(*of[2:4])}
+        for of in (cast._buffers(made.row, 256, 512), cast._buffers(made.col, 512, 256))
+        if of is not None
+    )
+    if made.shares_scale:
+        planes[1]["scale"] = planes[0]["scale"]
+    delayed = (torch.ones(1), None), torch.zeros(1, dtype=torch.int32)
+    given = delayed if formats.get(name).is_delayed else ()
+    return launched(
+        f"rewrite of {name}", lambda: made.over(matrices, planes, torch.zeros(1, dtype=torch.int32), *given)
+    )
+
+
 def on_the_way(fmt: str, act: str, gated: bool) -> list[Case]:
     made = cast.Cast(spec(fmt), spec(fmt), formats.get(fmt).is_derivable)
     live = torch.zeros(1, dtype=torch.int32) if formats.get(fmt).is_delayed else None
@@ -334,6 +351,9 @@ CASES += [
         lambda: grouped.sums(matrix(256, 512), segment_cast.Segments(torch.empty(16, dtype=torch.int32), 8, 256, 1280)),
     ),
 ]
+
+
+CASES += [case for name in ("fp8_e4m3_delayed", "mxfp8_e4m3") for case in rewrite(name)]
 
 
 def norm(kind: str, m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> norms.Norm:

@@ -69,6 +69,25 @@ def copies() -> Check:
     yield "copy gaps", rows.contiguous_rows(codes[::2, ::3]), codes[::2, ::3].contiguous()
 
 
+def rewrites() -> Check:
+    """A cast over planes, unless the flag is set; over parts that lie in another way nothing happens."""
+    x = awkward()[1:65, :143].bfloat16().contiguous()
+    for pair in PAIRS[:5]:
+        row, col = (formats.get(one) for one in pair)
+        cast = _new_cast(row, col, x.dtype, True)
+        before, want = cast(torch.randn(64, 143).bfloat16()), cast(x)
+        old = [part.clone() for plane in before for part in plane.values()]
+        for noop, wanted in ((1, old), (0, [part for plane in want for part in plane.values()])):
+            taken = cast.over(x, before, torch.tensor([noop], dtype=torch.int32))
+            yield f"{pair} {noop=} is taken", bool(taken)
+            parts = [part for plane in before for part in plane.values()]
+            for number, (got, part) in enumerate(zip(parts, wanted, strict=True)):
+                yield f"{pair} {noop=} part {number}", got, part
+        turned = {**before[0], "codes": before[0]["codes"].t().contiguous().t()}
+        yield f"{pair} other strides", not cast.over(x, (turned, before[1]), torch.zeros(1, dtype=torch.int32))
+
+
 def checks(everything: bool) -> Check:
     yield from casts(everything)
+    yield from rewrites()
     yield from copies()

@@ -121,7 +121,7 @@ class TransformerLayer(InnerBoundaryRoles, ModuleGroup):
         enc_dec_attn_mask: Tensor | tuple[Tensor, Tensor] | None = None,
         enc_dec_attn_mask_type: str | None = None,
         enc_dec_window_size: Window | None = None,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         rotary_pos_emb: Rotary | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,

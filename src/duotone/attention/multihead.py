@@ -147,7 +147,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         *,
         attn_mask_type: str | None = None,
         window_size: Window | None = None,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         rotary_pos_emb: Rotary | None = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -207,7 +207,9 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         changes = self.q_norm is not None or recipe.dpa_center_keys or recipe.dpa_rotate or self.heads.interleaved
         return not changes and formats.crosses("query"), formats.crosses("do")
 
-    def _project(self, inputs: tuple[Tensor | None, ...], first: bool | None, fp8_output: bool) -> list[Tensor]:
+    def _project(
+        self, inputs: tuple[Tensor | None, ...], first: bool | Tensor | None, fp8_output: bool
+    ) -> list[Tensor]:
         """Query, key and value, then the output of the norm if it is returned."""
         heads, normed = [], []
         for project, x, (*_, kinds) in zip(self.projections, inputs, PROJECTIONS[self.attention_type], strict=False):

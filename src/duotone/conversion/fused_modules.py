@@ -213,7 +213,7 @@ class NormReaders:
         return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())  # type: ignore[no-any-return]
 
     def read(
-        self, ops: Sequence[Op], x: DeferredOutput, extra: Sequence[object], first: bool | None, owner: object
+        self, ops: Sequence[Op], x: DeferredOutput, extra: Sequence[object], first: bool | Tensor | None, owner: object
     ) -> Outputs:
         """Run the norm and the ops as one pipeline; linears that read the norm together run as one."""
         if x.is_watched:

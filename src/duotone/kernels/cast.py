@@ -143,8 +143,8 @@ class Cast:
         """Keep what repeats the cast that has just run, for matrices of the same shape."""
         m, k = x.shape
         launch, programs, of_row, of_col = self._prepared(m, k, sources[2] is not None, (NOTHING.value, 0))
-        parts = [part for plane in planes for part in (plane.values() if plane else (None, None))]
-        repeat = launch.repeated(programs, (x, None, *NO_NORM, *parts, *sources), (m, k, count), self.floats)
+        tensors = (x, None, *NO_NORM, *_flat(planes), *sources, None)
+        repeat = launch.repeated(programs, tensors, (m, k, count), self.floats)
         if repeat is None or (self.needs_amax and self.needs_lines):
             return
         measure = repeated_tensor_amax(x) if self.needs_amax else repeated_line_amax(x) if self.needs_lines else None
@@ -154,6 +154,34 @@ class Cast:
         if len(self._repeated) >= SHAPES:
             self._repeated.clear()
         self._repeated[key] = repeated_cast(repeat, measure, measured, row, col)
+
+    def over(
+        self,
+        x: Tensor,
+        planes: tuple[MaybeParts, MaybeParts],
+        noop: Tensor,
+        scales: Scales = (None, None),
+        live: Tensor | None = None,
+    ) -> bool:
+        """As a call, over the parts of planes. If `noop`, int32 (1,) on the device, is not 0, nothing is written or
+        recorded. A scale that follows from the amax of the matrix costs a read of it all the same.
+
+        False, and nothing happens, if the parts do not lie as the cast writes them.
+        """
+        (m, k), count = x.shape, 0
+        launch, programs, *buffers = self._prepared(m, k, live is not None, (NOTHING.value, 0), True)
+        row, col = planes
+        if not all(map(_lie_as, planes, buffers)) or (
+            self.shares_scale and row and col and row["scale"].data_ptr() != col["scale"].data_ptr()
+        ):
+            return False
+        if self.needs_amax:
+            amax = tensor_amax(x)
+            scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
+        if self.needs_lines:
+            scales = self._with(scales, LINE.value, *line_amax(x))
+        launch(programs, (x, None, *NO_NORM, *_flat(planes), *scales, live, noop), (m, k, count), self.floats)
+        return True
 
     def produced(
         self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
@@ -206,16 +234,16 @@ class Cast:
                 row_scale if self.shares_scale else empty(*of_scale),
             )
             col = {"codes": col_codes, "scale": col_scale}
-        tensors = (*inputs, row_codes, row_scale, col_codes, col_scale, *sources)
+        tensors = (*inputs, row_codes, row_scale, col_codes, col_scale, *sources, None)
         launch(programs, tensors, (m, k, count), self.floats)
         return row, col
 
     def _prepare(
-        self, m: int, k: int, record: bool, what: tuple[int, int]
+        self, m: int, k: int, record: bool, what: tuple[int, int], flagged: bool = False
     ) -> tuple[Launch, int, Buffers | None, Buffers | None]:
         """The launch for a matrix of this shape, its programs, and what it writes."""
         tm, tk, _ = tile = self._tile_for(what[0])
-        launch = self._bound(not (m % tm or k % tk), record, what, tile)
+        launch = self._bound(not (m % tm or k % tk), record, what, tile, flagged)
         wide = k // 2 if what[0] == GATED_SLOPE.value else k
         return launch, -(-m // tm) * -(-wide // tk), _buffers(self.row, m, k), _buffers(self.col, k, m)
 
@@ -224,7 +252,10 @@ class Cast:
             return self.tile
         return (GATED if what == GATED_SLOPE.value else ACTIVATED)[self.tile]
 
-    def _bind(self, even: bool, record: bool, what: tuple[int, int], tile: tuple[int, int, int]) -> Launch:
+    def _bind(
+        self, even: bool, record: bool, what: tuple[int, int], tile: tuple[int, int, int], flagged: bool
+    ) -> Launch:
+        """`flagged` launches have a tensor that others do not have."""
         tm, tk, warps = tile
         constants = {
             **plane_constants("ROW", self.sources[0], self.row, self.propagate),
@@ -237,6 +268,18 @@ class Cast:
         # Masks, the statistics of norms, and elements that the hardware does not convert to take registers.
         small = any(isinstance(spec.element, str) for spec in (self.row, self.col) if spec is not None)
         return cast_kernel.bind(constants, 2 * warps if small or not even or what[0] == NORMED.value else warps)
+
+
+def _flat(planes: tuple[MaybeParts, MaybeParts]) -> list[Tensor | None]:
+    """Codes and scales of both planes."""
+    return [part for plane in planes for part in (plane.values() if plane else (None, None))]
+
+
+def _lie_as(parts: MaybeParts, buffers: Buffers | None) -> bool:
+    if parts is None or buffers is None:
+        return parts is buffers
+    codes, scale = parts["codes"], parts["scale"]
+    return (codes.shape, codes.stride(), scale.shape, scale.stride()) == buffers[:4]
 
 
 def of_shards(shard: Shard, sources: tuple[int, int], amaxes: Scales, shape: Sequence[int]) -> Scales:

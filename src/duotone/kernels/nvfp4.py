@@ -250,6 +250,8 @@ class Cast:
     With `propagate`, NaN counts as infinite in a global amax; infinite, it makes every product non-finite.
     """
 
+    over = None
+
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool, propagate: bool = True) -> None:
         self.row, self.col, self.propagate = row, col, propagate
         self.sources = _source(row), SHARED.value if shared else _source(col)

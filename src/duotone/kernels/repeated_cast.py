@@ -51,7 +51,7 @@ def repeated_cast(
             col_parts = {"codes": codes, "scale": scale}
             col_codes, col_scale = codes.data_ptr(), scale.data_ptr()
         of_sources = [None if source is None else source.data_ptr() for source in (row_from, col_from, live)]
-        repeat(address, *NO_PRODUCER, row_codes, row_scale, col_codes, col_scale, *of_sources)
+        repeat(address, *NO_PRODUCER, row_codes, row_scale, col_codes, col_scale, *of_sources, None)
         return row_parts, col_parts
 
     return cast

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from duotone.capture import is_capturing
+from duotone.errors import UserError
 from duotone.formats import IDENTITY
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext
@@ -148,6 +150,27 @@ class WeightCache:
             return self.refresh(x, quantizer, both, ctx)
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
+    def rewrite(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext, flag: Tensor) -> Planes:
+        """The remembered planes, encoded anew in their memory if `flag` is not 0 on the device, or the weight changed.
+
+        The memory stays, because graphs read it. UserError if a graph captures and there are no planes yet.
+        """
+        row, col = self.planes
+        stamp = None if is_capturing() else self._stamp_of(x, quantizer)
+        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
+            if is_capturing():
+                raise UserError("is_first_microbatch is a tensor: run the module once, then capture, so planes exist")
+            return self.refresh(x, quantizer, usage, ctx)
+        if flag.device != x.device:
+            raise UserError(f"is_first_microbatch is on {flag.device} and the weight on {x.device}; move it there once")
+        noop = flag == 0
+        if not is_capturing() and stamp != self.stamp:
+            noop, self.stamp = torch.zeros_like(noop), stamp
+        with torch.no_grad():
+            planes = QuantizedTensor(self.planes, quantizer, x.shape, x.dtype, device=x.device)
+            planes.quantize_(x, noop_flag=noop, usage=usage, ctx=ctx)
+        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
     def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:
         """None for inference tensors: they have no version, so nobody would see a write."""
         owners = self.owners()
@@ -165,6 +188,18 @@ class Refreshed(PlaneSource):
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         return self.cache.refresh(x, quantizer, usage, ctx)
+
+
+@dataclass(frozen=True, eq=False)
+class Flagged(PlaneSource):
+    """The weight of a microbatch that is a first one if `flag`, one element on the device, is not 0."""
+
+    cache: WeightCache
+    flag: Tensor
+    encodes = True
+
+    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+        return self.cache.rewrite(x, quantizer, usage, ctx, self.flag)
 
 
 @dataclass(frozen=True, eq=False)

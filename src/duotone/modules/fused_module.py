@@ -51,7 +51,7 @@ class FusedModule(ModuleGroup):
         """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
         return self.ops if type(self).forward is FusedModule.forward and is_plain(*self.ops) else None
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Output:
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | Tensor | None = None) -> Output:
         """(*lead, width of the first child) -> (*lead, width of the last one), then the children's further outputs."""
         y, extra = run_modules(self.ops, x, (), is_first_microbatch, self)
         return (y, *extra) if extra else y

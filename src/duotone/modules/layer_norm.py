@@ -60,7 +60,7 @@ class LayerNormLinear(Linear):
         self,
         x: Tensor,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Output:
@@ -173,13 +173,13 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
         children = self._modules  # past nn.Module's slow look-up
         return (*self._head, children["fc1"], children["activation"], children["fc2"])  # type: ignore[return-value]
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Output:
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | Tensor | None = None) -> Output:
         """(*lead, hidden_size) -> the same, then the bias of fc2 and the normalised input if they are asked for."""
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(self._forward, x, is_first_microbatch, use_reentrant=False)
         return self._forward(x, is_first_microbatch)
 
-    def _forward(self, x: Tensor, is_first_microbatch: bool | None) -> Output:
+    def _forward(self, x: Tensor, is_first_microbatch: bool | Tensor | None) -> Output:
         ops = self.ops
         if is_plain(*ops[-3:]):
             outputs = run(ops, x, (), is_first_microbatch, self)

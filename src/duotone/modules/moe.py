@@ -198,7 +198,7 @@ class MoE(ModuleGroup):
             raise UserError("ep_group gives this rank other experts than it has; build the module anew")
         self.ep_group = ep_group.group_name
 
-    def forward(self, x: Tensor, *, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, is_first_microbatch: bool | Tensor | None = None) -> Tensor:
         width = self.router.weight.shape[1]
         if x.shape[-1:] != (width,):
             raise UserError(f"MoE takes (..., {width}); got {tuple(x.shape)}: reshape the input")

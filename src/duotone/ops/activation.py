@@ -88,7 +88,7 @@ class ActivationOp(Op, nn.Module):
         super().__setstate__(state)
         self._build()
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         device, dtype, width, rows, tracked, _, index, _ = info
         if self.gated and width is not None:
             if width % 2:
@@ -124,7 +124,7 @@ class ScaledActivationOp(ActivationOp):
             )
         super().__init__(kind, params)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return super().link(info._replace(requires_grad=torch.is_grad_enabled()), is_first_microbatch)
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:

@@ -136,7 +136,7 @@ class BasicOp(Op, nn.Module):
 
     stage: Stage = IdentityStage()
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self.stage, info._replace(quantizer=None)
 
 
@@ -160,7 +160,7 @@ class Bias(BasicOp):
         materialise(self)
         nn.init.zeros_(self.bias)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         if info.width not in (None, self.bias.shape[0]):
             raise UserError(f"Bias takes (..., {self.bias.shape[0]}); got (..., {info.width}): reshape the input")
         tracked = torch.is_grad_enabled() and self.bias.requires_grad
@@ -189,7 +189,7 @@ class Dropout(BasicOp):
         self.p = p
         self._by_keeps = {keeps: DropoutStage(p, keeps) for keeps in (False, True)}
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         dropping = self._by_keeps[info.requires_grad]
         return dropping if self.training and self.p else self.stage, info._replace(quantizer=None)
 
@@ -202,7 +202,7 @@ class Reshape(BasicOp):
         self.shape = tuple(shape)
         self.stage = ReshapeStage(self.shape)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         width, rows = self._sizes(info)
         return self.stage, info._replace(width=width, rows=rows, quantizer=None)
 
@@ -251,7 +251,7 @@ class _Collective(BasicOp):
         super().__init__()
         self.stage = CollectiveStage(process_group.group_name, *self.pair)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self.stage, info._replace(rows=None, quantizer=None)
 
 

@@ -49,7 +49,7 @@ class AddExtraInput(BasicOp):
     extra_inputs = 1
     stage = AddStage()
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self.stage, info._replace(requires_grad=torch.is_grad_enabled(), quantizer=None)
 
     def accept(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[object]:

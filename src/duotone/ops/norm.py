@@ -112,7 +112,7 @@ class NormOp(Op):
         if beta is not None:
             nn.init.zeros_(beta)
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         gamma, beta = self.parameters()
         if gamma is not None and info.width not in (None, gamma.shape[0]):
             raise UserError(f"{self.kind} takes (..., {gamma.shape[0]}); got (..., {info.width}): reshape the input")
@@ -166,7 +166,7 @@ class Norm(Op, nn.Module):
         materialise(self)
         self._norm.reset()
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         return self._norm.link(info, is_first_microbatch)
 
     def spread(self, x: "Spread") -> "Spread":

@@ -42,7 +42,7 @@ class PackedLinear(Op):
         return tuple(children[name] for name in self.names)  # type: ignore[misc]
 
     def link(
-        self, info: TensorInfo, is_first_microbatch: bool | None
+        self, info: TensorInfo, is_first_microbatch: bool | Tensor | None
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         linears = self.linears
         trained = any([linear.weight.requires_grad for linear in linears])

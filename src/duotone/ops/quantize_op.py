@@ -99,7 +99,7 @@ class Quantize(BasicOp):
         super().__setstate__(state)
         self._forget()
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo]:
+    def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         region = active_region() if torch.compiler.is_dynamo_compiling() else self._region.now(mode_now())
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:

@@ -37,7 +37,7 @@ class Sequential(KnownRoles, nn.Sequential):
         self,
         x: Tensor,
         *extra: object,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         op_kwargs: Mapping[nn.Module | int, Keywords] | None = None,
     ) -> Outputs:
         modules = tuple(self._modules.values())
@@ -61,7 +61,7 @@ def run_modules(
     modules: Sequence[Member],
     x: Tensor,
     extra: Sequence[object],
-    first: bool | None,
+    first: bool | Tensor | None,
     owner: nn.Module,
     keywords: Mapping[int, Keywords] = NOTHING,
 ) -> tuple[Tensor, list[object]]:

@@ -20,7 +20,12 @@ class Reader(Protocol):
     """What knows the ops behind a deferred output, and who reads it."""
 
     def read(
-        self, ops: "Sequence[Op]", x: "DeferredOutput", extra: Sequence[object], first: bool | None, owner: object
+        self,
+        ops: "Sequence[Op]",
+        x: "DeferredOutput",
+        extra: Sequence[object],
+        first: bool | Tensor | None,
+        owner: object,
     ) -> Outputs:
         """The output of a pipeline of `ops` whose input is `x`."""
         ...

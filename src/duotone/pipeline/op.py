@@ -137,7 +137,9 @@ class Op(Channels, KnownRoles):
         """The ops that stand for this module in a larger pipeline; None if its forward does more than them."""
         return (self,) if type(self).forward is Op.forward else None
 
-    def link(self, info: TensorInfo, is_first_microbatch: bool | None) -> tuple[Stage, TensorInfo, *tuple[object, ...]]:
+    def link(
+        self, info: TensorInfo, is_first_microbatch: bool | Tensor | None
+    ) -> tuple[Stage, TensorInfo, *tuple[object, ...]]:
         """The stage for an input like `info`, and what its output is like. Raises UserError where that cannot be.
 
         Further values are handed to `operands`: parameters that are fetched once for a call.
@@ -180,7 +182,7 @@ class Op(Channels, KnownRoles):
             )
         return super()._slow_forward(*inputs, **options)  # type: ignore[misc]
 
-    def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | None = None) -> Outputs:
+    def forward(self, x: Tensor, *extra: object, is_first_microbatch: bool | Tensor | None = None) -> Outputs:
         return run((self,), x, extra, is_first_microbatch, self)
 
 
@@ -188,7 +190,7 @@ def run(
     ops: Sequence[Op],
     x: Tensor,
     extra: Sequence[object],
-    first: bool | None,
+    first: bool | Tensor | None,
     owner: object,
     may_trace: bool = True,
     spread: "Spread | None" = None,

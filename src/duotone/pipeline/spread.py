@@ -65,7 +65,9 @@ def placement_of(x: DTensor, name: str) -> Placement:
     return placements[0]
 
 
-def run_spread(ops: Sequence[Op], x: DTensor, extra: Sequence[object], first: bool | None, owner: object) -> DTensor:
+def run_spread(
+    ops: Sequence[Op], x: DTensor, extra: Sequence[object], first: bool | Tensor | None, owner: object
+) -> DTensor:
     """As `run`, for a DTensor: one op after the other, each on local tensors."""
     name = getattr(owner, "module_name", "") or type(owner).__name__
     if extra:

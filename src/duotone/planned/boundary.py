@@ -22,7 +22,7 @@ BOUNDARY = 1 << 62
 
 
 def run_with_boundary(
-    ops: Sequence[Op], x: Tensor, first: bool | None, module: Planned, fp8_output: bool, fp8_grad: bool
+    ops: Sequence[Op], x: Tensor, first: bool | Tensor | None, module: Planned, fp8_output: bool, fp8_grad: bool
 ) -> Outputs:
     """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
     `fp8_grad`, which stays as it is under a backward override.

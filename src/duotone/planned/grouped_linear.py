@@ -71,7 +71,7 @@ class PlannedGroup(Planned):
         return first
 
     def link(
-        self, signal: TensorInfo, is_first_microbatch: bool | None
+        self, signal: TensorInfo, is_first_microbatch: bool | Tensor | None
     ) -> tuple[Stage, TensorInfo, Sequence[Tensor], Sequence[Tensor | None]]:
         if signal.quantizer is not None:
             raise UserError(
@@ -155,7 +155,7 @@ class PlannedGroup(Planned):
     def make_stage(self, linears: list[LinearStage]) -> Stage:
         return GroupedStage.of(linears, self.weights[0].shape)
 
-    def make_variant(self, stage: Stage, first: bool | None, overwrites: bool) -> Stage:
+    def make_variant(self, stage: Stage, first: bool | Tensor | None, overwrites: bool) -> Stage:
         assert isinstance(stage, GroupedStage)
         linears = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
         return self.make_stage(linears)
@@ -244,7 +244,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         x: Tensor,
         m_splits: Splits,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
     ) -> Any:
@@ -266,7 +266,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
         return (y, list(self.biases)) if self.return_bias else y
 
     def _run_placed(
-        self, x: Tensor, m_splits: Splits, first: bool | None, out: Tensor | None, dgrad_out: Tensor | None
+        self, x: Tensor, m_splits: Splits, first: bool | Tensor | None, out: Tensor | None, dgrad_out: Tensor | None
     ) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             raise UserError(f"{self.module_name}: out and dgrad_out are the caller's; leave them out of compiled code")

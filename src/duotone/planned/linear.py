@@ -50,13 +50,14 @@ class PlannedLinear(Planned):
         self,
         x: Tensor,
         *,
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Outputs:
         """(*lead, in_features) -> (*lead, out_features). With `return_bias` the bias follows and is not added.
 
         `is_first_microbatch` keeps the planes of the weight: True encodes them, False takes the ones of before.
+        A tensor of one element on the weight's device decides there.
         `fp8_output` makes the output a quantized tensor, `fp8_grad` the gradient of the input. Their formats are
         those that the recipe gives `output_quantizer_role` and `grad_input_quantizer_role`.
         """
@@ -80,7 +81,7 @@ class PlannedLinear(Planned):
         return self.weight
 
     def link(
-        self, info: TensorInfo, is_first_microbatch: bool | None
+        self, info: TensorInfo, is_first_microbatch: bool | Tensor | None
     ) -> tuple[Stage, TensorInfo, Tensor, Tensor | None]:
         weight: Tensor | None = self._parameters.get(self.stored_weight)  # past nn.Module's slow look-up
         if weight is None:

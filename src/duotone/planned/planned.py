@@ -171,7 +171,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         """One stage out of the stages of this module's linears."""
         return linears[0]
 
-    def make_variant(self, stage: PlannedStage, first: bool | None, overwrites: bool) -> PlannedStage:
+    def make_variant(self, stage: PlannedStage, first: bool | Tensor | None, overwrites: bool) -> PlannedStage:
         """The stage with this module's caches and sinks."""
         assert isinstance(stage, LinearStage)
         return self.plans.options.stage(stage, 0, first, overwrites)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from duotone.comm import require_same
 from duotone.errors import UserError
@@ -71,7 +72,7 @@ class Planner:
         """The name among `bound` whose parameters the delayed states have."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
-        self.variants: dict[tuple[PlannedStage, bool | None, bool], PlannedStage] = {}
+        self.variants: dict[tuple[PlannedStage, bool | Tensor | None, bool], PlannedStage] = {}
         """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
         self.compared: set[tuple[str, tuple[str, ...]]] = set()
         """Groups of ranks, and the formats that all of them use here."""
@@ -346,19 +347,22 @@ class Planner:
         call = Call(str(weight.device), weight.dtype, grads=(False, False))
         self._with_states(self.plan(recipe, call), "", AmaxMode.USE)
 
-    def variant(self, stage: PlannedStage, first: bool | None) -> PlannedStage | OpaqueStage:
+    def variant(self, stage: PlannedStage, first: bool | Tensor | None) -> PlannedStage | OpaqueStage:
         """The stage with the module's caches and sinks. MissingPlaneError if a `main_grad` is missing."""
         module = self.module
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
             raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
-        if torch.compiler.is_dynamo_compiling():
+        compiling = torch.compiler.is_dynamo_compiling()
+        if isinstance(first, Tensor) and (compiling or first.numel() != 1):
+            raise UserError(f"{module.module_name}: is_first_microbatch as a tensor has one element, in eager code")
+        if compiling and not isinstance(first, Tensor):
             fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
             marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
             return OpaqueStage(stage, self.handle, first, tuple(marked), not (fuses or waits))
         # A recompute is no new microbatch.
         return self._variant(stage, first, first is True and mode_now() in (AmaxMode.RECORD, AmaxMode.DEFER))
 
-    def _variant(self, stage: PlannedStage, first: bool | None, overwrites: bool) -> PlannedStage:
+    def _variant(self, stage: PlannedStage, first: bool | Tensor | None, overwrites: bool) -> PlannedStage:
         module = self.module
         if module.fuse_wgrad_accumulation and stage.plan.weight_grad:
             for weight in module.weights:

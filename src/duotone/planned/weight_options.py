@@ -12,7 +12,7 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError
 from duotone.linear.core import LinearStage
-from duotone.linear.plane_source import ENCODE_NOW, WeightCache
+from duotone.linear.plane_source import ENCODE_NOW, Flagged, PlaneSource, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
 
 if TYPE_CHECKING:
@@ -28,13 +28,16 @@ class WeightOptions:
         self.queues: dict[int, deque[tuple[Product, Tensor, Sink]]] = {}
         self.hooks: list[Callable[[], None]] = []
 
-    def stage(self, stage: LinearStage, member: int, first: bool | None, overwrites: bool) -> LinearStage:
+    def stage(self, stage: LinearStage, member: int, first: bool | Tensor | None, overwrites: bool) -> LinearStage:
         """The stage of a linear with its cache and sink. With `overwrites` the next gradient replaces `main_grad`."""
         plan = stage.plan
         if first is not None and plan.weight.source is ENCODE_NOW:
             cache = self._cache(member)
-            weight = plan.weight.from_cache(cache.refreshed if first else cache.reused, plan.input_grad)
-            plan = replace(plan, weight=weight)
+            if isinstance(first, Tensor):
+                source: PlaneSource = Flagged(cache, first)
+            else:
+                source = cache.refreshed if first else cache.reused
+            plan = replace(plan, weight=plan.weight.from_cache(source, plan.input_grad))
         return replace(stage, plan=plan, sink=self._sink(member, overwrites))
 
     @torch.no_grad()

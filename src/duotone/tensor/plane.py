@@ -117,7 +117,10 @@ class Plane:
     def copy_(self, other: "Plane", keep: Tensor | None = None) -> None:
         """Take over the bytes of a plane with the same parts and shape. If `keep` is true on the device, stay."""
         for name, part in self.parts.items():
-            part.copy_(other.parts[name] if keep is None else torch.where(keep, part, other.parts[name]))
+            new = other.parts[name]
+            if new.dtype is torch.uint8:  # where this plane's codes may have the dtype of their element
+                part = part.view(torch.uint8)
+            part.copy_(new if keep is None else torch.where(keep, part, new))
 
 
 class Planes(NamedTuple):
@@ -190,6 +193,21 @@ def encode_once(
         None if row is None or parts[0] is None else Plane(row, parts[0], (rows, cols)),
         None if col is None or parts[1] is None else Plane(col, parts[1], (cols, rows)),
     )
+
+
+def encode_over(planes: Planes, x: Tensor, ctx: QuantizeContext, noop: Tensor) -> bool:
+    """Encode a CUDA matrix over its planes, unless `noop`, int32 (1,) there, is not 0. False if no kernel does so."""
+    row, col = planes
+    if torch.compiler.is_dynamo_compiling() or planes.aliased or not x.is_cuda or ctx.shard is not None:
+        return False
+    cast = one_read(row and row.format, col and col.format, x, ctx.propagate)
+    if cast is None or cast.over is None:
+        return False
+    delayed = [plane is not None and plane.format.is_delayed for plane in planes]
+    slot = ctx.slots[0] if delayed[0] else ctx.slots[1] or ctx.slots[0]
+    scale, live = slot.place(x) if any(delayed) and slot is not None else (None, None)
+    scales = (scale, None) if delayed[0] else (None, scale)
+    return cast.over(x.contiguous(), (row and row.parts, col and col.parts), noop, scales, live)
 
 
 def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> tuple[Tensor, ...] | None:

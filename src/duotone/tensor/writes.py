@@ -14,7 +14,7 @@ from duotone.dispatch.stages import amax_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, FixedScale, QuantizeContext, Slot
-from duotone.tensor.plane import BOTH, Plane, Planes, Usage, same_memory
+from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
 from duotone.tensor.plane_tensor import PlaneTensor, check_source, matrix_shape, plain, unshared, values_as
 from duotone.tensor.shards import AnsweredShard, agree, ask
 
@@ -63,17 +63,30 @@ class Writes(PlaneTensor):
         if any(p is not None and same_memory(matrix, p.parts["codes"]) for p in self.planes):
             matrix = matrix.clone()  # of an Identity plane: bytes are not copied onto themselves
         keep = None if noop_flag is None else noop_flag.reshape(()) != 0
-        if keep is not None:
-            matrix = torch.where(keep, torch.zeros_like(matrix), matrix)  # records no amax where nothing is written
 
         def write(ctx: QuantizeContext) -> None:
-            fresh = written.encode(matrix, wanted, self._write_context(ctx))
-            self._require_formats(fresh.formats, usage)
-            self._take(fresh, keep)
+            ctx = self._write_context(ctx)
+            if keep is None or not self._encode_over(matrix, wanted, written, ctx, keep):
+                # Zeros record no amax.
+                values = matrix if keep is None else torch.where(keep, torch.zeros_like(matrix), matrix)
+                fresh = written.encode(values, wanted, ctx)
+                self._require_formats(fresh.formats, usage)
+                self._take(fresh, keep)
             if not self.is_inference():
                 torch.autograd.graph.increment_version(self)
 
         return write
+
+    def _encode_over(
+        self, matrix: Tensor, wanted: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
+    ) -> bool:
+        """Write the planes that are wanted by a kernel that looks at `keep` itself. False if there is none."""
+        if not written.is_repeatable or written.columnwise_source != "original":
+            return False
+        row, col = (plane if wants else None for plane, wants in zip(self.planes, wanted, strict=True))
+        formats = row and written.rowwise, col and written.columnwise
+        same = formats == (row and row.format, col and col.format)
+        return same and encode_over(Planes(row, col), matrix, ctx, keep.to(torch.int32).reshape(1))
 
     def _take(self, fresh: Planes, keep: Tensor | None) -> None:
         """Copy planes into those that are held. If `keep` is true on the device, no byte changes."""
