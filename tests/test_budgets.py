@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36478
+LIBRARY_LINES = 36487
 TOOL_LINES = 7566
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,14 +31,14 @@ BUDGETS = {
     "integrations": (633, 9, 0),
     "kernels": (4866, 0, 0),
     "lab": (3687, 12, 1),
-    "linear": (1901, 5, 0),
+    "linear": (1907, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2288, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (556, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
-    "planned": (2969, 14, 5),
+    "planned": (2972, 14, 5),
     "recipes": (2001, 5, 0),
     "report": (1723, 0, 0),
     "serving": (1312, 0, 0),

@@ -229,15 +229,16 @@ def test_the_plan_names_what_multiplies(monkeypatch) -> None:
     recipe = recipes.load("fp8-delayed")
     grouped = ["grouped FP8 product, fast accumulation", "grouped FP8 product", "grouped FP8 product"]
     cublas = [name.replace("grouped", "cuBLAS") for name in grouped]
-    for sizes, given, want in (
-        ((64, 32), {}, grouped),
-        ((64, 32), {"bias": True, "fuse_wgrad_accumulation": True}, grouped),
-        ((64, 32), {"delay_wgrad_compute": True}, cublas),
-        ((4096, 4112), {}, cublas),
+    for sizes, given, want, why in (
+        ((64, 32), {}, grouped, "one launch for all experts"),
+        ((64, 32), {"bias": True, "fuse_wgrad_accumulation": True}, grouped, "one launch for all experts"),
+        ((64, 32), {"delay_wgrad_compute": True}, cublas, "a product for each expert: weight gradients are put off"),
+        ((4096, 4112), {}, cublas, f"a product for each expert: a weight has more than {1 << 24} elements"),
+        ((64, 40), {}, cublas, "a product for each expert: it takes weights whose sizes are multiples of 16"),
     ):
         m = GroupedLinear(3, *sizes, recipe=recipe, device="meta", **{"bias": False, **given})
         rows = duotone.plan(m, device="sm90", dtype=torch.bfloat16)
-        assert [row.kernel for row in rows] == want
+        assert [row.kernel for row in rows] == want and {row.reason for row in rows} == {why}
 
 
 def test_tensors_that_calls_share_are_not_those_of_a_captured_graph(monkeypatch) -> None:

@@ -228,8 +228,8 @@ def _rows(
         recipe, Call(device or str(weight.device), dtype or weight.dtype, (trained, trained and weight.requires_grad))
     )
     for gemm in runs.gemms:
-        kernel = module.kernel_of(runs, gemm)
-        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, kernel, gemm.rule.native, gemm.reason)
+        kernel, reason = module.kernel_of(runs, gemm)
+        yield PlanRow(name, gemm.gemm, gemm.a.name, gemm.b.name, kernel, gemm.rule.native, reason)
 
 
 def _row(name: str, reason: str) -> PlanRow:

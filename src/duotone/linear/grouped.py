@@ -48,18 +48,24 @@ class GroupedStage(Stage):
     grouped: bool = False
     """Whether one product takes all segments if the host knows their rows, too. Sums then run in another order."""
 
+    why_apart: str = ""
+    """Why each has a product of its own, if they are not `grouped`."""
+
     @staticmethod
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":
         """The fastest stage for linears with weights (N, K) under one plan."""
         linears, plan = tuple(linears), linears[0].plan
         gemms = [gemm for gemm, owed in zip(plan.gemms, (True, plan.input_grad, plan.weight_grad), strict=True) if owed]
-        if not _takes_segments(linears) or any(gemm.rule.refuse_segments(gemm.problem, shape) for gemm in gemms):
-            return GroupedStage(linears)
+        refusals = [gemm.rule.refuse_segments(gemm.problem, shape) for gemm in gemms]
+        if not _takes_segments(linears) or any(refusals):
+            why = next(filter(None, refusals), "an option, a quantizer or a layout is for one expert at a time")
+            return GroupedStage(linears, why_apart=why)
         at_once = not plan.weight_grad or not any(one.sink.waits for one in linears)
         on_device = at_once and all(gemm.rule.groups_segments(gemm.problem, len(linears)) for gemm in gemms)
         grouped = on_device and shape[0] * shape[1] <= SMALL
         is_joint = grouped or all(gemm.rule.separates_segments for gemm in gemms)
-        return GroupedStage(linears, is_joint, on_device, grouped)
+        why = "" if grouped else f"a weight has more than {SMALL} elements" if on_device else "no launch multiplies all"
+        return GroupedStage(linears, is_joint, on_device, grouped, why if at_once else "weight gradients are put off")
 
     @property
     def arity(self) -> tuple[int, ...]:  # type: ignore[override]

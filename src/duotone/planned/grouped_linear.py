@@ -111,11 +111,14 @@ class PlannedGroup(Planned):
                     f"those of expert 0 ask for {tuple(shape)} on {device}"
                 )
 
-    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
+    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
         stage = GroupedStage.of([LinearStage(plan, GRADIENT)] * self.num_gemms, self.weights[0].shape)
-        if self.delay_wgrad_compute or not stage.takes_device_splits or not stage.grouped:
-            return super().kernel_of(plan, gemm)
-        return gemm.rule.name.replace("cuBLAS", "grouped")
+        why = "weight gradients are put off" if self.delay_wgrad_compute else stage.why_apart
+        if not why:
+            return gemm.rule.name.replace("cuBLAS", "grouped"), "one launch for all experts"
+        kernel, reason = super().kernel_of(plan, gemm)
+        could = gemm.rule.groups_segments(gemm.problem, self.num_gemms)
+        return kernel, f"a product for each expert: {why}" if could else reason
 
     def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
         (splits,) = extra

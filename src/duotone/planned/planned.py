@@ -163,9 +163,9 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         weights_grad = any(weight.requires_grad for weight in self.weights)
         return self.plans.stage(info_of(x), weights_grad, self.weight_held).plan
 
-    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> str:
-        """The name of what multiplies in this module where `gemm` is one of the plan's."""
-        return gemm.rule.name
+    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
+        """The name of what multiplies in this module where `gemm` is one of the plan's, and why."""
+        return gemm.rule.name, gemm.reason
 
     def make_stage(self, linears: list[LinearStage]) -> PlannedStage:
         """One stage out of the stages of this module's linears."""
