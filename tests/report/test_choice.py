@@ -79,6 +79,8 @@ def test_a_size_that_was_named_takes_the_place_of_that_of_the_model(result: Resu
     ranked(result)["settings"] |= {"tokens_per_step": 128, "linears": {"up": (64, 64)}, "size": [8192, 16384]}
     fast = speeds.measured().speed("fp8-current", (16384, 8192, 8192)).ratio
     assert f"{fast:.2f} times as fast for linears 8192 wide with 16384 tokens, and" in choice.answer(result)
+    result["settings"]["size"] = [64, 128]
+    assert choice.answer(result).endswith("No speed is known there for linears 64 wide with 128 tokens.")
 
 
 SEARCH = {"recipe": "searched", "kind": "speed", "value": 1.2, "gap_percent": 0.0, "speed": 1.25, "memory": 0.95}

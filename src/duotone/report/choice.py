@@ -50,15 +50,12 @@ def hardware(result: Document) -> Hardware:
         base = times.get(reference["name"])
         known = {name: Speed(base / ms, "measured") for name, ms in times.items() if base is not None}
         return Hardware(str(result["machine"].get("processor")), "a step of this model", "measured in this run", known)
-    table, what, note = speeds.measured(), "the linears of this model", ""
-    shapes = _shapes(settings, settings.get("size"))
-    known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
+    table, size, note = speeds.measured(), settings.get("size"), ""
+    known = _speeds(runs, _shapes(settings, size))
     if not is_asked and all(speed.ratio is None for speed in known.values()):
-        shapes, note = _shapes(settings, EXAMPLE), "; the linears of this model were not measured"
-        known = {run["name"]: table.model_speed(_parts(run, shapes)) for run in runs}
-    if note or "size" in settings:
-        width, tokens = settings.get("size", EXAMPLE)
-        what = f"linears {width} wide with {tokens} tokens"
+        size, note = EXAMPLE, "; the linears of this model were not measured"
+        known = _speeds(runs, _shapes(settings, size))
+    what = "the linears of this model" if size is None else f"linears {size[0]} wide with {size[1]} tokens"
     return Hardware(table.device, what, f"{table.source}, {table.date}{note}", known)
 
 
@@ -74,28 +71,25 @@ def _shapes(settings: Settings, size: Sequence[int] | None) -> dict[str, Shape]:
     return {module: (tokens, *linear) for module, linear in zip(linears, sizes, strict=True)}
 
 
-def _parts(run: RunEntry, shapes: Mapping[str, Shape]) -> list[tuple[str, Shape]]:
-    """The GEMMs of those linears, each with the recipe that gives its formats: that of the run if its plan has none."""
-    plan = {(row["module"], row["gemm"]): (row["a"] or "", row["b"] or "") for row in run["plan"]}
-    return [
-        (recipe_of(plan[module, kind], kind) if (module, kind) in plan else run["name"], shape)
-        for module, shape in shapes.items()
-        for kind in PLANES_OF_GEMM
-    ]
+def _speeds(runs: Sequence[RunEntry], shapes: Mapping[str, Shape]) -> dict[str, Speed]:
+    """Of those linears under each run: of each GEMM with its formats, or with the name of a run without a plan."""
+    table, result = speeds.measured(), {}
+    for run in runs:
+        plan = {(row["module"], row["gemm"]): (row["a"] or "", row["b"] or "") for row in run["plan"]}
+        parts = [
+            (recipe_of(plan[module, kind], kind) if (module, kind) in plan else run["name"], shape)
+            for module, shape in shapes.items()
+            for kind in PLANES_OF_GEMM
+        ]
+        result[run["name"]] = table.model_speed(parts)
+    return result
 
 
 def module_speeds(result: Document) -> dict[str, list[str]]:
     """For each kind of linear its speed over bf16 under each run, where the measured table knows it; "" elsewhere."""
-    table, kinds = (
-        speeds.measured(),
-        {
-            pattern(module): {module: s}
-            for module, s in _shapes(result["settings"], result["settings"].get("size")).items()
-        },
-    )
-    return {
-        kind: [_short(table.model_speed(_parts(run, shape))) for run in result["runs"]] for kind, shape in kinds.items()
-    }
+    shapes = _shapes(result["settings"], result["settings"].get("size")).items()
+    kinds = {pattern(module): {module: shape} for module, shape in shapes}
+    return {kind: [*map(_short, _speeds(result["runs"], linear).values())] for kind, linear in kinds.items()}
 
 
 def _short(speed: Speed) -> str:
@@ -117,7 +111,7 @@ def answer(result: Document) -> str:
             f"{run['name']} is {_times(where, run)}" + f", but ends {gap_text(run)} above" * _is_faster(run, where)
             for run in known
         ]
-        told = f" {'; '.join(others)}." if others else ""
+        told = f" {'; '.join(others)}." if others else f" No speed is known there for {where.what}."
         return f"Stay with {base} on an {where.name}: nothing as good is known to be faster there.{told}"
     loss = f"its loss cannot be told from that of {base}"
     if not is_within(best, result):
