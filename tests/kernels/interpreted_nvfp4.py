@@ -111,9 +111,12 @@ def shards() -> Check:
 
 
 def poisoned() -> Check:
-    """Planes of the same matrices whose infinities and NaN reach products, by what they decode to."""
-    x = awkward()[:64, :112].bfloat16()
-    x[20:40] = torch.randn(20, 112)
+    """Planes whose infinities and NaN reach products, by what they decode to: words that have some, and that have none.
+
+    One tile: `planes` has the edges between tiles.
+    """
+    x = awkward()[:48, :48].bfloat16()
+    x[20:40] = torch.randn(20, 48)
     for name in NAMES:
         if name in SAME_BUT_448:
             continue

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton._utils import validate_block_shape
+from triton.language.core import _unwrap_if_constexpr
 from triton.runtime import interpreter
 
 from duotone.formats.elements import E4M3, E5M2
@@ -74,6 +76,24 @@ def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
     return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
 
 
+@functools.cache
+def extents(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr, tl.tuple]:
+    """The shape of a type, the number of elements, and the shape of a tensor."""
+    return tl.tuple(shape), tl.constexpr(validate_block_shape(shape)), tl.tuple([tl.constexpr(n) for n in shape])
+
+
+def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+    sizes = tuple(_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape))
+    assert sizes, "0d block_type is forbidden"
+    self.element_ty, (self.shape, numel, _) = element_ty, extents(sizes)
+    self.numel, self.name = numel.value, f"<{sizes}, {element_ty}>"
+
+
+def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    _, self.numel, self.shape = extents(tuple(type.shape) if type.is_block() else ())
+
+
 def launched(
     self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
 ) -> None:
@@ -84,7 +104,8 @@ def launched(
 def replace() -> None:
     """The interpreter's conversions, minima and maxima by a GPU's, which drop NaN, and launches by interpreted ones.
 
-    Triton's language is replaced once for each function. The interpreter does so at each call, and undoes it.
+    Triton's language is replaced once for each function. The interpreter does so at each call, and undoes it. Shapes
+    are made once for equal sizes; Triton spends half of the time on those of tensors and types.
     """
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
@@ -92,6 +113,9 @@ def replace() -> None:
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__
+    tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
     interpreter._LangPatchScope.restore = lambda self: None
     Launch.__call__ = launched
 
