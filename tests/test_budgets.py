@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 36487
-TOOL_LINES = 7560
+TOOL_LINES = 7561
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -40,7 +40,7 @@ BUDGETS = {
     "pipeline": (1438, 5, 2),
     "planned": (2972, 14, 5),
     "recipes": (2001, 5, 0),
-    "report": (1717, 0, 0),
+    "report": (1718, 0, 0),
     "serving": (1312, 0, 0),
     "state": (1759, 10, 0),
     "tensor": (2465, 15, 0),

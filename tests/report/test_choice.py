@@ -144,6 +144,14 @@ def test_a_name_stands_where_it_covers_no_other_mark() -> None:
     assert sides == [{"a name": -1, "b": 1, "c": 1, "d": -1}, {"a name": 1, "c": 1, "d": -1}]
 
 
+def test_intervals_are_cut_only_beside_shorter_ones() -> None:
+    """A chart of one recipe has its whole interval; one of many is not pressed flat by the longest."""
+    style = Style("s0", "circle", None)
+    dots = [Dot(f"r{margin}", style, 0.1, margin, 1.0, "") for margin in (0.0, 0.98, 0.9, 40.0)]
+    whole, several = Scatter("", "", dots[:2]).y, Scatter("", "", dots).y
+    assert whole.low <= -0.88 and whole.high >= 1.08 and 1.08 <= several.high < 5
+
+
 def test_without_a_recipe_to_compare_the_page_has_its_plain_heading(result: Result) -> None:
     result["runs"] = result["runs"][:1]
     assert choice.answer(result) == "" and "<h1>bf16 alone over 120 steps</h1>" in render(result)

@@ -56,8 +56,9 @@ class Scatter:
 
     @cached_property
     def y(self) -> Axis:
-        """Contains every gap; of intervals that dwarf the gaps a part."""
-        most = 3 * max(abs(dot.gap) for dot in self.dots) + 0.1
+        """Contains every gap, and half of the intervals; of others that dwarf the gaps a part."""
+        ends = sorted(abs(dot.gap) + dot.margin for dot in self.dots if dot.margin) or [0.0]
+        most = max(3 * max(abs(dot.gap) for dot in self.dots) + 0.1, ends[len(ends) // 2])
         low = max(-most, min(0.0, *(dot.gap - dot.margin for dot in self.dots)))
         high = min(most, max(0.0, *(dot.gap + dot.margin for dot in self.dots)))
         return Axis.over(*round_out(low, high), (self.height - BOTTOM, TOP))
