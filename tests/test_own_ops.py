@@ -16,6 +16,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "take_seed": (SEED.clone(), 2),
     "upcoming_seed": (SEED.clone(), 2),
     "crop": (torch.randn(40, 48), 33, 40),
+    "once": (torch.randn(4, 8).t(),),
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),
     "mm_fp32": (torch.randn(5, 16).bfloat16(), torch.randn(7, 16).bfloat16()),

@@ -26,7 +26,8 @@ def made(monkeypatch):
 
     monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(launch.Launch, "_compile", compile_for)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)  # of a CPU tensor
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     for module in (amax, repeated_cast):
         monkeypatch.setattr(module, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)

@@ -225,10 +225,20 @@ CHUNKED = ChunkedStages()
 
 
 class TracedStages(Stages):
-    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, but for two own ops.
+    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, but for three own ops.
 
-    Inductor leaves out the roundings to bf16 of a rotation, and takes long over both.
+    Inductor leaves out the roundings to bf16 of a rotation, and takes long over that and over random bytes. It would
+    compute the scale of a block again for each element.
     """
+
+    def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        return _in_order(partial(elements.cast, element=element, marks=marks), blocks, multiplier)
+
+    def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
+        return _in_order(partial(elements.cast_stochastic, element=element), blocks, multiplier, bits)
+
+    def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
+        return _in_order(partial(elements.values, element=element, dtype=dtype), codes, factor)
 
     def rotate(self, x: Tensor) -> Tensor:
         return torch.ops.duotone.rotate(x)
@@ -238,6 +248,16 @@ class TracedStages(Stages):
 
 
 TRACED = TracedStages()
+
+
+def _in_order(stage: Callable[..., Tensor], blocks: Tensor, scale: Tensor, *others: Tensor) -> Tensor:
+    """In a trace: an elementwise stage of many blocks in their order of memory, with scales that nothing fuses with."""
+    elements = blocks.numel()
+    if isinstance(elements, torch.SymInt) or elements < COMPILE_FROM or torch.compiler._is_exporting_flag:
+        return stage(blocks, scale, *others)
+    if _lies_turned(blocks):
+        return _turn(_in_order(stage, _turn(blocks), _turn(scale), *map(_turn, others)))
+    return stage(blocks, torch.ops.duotone.once(scale.contiguous()), *others)
 
 
 def _rotate(x: Tensor) -> Tensor:
@@ -253,5 +273,6 @@ def _empty_bytes(seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
 
 
 _BYTES = "random_bytes(Tensor seed, SymInt rows, SymInt cols, int plane) -> Tensor"
+define_op("once(Tensor x) -> Tensor", torch.clone, torch.clone, devices=("CPU",))
 define_op("rotate(Tensor x) -> Tensor", _rotate, hadamard.rotate, devices=("CPU",))
 define_op(_BYTES, _random_bytes, _empty_bytes, devices=("CPU",))
