@@ -16,6 +16,8 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     "take_seed": (SEED.clone(), 2),
     "upcoming_seed": (SEED.clone(), 2),
     "crop": (torch.randn(40, 48), 33, 40),
+    "codes_of": (torch.randn(2, 1, 4, 32), torch.rand(2, 1, 4, 1), None, "e2m1", False),
+    "values_of": (torch.randint(8, (2, 1, 4, 32), dtype=torch.uint8), torch.rand(2, 1, 4, 1), "e2m1", torch.bfloat16),
     "once": (torch.randn(4, 8).t(),),
     "rotate": (torch.randn(4, 32).bfloat16(),),
     "random_bytes": (SEED.clone(), 5, 32, 0),

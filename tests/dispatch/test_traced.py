@@ -1,9 +1,13 @@
 """Casts as ops of a graph: shapes without values are those that a cast has, also where nothing is cast."""
 
+import copy
+
 import pytest
 import torch
 
-from duotone import formats
+import duotone
+from duotone import formats, recipes
+from duotone.dispatch import stages
 from duotone.dispatch.cast_ops import cast_planes, empty_planes, named_parts
 
 NAMES = ["fp8_e4m3_tensor", "fp8_e5m2_row", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp8_e4m3_32x32"]
@@ -43,3 +47,24 @@ def test_parts_of_nvfp4_without_values_are_those_of_the_format(name) -> None:
             for part, spec in zip(parts[3 * side : 3 * side + 3], fmt.parts(m, k).values(), strict=True):
                 assert part.shape == spec.shape and part.dtype is spec.dtype
     assert len(torch.ops.duotone.cast_planes(x, "", name, True, None)) == 3
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-block"])
+def test_casts_of_many_elements_have_the_bits_of_eager_code(name: str, monkeypatch) -> None:
+    """From `COMPILE_FROM` elements, stages of traced code run as ops, and along memory where a plane lies turned."""
+    monkeypatch.setattr(stages, "compiler_reason", lambda: "left out, as it takes long")
+    torch.manual_seed(0)
+    eager = duotone.Linear(192, 256, params_dtype=torch.bfloat16, recipe=recipes.load(name))
+    traced = copy.deepcopy(eager)
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True)
+    inputs = [torch.randn(320, 192).bfloat16().requires_grad_() for _ in range(2)]
+    inputs[1].data.copy_(inputs[0])
+    assert inputs[0].numel() > stages.COMPILE_FROM
+    outputs = [call(x) for call, x in zip((eager, compiled), inputs, strict=True)]
+    dy = torch.randn_like(outputs[0])
+    for y in outputs:
+        y.backward(dy)
+    pairs = [outputs, [x.grad for x in inputs]]
+    pairs += zip(*[[p.grad for p in module.parameters()] for module in (eager, traced)], strict=True)
+    for one, other in pairs:
+        assert torch.equal(one, other)

@@ -1,6 +1,7 @@
 """Scaled products: FP8 codes multiplied by cuBLAS as they are, with scales per tensor, per row or per block of 128."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,15 +116,17 @@ class ScaledProduct(products.GroupedRule):
         dtype = out_dtype if bias is None or fused else torch.float32
         if dtype is not torch.bfloat16:
             dtype = dtype_of_product(dtype, per_row, scales_rows_to_fp32(left.get_device()))
-        y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
-            left,
-            right.t(),
-            scale_a=scale_a,
-            scale_b=scale_b.t() if per_row else scale_b,
-            bias=bias if fused else None,
-            out_dtype=dtype,
-            use_fast_accum=self.fast,
-        )
+        # Autograd has nothing to do here, and takes host time.
+        with nullcontext() if torch.compiler.is_dynamo_compiling() else torch._C._AutoDispatchBelowAutograd():
+            y = torch._scaled_mm(  # type: ignore[reportPrivateImportUsage]
+                left,
+                right.t(),
+                scale_a=scale_a,
+                scale_b=scale_b.t() if per_row else scale_b,
+                bias=bias if fused else None,
+                out_dtype=dtype,
+                use_fast_accum=self.fast,
+            )
         if y.dtype is out_dtype and right.shape[0] == cols and (bias is None or fused):
             return y
         return _cut(y, cols, out_dtype, None if fused else bias)

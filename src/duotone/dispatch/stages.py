@@ -225,19 +225,25 @@ CHUNKED = ChunkedStages()
 
 
 class TracedStages(Stages):
-    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, but for three own ops.
+    """`Stages` of code that is compiled for a CPU: plain, so that the compiler fuses them, but for own ops.
 
-    Inductor leaves out the roundings to bf16 of a rotation, and takes long over that and over random bytes. It would
-    compute the scale of a block again for each element.
+    Inductor leaves out the roundings to bf16 of a rotation, and takes long over that, over random bytes and over
+    elements without a dtype of torch. It would compute the scale of a block again for each element.
     """
 
     def cast(self, blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
+        if _is_slow(element, blocks):
+            return torch.ops.duotone.codes_of(blocks.contiguous(), multiplier, None, element.name, marks)
         return _in_order(partial(elements.cast, element=element, marks=marks), blocks, multiplier)
 
     def cast_stochastic(self, blocks: Tensor, multiplier: Tensor, bits: Tensor, element: Element) -> Tensor:
+        if _is_slow(element, blocks):
+            return torch.ops.duotone.codes_of(blocks.contiguous(), multiplier, bits, element.name, False)
         return _in_order(partial(elements.cast_stochastic, element=element), blocks, multiplier, bits)
 
     def values(self, codes: Tensor, factor: Tensor, element: Element, dtype: torch.dtype) -> Tensor:
+        if _is_slow(element, codes):
+            return torch.ops.duotone.values_of(codes.contiguous(), factor, element.name, dtype)
         return _in_order(partial(elements.values, element=element, dtype=dtype), codes, factor)
 
     def rotate(self, x: Tensor) -> Tensor:
@@ -250,14 +256,43 @@ class TracedStages(Stages):
 TRACED = TracedStages()
 
 
+def _is_many(blocks: Tensor) -> bool:
+    """In a trace: whether so many elements that the host time of an op does not count."""
+    elements = blocks.numel()
+    return not (isinstance(elements, torch.SymInt) or elements < COMPILE_FROM or torch.compiler._is_exporting_flag)
+
+
+def _is_slow(element: Element, blocks: Tensor) -> bool:
+    """Whether stages that are compiled one by one are faster than those that inductor fuses: of small elements."""
+    return element.dtype is None and elements.ELEMENTS.get(element.name) is element and _is_many(blocks)
+
+
 def _in_order(stage: Callable[..., Tensor], blocks: Tensor, scale: Tensor, *others: Tensor) -> Tensor:
     """In a trace: an elementwise stage of many blocks in their order of memory, with scales that nothing fuses with."""
-    elements = blocks.numel()
-    if isinstance(elements, torch.SymInt) or elements < COMPILE_FROM or torch.compiler._is_exporting_flag:
+    if not _is_many(blocks):
         return stage(blocks, scale, *others)
     if _lies_turned(blocks):
         return _turn(_in_order(stage, _turn(blocks), _turn(scale), *map(_turn, others)))
     return stage(blocks, torch.ops.duotone.once(scale.contiguous()), *others)
+
+
+def _codes_of(blocks: Tensor, multiplier: Tensor, bits: Tensor | None, element: str, marks: bool) -> Tensor:
+    stages, of = _stages(blocks.numel()), elements.ELEMENTS[element]
+    if bits is None:
+        return stages.cast(blocks, multiplier, of, marks)
+    return stages.cast_stochastic(blocks, multiplier, bits, of)
+
+
+def _empty_codes(blocks: Tensor, multiplier: Tensor, bits: Tensor | None, element: str, marks: bool) -> Tensor:
+    return torch.empty_like(blocks, dtype=elements.ELEMENTS[element].stored_dtype)
+
+
+def _values_of(codes: Tensor, factor: Tensor, element: str, dtype: torch.dtype) -> Tensor:
+    return _stages(codes.numel()).values(codes, factor, elements.ELEMENTS[element], dtype)
+
+
+def _empty_values(codes: Tensor, factor: Tensor, element: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(codes, dtype=dtype)
 
 
 def _rotate(x: Tensor) -> Tensor:
@@ -273,6 +308,10 @@ def _empty_bytes(seed: Tensor, rows: int, cols: int, plane: int) -> Tensor:
 
 
 _BYTES = "random_bytes(Tensor seed, SymInt rows, SymInt cols, int plane) -> Tensor"
+_CODES = "codes_of(Tensor blocks, Tensor multiplier, Tensor? bits, str element, bool marks) -> Tensor"
+_VALUES = "values_of(Tensor codes, Tensor factor, str element, ScalarType dtype) -> Tensor"
+define_op(_CODES, _codes_of, _empty_codes, devices=("CPU",))
+define_op(_VALUES, _values_of, _empty_values, devices=("CPU",))
 define_op("once(Tensor x) -> Tensor", torch.clone, torch.clone, devices=("CPU",))
 define_op("rotate(Tensor x) -> Tensor", _rotate, hadamard.rotate, devices=("CPU",))
 define_op(_BYTES, _random_bytes, _empty_bytes, devices=("CPU",))

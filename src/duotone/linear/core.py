@@ -136,7 +136,8 @@ class LinearStage(Stage):
                 dx = with_lead(dx, like)
         del row
         if saved_x is not None and col is not None and needs_weight:
-            dw = self.sink.take(WeightGradient(self, col, saved), like)
+            product = WeightGradient(self, col, saved)
+            dw = product.compute(like.dtype, like.dtype) if self.sink is GRADIENT else self.sink.take(product, like)
         if needs_bias:
             assert flat is not None
             db = layout.reduce_grad_bias(flat.sum(0))
