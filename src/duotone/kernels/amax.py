@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -168,11 +168,12 @@ def _line_launch(m: int, k: int, nan: bool) -> tuple[Launch, int]:
     return _LINES[span, nan], -(-m // span) * across
 
 
-Amaxes = tuple[Tensor, Tensor]
+Amaxes = tuple[int, int, Tensor]
+"""Addresses of the amaxes that the rowwise and the columnwise plane read, and the tensor that holds their memory."""
 
 
 def repeated_tensor_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
-    """`tensor_amax`, twice, as a function of the address of a matrix like `x`. None as of `Launch.repeated`."""
+    """`tensor_amax` as a function of the address of a matrix like `x`. None as of `Launch.repeated`."""
     programs = min(-(-x.numel() // CHUNK), PARTIALS)
     buffer = (programs,), (1,), torch.float32
     repeat = _TENSOR[False].repeated(programs, (x, torch.empty(programs, device=x.device)), (x.numel(),))
@@ -181,8 +182,9 @@ def repeated_tensor_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
 
     def measure(address: int) -> Amaxes:
         partial = empty_cuda(*buffer)
-        repeat(address, partial.data_ptr())
-        return partial, partial
+        at = partial.data_ptr()
+        repeat(address, at)
+        return at, at, partial
 
     return measure
 
@@ -191,41 +193,46 @@ def repeated_line_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
     """`line_amax` as a function of the address of a matrix like `x`. Nobody may keep the result, since it shares memory
     with those of other calls. None as of `Launch.repeated`."""
     shape, device, index = x.shape, x.device, x.get_device()
-    sizes = _line_sizes(*shape)
+    of_rows, of_cols = sizes = _line_sizes(*shape)
     launch, programs = _line_launch(*shape, False)
-    repeat = launch.repeated(
-        programs, (x, *torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)), tuple(shape)
-    )
+    pair = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    repeat = launch.repeated(programs, (x, *pair), tuple(shape))
     if repeat is None:
         return None
 
     def measure(address: int) -> Amaxes:
-        rows, cols = ZEROS.pair(device, index, sizes)
-        repeat(address, rows.data_ptr(), cols.data_ptr())
-        return rows, cols
+        rows, bits = ZEROS.take(device, index, of_rows + of_cols)
+        cols = rows + of_rows * bits.itemsize
+        repeat(address, rows, cols)
+        return rows, cols, bits
 
     return measure
 
 
 class Zeros(threading.local):
-    """Pairs of int32 zeros by device, stream and sizes, many from one fill."""
+    """int32 zeros by device, stream and number, for many calls from one fill."""
 
     def __init__(self) -> None:
-        self.pairs: dict[tuple[int, ...], list[Amaxes]] = {}
+        self.filled: dict[tuple[int, ...], tuple[Tensor, Iterator[int]]] = {}
 
-    def pair(self, device: torch.device, index: int, sizes: tuple[int, int]) -> Amaxes:
-        """A pair of these sizes that nobody has written."""
+    def take(self, device: torch.device, index: int, count: int) -> tuple[int, Tensor]:
+        """The address of so many zeros that nobody has written, and the tensor that they lie in."""
         if is_capturing():  # each replay fills anew
-            return torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-        key = index, torch._C._cuda_getCurrentRawStream(index), *sizes
-        pairs = self.pairs.get(key)
-        if not pairs:
-            if len(self.pairs) >= WAITING:
-                self.pairs.clear()
-            calls = max(1, min(CALLS, FILLED // sum(sizes)))
-            bits = torch.zeros(calls * sum(sizes), dtype=torch.int32, device=device).split(sizes * calls)
-            pairs = self.pairs[key] = list(zip(bits[::2], bits[1::2], strict=True))
-        return pairs.pop()
+            bits = torch.zeros(count, dtype=torch.int32, device=device)
+            return bits.data_ptr(), bits
+        key = index, torch._C._cuda_getCurrentRawStream(index), count
+        bits, places = self.filled.get(key, NOTHING)
+        place = next(places, None)
+        if place is None:
+            if len(self.filled) >= WAITING:
+                self.filled.clear()
+            bits = torch.zeros(max(1, min(CALLS, FILLED // count)) * count, dtype=torch.int32, device=device)
+            start, step = bits.data_ptr(), count * bits.itemsize
+            places = iter(range(start, start + bits.nbytes, step))
+            self.filled[key] = bits, places
+            place = next(places)
+        return place, bits
 
 
+NOTHING: tuple[Tensor, Iterator[int]] = torch.empty(0), iter(())
 ZEROS = Zeros()

@@ -36,9 +36,10 @@ def repeated_cast(
     def cast(
         address: int, row_from: Tensor | None, col_from: Tensor | None, live: Tensor | None
     ) -> tuple[MaybeParts, MaybeParts]:
+        row_at = col_at = amaxes = None
         if measure is not None:
-            rows, cols = measure(address)
-            row_from, col_from = rows if of_row else row_from, cols if of_col else col_from
+            rows, cols, amaxes = measure(address)
+            row_at, col_at = rows if of_row else None, cols if of_col else None
         row_parts = col_parts = row_codes = row_scale = col_codes = col_scale = scale = None
         if row is not None:
             codes, scale = empty_cuda(*row[0]), empty_cuda(*row[1])
@@ -50,8 +51,13 @@ def repeated_cast(
                 scale = empty_cuda(*col[1])
             col_parts = {"codes": codes, "scale": scale}
             col_codes, col_scale = codes.data_ptr(), scale.data_ptr()
-        of_sources = [None if source is None else source.data_ptr() for source in (row_from, col_from, live)]
-        repeat(address, *NO_PRODUCER, row_codes, row_scale, col_codes, col_scale, *of_sources, None)
+        if row_from is not None:
+            row_at = row_from.data_ptr()
+        if col_from is not None:
+            col_at = col_from.data_ptr()
+        live_at = None if live is None else live.data_ptr()
+        repeat(address, *NO_PRODUCER, row_codes, row_scale, col_codes, col_scale, row_at, col_at, live_at, None)
+        del amaxes  # they had to live until here
         return row_parts, col_parts
 
     return cast
