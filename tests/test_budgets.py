@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36487
+LIBRARY_LINES = 36564
 TOOL_LINES = 7561
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,13 +25,13 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2494, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2868, 1, 0),
+    "dispatch": (2931, 1, 0),
     "distributed": (450, 3, 1),
     "formats": (1489, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4866, 0, 0),
+    "kernels": (4879, 0, 0),
     "lab": (3687, 12, 1),
-    "linear": (1907, 5, 0),
+    "linear": (1908, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2288, 6, 0),
     "ops": (1391, 0, 0),

@@ -19,7 +19,7 @@ from duotone.comm import require_same
 from duotone.errors import UserError
 from duotone.state import history, torch_private
 from duotone.state.delayed import STATES, DelayedState
-from duotone.state.region import AutocastRegion, Recorded, Recording, outermost_region
+from duotone.state.region import STACK, AutocastRegion, Recorded, Recording, outermost_region
 from duotone.state.torch_private import MICROBATCH, PIPELINES, in_pipeline
 from duotone.tensor.history import History
 
@@ -54,12 +54,12 @@ class Pending:
 
     def add(self, state: str, group: str, recorded: bool, running: bool, backward: bool) -> None:
         """A slot of the state was opened, a `backward` slot or not, while a backward is `running` or not."""
-        if self.end is not None:
+        if self.end is not None and self.end() is None:
             self.forget_failed()
         if running and self.end is None:
             self.schedule()
         if recorded:
-            region = None if running or backward else outermost_region()
+            region = None if running or backward or STACK.variable.get(None) == () else outermost_region()
             captured = is_capturing()
             if region is not None and captured and not region.in_capture:
                 raise UserError(OLD_REGION)
