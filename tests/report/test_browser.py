@@ -120,6 +120,8 @@ def test_every_text_can_be_read_on_a_phone(
     card = visit.page.locator("figure.card").first
     assert card.locator("svg").count() == 3
     assert all(box["width"] > 250 for box in (card.locator("svg").nth(at).bounding_box() for at in range(3)))
+    rows = visit.page.locator("table.worst tbody tr")  # their sentences scroll, they do not fold letter by letter
+    assert max(rows.nth(at).bounding_box()["height"] for at in range(rows.count())) < 120
     visit.page.close()
 
 
