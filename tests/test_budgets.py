@@ -15,13 +15,13 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 36564
-TOOL_LINES = 7561
+TOOL_LINES = 7562
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2447, 20, 0),
-    "cli": (1523, 2, 0),
+    "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2494, 7, 0),
     "conversion": (2644, 5, 0),

@@ -67,6 +67,12 @@ def test_it_leaves_a_recipe_its_evidence_and_a_report(whole):
     assert "<h1>Use searched on an NVIDIA H200:" in page and first in page and first in text
 
 
+def test_a_page_for_another_size_claims_no_goal(duotone, whole, tmp_path):
+    folder = shutil.copytree(whole[0], tmp_path / "a")
+    code, text, _ = duotone("report", folder, "--as", "8192x8192")
+    assert code == 0 and "linears 8192 wide with 8192 tokens" in " ".join(text.split()) and "is met" not in text
+
+
 def test_stopped_anywhere_and_resumed_it_ends_with_the_same_evidence(duotone, typed, whole, tmp_path, monkeypatch):
     step, probe, count = Trainer.step, sensitivity._step, iter(range(1000))
 

@@ -38,6 +38,7 @@ def report(
         result = continuation.merged(result, second, label, command=context.obj)
     if size is not None:
         result["settings"]["size"] = size
+        result["settings"].pop("search", None)  # its goal is for the size of the search
     write_report(result, path)
     summary.print_summary(result)
     click.echo(f"Report: {path}")
