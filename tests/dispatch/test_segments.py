@@ -6,6 +6,7 @@ from torch import Tensor
 
 from duotone import formats
 from duotone.dispatch import segment_products
+from duotone.dispatch import segments as segments_of_rows
 from duotone.dispatch.gemms import FP32_EPILOGUE
 from duotone.dispatch.rule import JoinedOperand, JoinedWeights
 from duotone.dispatch.scaled import ScaledProduct
@@ -85,3 +86,18 @@ def test_columns_of_segments_give_the_gradients_of_each(name) -> None:
             out = torch.ones(N, K)
             one.compute_into(out, True, torch.float32)
             assert torch.allclose(out, want + 1, atol=1e-4)
+
+
+def test_matrices_that_lie_apart_are_one_operand_with_steps_between_them(monkeypatch) -> None:
+    """In any order of addresses; none if they share no step of 16 bytes."""
+    monkeypatch.setattr(
+        segments_of_rows, "_remembered", lambda values, dtype, device: torch.tensor(values, dtype=dtype)
+    )
+    memory, scales = torch.arange(4096, dtype=torch.int32).to(torch.uint8), torch.arange(12.0)
+    codes = [memory[at : at + 512].view(16, 32) for at in (1536, 0, 2304)]
+    apart = segments_of_rows.scattered(codes, [scales[at:] for at in (4, 0, 8)])
+    assert apart.codes.data_ptr() == memory.data_ptr() and apart.places[3:].tolist() == [0, -4, 4]
+    whole = torch.as_strided(apart.codes, (apart.count, 16, 32), (apart.step, 32, 1))
+    assert all(torch.equal(whole[n], one) for n, one in zip(apart.places[:3].tolist(), codes, strict=True))
+    assert segments_of_rows.scattered([codes[0], memory[8:520].view(16, 32)], [scales] * 2) is None
+    assert segments_of_rows.scattered(codes[:1], [scales]).places.tolist() == [0, 0]

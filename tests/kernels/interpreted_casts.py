@@ -78,7 +78,9 @@ def rewrites() -> Check:
         before, want = cast(torch.randn(64, 143).bfloat16()), cast(x)
         old = [part.clone() for plane in before for part in plane.values()]
         for noop, wanted in ((1, old), (0, [part for plane in want for part in plane.values()])):
-            taken = cast.over(x, before, torch.tensor([noop], dtype=torch.int32))
+            codes = before[0]["codes"]
+            typed = {**before[0], "codes": codes if row.code_dtype is None else codes.view(row.code_dtype)}
+            taken = cast.over(x, (typed, before[1]), torch.tensor([noop], dtype=torch.int32))
             yield f"{pair} {noop=} is taken", bool(taken)
             parts = [part for plane in before for part in plane.values()]
             for number, (got, part) in enumerate(zip(parts, wanted, strict=True)):

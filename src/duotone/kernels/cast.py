@@ -180,7 +180,8 @@ class Cast:
             scales, count = self._with(scales, TENSOR.value, amax, amax), amax.numel()
         if self.needs_lines:
             scales = self._with(scales, LINE.value, *line_amax(x))
-        launch(programs, (x, None, *NO_NORM, *_flat(planes), *scales, live, noop), (m, k, count), self.floats)
+        parts = [part if part is None or part.itemsize > 1 else part.view(torch.uint8) for part in _flat(planes)]
+        launch(programs, (x, None, *NO_NORM, *parts, *scales, live, noop), (m, k, count), self.floats)
         return True
 
     def produced(

@@ -44,7 +44,7 @@ TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(128, 128, 4, 3, 8, Fal
 a multiprocessor, one adding while the other multiplies, and new ones fill what ended ones leave."""
 
 
-BLOCK_TILE = Tile(64, 128, 4, 3, 8, False, 168)
+BLOCK_TILE = Tile(64, 128, 4, 3, 16, False, 168)
 """Of scales of blocks, which take registers too. So many let three programs share a multiprocessor."""
 
 
