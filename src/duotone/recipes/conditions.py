@@ -91,8 +91,8 @@ REMEMBERED = 8192
 """States of the moves that an expression remembers, each from some states by one character."""
 
 ONE, AT, SPLIT, END = "one character", "a position", "other states", "the end"
-Node = Any
-"""What Python's parser makes of a part of a pattern: an opcode of `_constants` and a value."""
+Node = tuple[object, Any]
+"""What Python's parser makes of a part of a pattern: an opcode of `_constants` and a value of the opcode's type."""
 
 CHARACTERS: tuple[object, ...] = (_constants.LITERAL, _constants.NOT_LITERAL, _constants.ANY, _constants.IN)
 REPEATS: tuple[object, ...] = (_constants.MAX_REPEAT, _constants.MIN_REPEAT)
@@ -208,7 +208,7 @@ class _Automaton:
             after = self._node(kind, value, after)
         return after
 
-    def _node(self, kind: object, value: Node, after: int) -> int:
+    def _node(self, kind: object, value: Any, after: int) -> int:
         if kind in CHARACTERS:
             return self._add(ONE, self._test(kind, value), after)
         if kind is _constants.AT:
@@ -245,5 +245,5 @@ class _Automaton:
             after = start if way_out is None else self._add(SPLIT, None, start, way_out)
         return after
 
-    def _test(self, kind: object, value: Node) -> "re.Pattern[str]":
+    def _test(self, kind: object, value: object) -> "re.Pattern[str]":
         return _compiler.compile(_parser.SubPattern(self._parsed, [(kind, value)]))
