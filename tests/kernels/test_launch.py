@@ -1,5 +1,6 @@
 """What makes a launch compile its kernel anew; the driver and the compiler are stand-ins."""
 
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from duotone import formats  # noqa: E402
 from duotone.dispatch.casts import cast_of  # noqa: E402
 from duotone.kernels import amax, launch, repeated_cast  # noqa: E402
 
+NOWHERE = itertools.count(2000)
+"""Numbers of cards that no machine has, so that launches which do nothing stay apart in caches."""
 CAST_CALLS = 8
 """Numbers only fall."""
 
@@ -18,7 +21,7 @@ CAST_CALLS = 8
 @pytest.fixture
 def made(monkeypatch):
     """A kernel of (x, live, N) with one constant, what it was compiled for, and what was enqueued."""
-    compiled, enqueued = [], []
+    compiled, enqueued, number = [], [], next(NOWHERE)
 
     def compile_for(self, given):
         compiled.append(given)
@@ -26,8 +29,8 @@ def made(monkeypatch):
 
     monkeypatch.setattr(launch, "DIRECT", True)
     monkeypatch.setattr(launch.Launch, "_compile", compile_for)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: number, raising=False)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: number)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     for module in (amax, repeated_cast):
         monkeypatch.setattr(module, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)

@@ -1,5 +1,6 @@
 """How many Python functions of the library one steady forward runs: the host's time is mostly these."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,15 @@ from types import FrameType
 
 import pytest
 import torch
+from torch import Tensor
 
 import duotone
-from duotone import recipes
+from duotone import allocate, recipes
+from duotone.dispatch import casts
+from duotone.dispatch.target import Target
+from duotone.linear import plan_builder
+from duotone.state import history
+from duotone.state.delayed import DelayedState
 
 ROOT = str(Path(duotone.__file__).parent)
 BUDGETS = {"mxfp8": (93, 14), "bf16": (28, 10)}
@@ -50,3 +57,47 @@ def test_a_weight_is_fetched_once_in_a_call() -> None:
     x = torch.randn(32, 64)
     module(x)
     assert [name for _, name in calls(lambda: module(x))].count("joined") == 1
+
+
+ON_A_CARD = {"fp8-current": 72, "fp8-delayed": 121, "fp8-rowwise": 84, "fp8-block": 81}
+"""Recipe -> calls of forward and backward where kernels run. Numbers only fall."""
+NOWHERE = itertools.count(1000)
+"""Numbers of cards that no machine has, so that launches which do nothing stay apart in caches."""
+
+
+@pytest.mark.parametrize("recipe", ON_A_CARD)
+def test_a_steady_step_on_a_card_keeps_to_its_calls(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that passes for a card: launches do nothing, products only allocate."""
+    pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
+    from duotone.kernels import amax, launch, repeated_cast
+
+    number = next(NOWHERE)
+    hopper, empty = Target("cuda", (9, 0), (13, 0)), torch._C._dynamo.guards._empty_strided_cpu  # type: ignore
+
+    def product(a: Tensor, b: Tensor, *_: object, **__: object) -> Tensor:
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16)
+
+    for module in (casts, history):
+        monkeypatch.setattr(module, "runs_kernels", lambda index: True)
+    for module in (allocate, amax, repeated_cast):
+        monkeypatch.setattr(module, "empty_cuda", empty)
+    for name, value in (("_cuda_getDevice", lambda: number), ("_cuda_getCurrentRawStream", lambda index: 0)):
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    for name in ("_scaled_mm", "_scaled_mm_v2"):
+        monkeypatch.setattr(torch, name, product)
+    monkeypatch.setattr(plan_builder, "target", lambda device: hopper)
+    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(launch.Launch, "_compile", lambda *_: (lambda *_: None, ()))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: number)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)
+    module = duotone.Linear(512, 512, bias=False, params_dtype=torch.bfloat16, recipe=recipes.load(recipe))
+    x, dy = (torch.randn(32, 512, dtype=torch.bfloat16, requires_grad=needs) for needs in (True, False))
+    for _ in range(3):
+        module(x).backward(dy)
+        for state in module.modules():
+            if isinstance(state, DelayedState):  # as if the kernels had written scales
+                state.scale.fill_(2)
+                state._new = set()
+    names = calls(lambda: module(x).backward(dy))
+    assert len(names) <= ON_A_CARD[recipe], "\n".join(" ".join(name) for name in names)
