@@ -28,6 +28,13 @@ ALL_FP8 = RuleRecipe(
     )
 )
 
+DS_HIGH = RuleRecipe(
+    rules=(
+        Rule(module_type="dpa", tensor_type="dp", format="identity"),
+        Rule(module_type="dpa", format="fp8_e4m3_tensor"),
+    )
+)
+
 
 def step(core: DotProductAttention, x: list[Tensor], mask: Tensor | None = None, **options: Tensor) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in x]
@@ -36,7 +43,7 @@ def step(core: DotProductAttention, x: list[Tensor], mask: Tensor | None = None,
     return [y.detach(), *(t.grad for t in leaves)]
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, DELAYED, FILE, ALL_FP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, DELAYED, FILE, ALL_FP8, DS_HIGH])
 @pytest.mark.parametrize(("width", "groups", "tokens"), [(64, 4, 300), (128, 2, 256), (128, 1, 1000)])
 def test_the_kernels_are_within_a_bound_of_blocks_of_keys(recipe, width, groups, tokens) -> None:
     """A mask of the causal triangle makes a call run by blocks of keys."""
@@ -64,7 +71,7 @@ EDGES = {
 }
 
 
-@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8], ids=lambda r: r.name)
+@pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8, DS_HIGH])
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("name", EDGES)
 def test_windows_and_sequences_are_within_a_bound_of_blocks_of_keys(monkeypatch, name, width, recipe) -> None:

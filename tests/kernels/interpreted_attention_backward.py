@@ -33,6 +33,7 @@ MIXES = {
     "the default": (E4M3, E4M3, E5M2, HIGH, HIGH),
     "all in high precision": (HIGH, HIGH, HIGH, HIGH, HIGH),
     "all in FP8": (E4M3, E4M3, E5M2, E5M2, E5M2),
+    "dS in high precision": (E4M3, E4M3, E5M2, E5M2, HIGH),
     "P in FP8 alone": (E4M3, E4M3, HIGH, HIGH, HIGH),
 }
 """Formats of query, key and value, of P, of the gradient over tokens and over the width, and of dS."""

@@ -287,7 +287,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if not torch.compiler.is_dynamo_compiling():
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
         tokens, is_masked = least[trains], seen is not None
-        if is_measured and is_masked and tokens < NEVER:
+        if is_measured and is_masked and least[1] < NEVER:
             tokens = SPANS_TOKENS
         if queries < tokens or not is_measured:
             return queries >= tokens
