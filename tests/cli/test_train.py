@@ -55,8 +55,22 @@ def test_it_leaves_checkpoints_and_a_report(duotone, arguments, tmp_path):
     assert f"{run['final_heldout_loss']:.4f}" in text and "nvfp4: step 6/6" in progress
 
 
-def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(duotone, arguments, tmp_path, monkeypatch):
-    assert duotone(*arguments, "--out", tmp_path / "whole")[0] == 0
+@pytest.fixture(scope="module")
+def finished_once(arguments, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert main.run([str(argument) for argument in (*arguments, "--out", folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path):
+    """A copy of the folder of a run that ended after its six steps."""
+    return shutil.copytree(finished_once, tmp_path / "finished")
+
+
+def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(
+    duotone, arguments, finished, tmp_path, monkeypatch
+):
     with monkeypatch.context() as patched:
         stop_after(patched, 4)
         code, text, _ = duotone(*arguments, "--out", tmp_path / "parts")
@@ -66,7 +80,7 @@ def test_ctrl_c_and_resume_in_a_new_process_end_as_an_uninterrupted_run(duotone,
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "from step 4" in done.stderr
-    assert_same_run(newest(tmp_path / "parts"), newest(tmp_path / "whole"))
+    assert_same_run(newest(tmp_path / "parts"), newest(finished))
     assert not json.loads((tmp_path / "parts" / "result.json").read_text())["partial"]
 
 
@@ -95,17 +109,16 @@ def test_a_longer_run_goes_on_as_if_it_had_been_meant_so_where_learning_rates_ag
         assert mine.keys() == theirs.keys() and all(mine[name].equal(theirs[name]) for name in mine)
 
 
-def test_a_finished_run_is_extended_at_the_learning_rates_of_the_longer_one(duotone, arguments, tmp_path, monkeypatch):
-    duotone(*arguments, "--out", tmp_path / "run")
+def test_a_finished_run_is_extended_at_the_learning_rates_of_the_longer_one(duotone, finished, monkeypatch):
     rates = []
     step = MasterAdamW.step
     monkeypatch.setattr(MasterAdamW, "step", lambda self, rate: (rates.append(rate), step(self, rate)))
-    code, text, progress = duotone("train", "--resume", "--steps", "9", "--out", tmp_path / "run")
-    assert code == 0 and newest(tmp_path / "run").step == 9
+    code, text, progress = duotone("train", "--resume", "--steps", "9", "--out", finished)
+    assert code == 0 and newest(finished).step == 9
     assert "steps 1 to 6 had the learning rates of a run of 6 steps, and from step 7 on they are those of a" in progress
     config = TrainConfig(presets.get("tiny"), steps=9)
     assert rates == [config.learning_rate(step) for step in (6, 7, 8)]
-    code, text, _ = duotone("train", "--resume", "--out", tmp_path / "run")
+    code, text, _ = duotone("train", "--resume", "--out", finished)
     assert code == 0 and "is at its last step, 9" in text
 
 
@@ -238,12 +251,11 @@ def test_a_full_disk_at_the_first_save_speaks_of_no_earlier_checkpoint(duotone, 
     assert len(json.loads((tmp_path / "run" / "result.json").read_text())["runs"][0]["train_loss"]) == 6
 
 
-def test_a_finished_run_has_nothing_to_resume(duotone, arguments, tmp_path):
-    duotone(*arguments, "--out", tmp_path / "a")
-    before = contents(tmp_path / "a")
-    code, text, _ = duotone("train", "--resume", "--out", tmp_path / "a")
+def test_a_finished_run_has_nothing_to_resume(duotone, finished):
+    before = contents(finished)
+    code, text, _ = duotone("train", "--resume", "--out", finished)
     assert code == 0 and "is at its last step, 6: nothing is left to train" in text
-    assert contents(tmp_path / "a") == before
+    assert contents(finished) == before
 
 
 def test_a_new_run_does_not_overwrite_an_old_one(refused, stopped, arguments):
