@@ -193,7 +193,8 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
-        self._marks = {}
+        stored = dict.fromkeys(("moment_dtype", "master_dtype"), str(torch.float32))  # of pickles before these options
+        self.defaults, self._marks = {**stored, **self.defaults}, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
