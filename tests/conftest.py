@@ -19,6 +19,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and b
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for the processes that tests start
+for device in (torch.cuda, torch.xpu, torch.mtia):  # else torch.manual_seed stores formatted stacks
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 gc.disable()  # until all tests are collected: what imports and collection make stays
 
 
@@ -78,10 +81,7 @@ def _forecasts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """As `torch.manual_seed`, which stores three formatted stacks for GPUs that nobody has used yet."""
-    torch.default_generator.manual_seed(1234)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(1234)
+    torch.manual_seed(1234)
 
 
 @pytest.fixture
