@@ -100,17 +100,3 @@ def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None
         assert arguments[addresses:] == others[addresses:]
     written = [part.data_ptr() for part in (row["codes"], row["scale"], col["codes"], col["scale"])]
     assert list(enqueued[-1][1][6:10]) == written
-
-
-def test_amaxes_of_lines_start_from_zeros_that_no_other_call_has(made, monkeypatch) -> None:
-    zeros, device, tensors = amax.Zeros(), torch.device("cpu"), []
-    for _ in range(2 * amax.CALLS + 1):
-        address, bits = zeros.take(device, 0, 20)
-        start = (address - bits.data_ptr()) // 4
-        assert address % 16 == 0 and bits[start : start + 20].tolist() == [0] * 20
-        bits[start : start + 20] = 1
-        tensors.append(bits)
-    assert len({id(bits) for bits in tensors}) == 3, "one fill is for many calls"
-    monkeypatch.setattr(amax, "is_capturing", lambda: True)
-    _, captured = zeros.take(device, 0, 20)
-    assert captured.numel() == 20, "a graph fills its zeros in each replay"

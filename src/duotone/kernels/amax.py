@@ -3,8 +3,7 @@
 `tensor_census` counts NaN and infinities in the same read.
 """
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import triton
@@ -12,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from duotone.allocate import allocator, empty_cuda
-from duotone.capture import is_capturing
 from duotone.kernels.launch import Launch, kernel
 
 PARTIALS = 512
@@ -22,8 +20,6 @@ CENSUS_PROGRAMS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
 """fp32 values between addresses that kernels may take as aligned."""
-FILLED, CALLS, WAITING = 1 << 17, 32, 16
-"""Elements and calls that one fill of zeros is for at most, and for how many sizes zeros wait."""
 SPANS = (512, 256, 128, 64)
 """Rows that one program of `line_amax` walks down: fewer where there would be less than LEAST_PROGRAMS programs."""
 LEAST_PROGRAMS = 1024
@@ -190,9 +186,11 @@ def repeated_tensor_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
 
 
 def repeated_line_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
-    """`line_amax` as a function of the address of a matrix like `x`. Nobody may keep the result, since it shares memory
-    with those of other calls. None as of `Launch.repeated`."""
-    shape, device, index = x.shape, x.device, x.get_device()
+    """`line_amax` as a function of the address of a matrix like `x`. None as of `Launch.repeated`.
+
+    Each call fills its own zeros: memory that outlives a call may not lie in the pool of a CUDA graph.
+    """
+    shape, device = x.shape, x.device
     of_rows, of_cols = sizes = _line_sizes(*shape)
     launch, programs = _line_launch(*shape, False)
     pair = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
@@ -201,38 +199,10 @@ def repeated_line_amax(x: Tensor) -> Callable[[int], Amaxes] | None:
         return None
 
     def measure(address: int) -> Amaxes:
-        rows, bits = ZEROS.take(device, index, of_rows + of_cols)
+        bits = torch.zeros(of_rows + of_cols, dtype=torch.int32, device=device)
+        rows = bits.data_ptr()
         cols = rows + of_rows * bits.itemsize
         repeat(address, rows, cols)
         return rows, cols, bits
 
     return measure
-
-
-class Zeros(threading.local):
-    """int32 zeros by device, stream and number, for many calls from one fill."""
-
-    def __init__(self) -> None:
-        self.filled: dict[tuple[int, ...], tuple[Tensor, Iterator[int]]] = {}
-
-    def take(self, device: torch.device, index: int, count: int) -> tuple[int, Tensor]:
-        """The address of so many zeros that nobody has written, and the tensor that they lie in."""
-        if is_capturing():  # each replay fills anew
-            bits = torch.zeros(count, dtype=torch.int32, device=device)
-            return bits.data_ptr(), bits
-        key = index, torch._C._cuda_getCurrentRawStream(index), count
-        bits, places = self.filled.get(key, NOTHING)
-        place = next(places, None)
-        if place is None:
-            if len(self.filled) >= WAITING:
-                self.filled.clear()
-            bits = torch.zeros(max(1, min(CALLS, FILLED // count)) * count, dtype=torch.int32, device=device)
-            start, step = bits.data_ptr(), count * bits.itemsize
-            places = iter(range(start, start + bits.nbytes, step))
-            self.filled[key] = bits, places
-            place = next(places)
-        return place, bits
-
-
-NOTHING: tuple[Tensor, Iterator[int]] = torch.empty(0), iter(())
-ZEROS = Zeros()
