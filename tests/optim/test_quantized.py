@@ -218,6 +218,20 @@ def test_small_updates_add_up_in_the_master() -> None:
     assert (kept.dequantize() < 0.45).sum() == 255
 
 
+def test_the_second_moment_falls_with_the_gradients_whatever_the_dtype_of_moments() -> None:
+    """Stored in bf16, 0.999 of it would round back to it."""
+    ours, theirs = nn.Parameter(torch.zeros(8).bfloat16()), nn.Parameter(torch.zeros(8))
+    optimizer = AdamW([ours], master_weights=True, moment_dtype=torch.bfloat16)
+    oracle = torch.optim.AdamW([theirs])
+    for step in range(200):
+        theirs.grad = torch.full((8,), 1.0 if step < 50 else 0.125)
+        ours.grad = theirs.grad.bfloat16()
+        optimizer.step(), oracle.step()
+    torch.testing.assert_close(
+        optimizer.state[ours]["exp_avg_sq"], oracle.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=0
+    )
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("masters", [torch.float32, torch.bfloat16, None], ids=str)
 def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> None:
@@ -236,9 +250,10 @@ def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> 
         theirs.grad = p.grad.float()
         optimizer.step(), oracle.step()
         for name in ("exp_avg", "exp_avg_sq"):
-            assert state[name].dtype == moments
-            want = oracle.state[theirs][name].to(moments)
-            torch.testing.assert_close(state[name], want, rtol=2**-7 if moments != torch.float32 else 2e-6, atol=1e-7)
+            dtype = moments if name == "exp_avg" else torch.float32
+            assert state[name].dtype == dtype
+            want = oracle.state[theirs][name].to(dtype)
+            torch.testing.assert_close(state[name], want, rtol=2**-7 if dtype != torch.float32 else 2e-6, atol=1e-7)
         if masters is None:
             assert "master" not in state
             same = p.dequantize(torch.float32) == p.quantizer.quantize(theirs.detach()).dequantize(torch.float32)

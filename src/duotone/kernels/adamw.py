@@ -22,7 +22,10 @@ from duotone.kernels.scaling import CODECS, given_scale, marked_four, stored_sca
 from duotone.kernels.tiles import existing, store_turned
 
 State = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Gradient (bf16, fp16, fp32), exp_avg, exp_avg_sq and master (fp32 or bf16): contiguous, of one size."""
+"""Gradient (bf16, fp16, fp32), exp_avg (fp32, bf16), exp_avg_sq (fp32), master (fp32, bf16).
+
+All are contiguous, and of one size.
+"""
 
 CHUNK, TILE = 1024, (64, 128, 8)
 """Elements of a program; rows, columns and warps of one that writes planes."""

@@ -36,8 +36,9 @@ class AdamW(Optimizer):
       agreed on for all parameters in one collective.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
     - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
-    - `moment_dtype` and `master_dtype` say how the state of such a parameter is stored, in fp32 or bf16. Each step
-      computes in fp32. With `master_dtype=None` it starts from the parameter's own values, and stores no master.
+    - `moment_dtype` and `master_dtype` say how `exp_avg` and the master of such a parameter are stored, in fp32 or
+      bf16. Each step computes in fp32. With `master_dtype=None` it starts from the parameter's own values, and stores
+      no master. `exp_avg_sq` is fp32, because bf16 rounds `v * 0.999` back to `v`.
 
     UserError if a hyperparameter is out of range.
     """
@@ -133,7 +134,7 @@ class AdamW(Optimizer):
         if "master" in stored and "master" not in state:
             state["master"] = laid_like(parameter, master)
         if "step" not in state:
-            self._state_of(parameter, laid_like(parameter, shard_of(master)), stored[MOMENTS[0]])
+            self._state_of(parameter, laid_like(parameter, shard_of(master)), torch.float32)
         for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
             if state[name].dtype != dtype or not shard_of(state[name]).is_contiguous():
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
@@ -225,7 +226,7 @@ def _is_number(value: object) -> bool:
 
 def stored_dtypes(group: Group) -> dict[str, torch.dtype]:
     """The dtypes of the stored moments and master, by name, of a parameter that is updated in fp32."""
-    names = {**dict.fromkeys(MOMENTS, group["moment_dtype"]), "master": group["master_dtype"]}
+    names = {"exp_avg": group["moment_dtype"], "exp_avg_sq": str(torch.float32), "master": group["master_dtype"]}
     return {name: DTYPES[dtype] for name, dtype in names.items() if dtype is not None}
 
 

@@ -66,7 +66,8 @@ class Rates(NamedTuple):
 
 
 class State(NamedTuple):
-    """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous, in fp32 or bf16.
+    """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous, in fp32 or,
+    except `exp_avg_sq`, bf16.
 
     The gradient may be in any floating dtype, and need not be contiguous.
     """
