@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36541
+LIBRARY_LINES = 36549
 TOOL_LINES = 7562
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -33,7 +33,7 @@ BUDGETS = {
     "lab": (3687, 12, 1),
     "linear": (1908, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2288, 6, 0),
+    "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (559, 2, 0),
     "package": (323, 1, 0),

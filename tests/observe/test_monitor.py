@@ -278,6 +278,27 @@ def test_an_alarm_is_told_again_only_after_a_step_without_it() -> None:
     assert [len(kinds(alarms, step, each)) for step, each in enumerate((bad, bad, row(), bad))] == [1, 0, 0, 1]
 
 
+def test_trouble_in_one_part_of_many_modules_is_told_once_and_hides_none_in_another() -> None:
+    """Errors are measured in a part of the modules at each step, other numbers in all."""
+    alarms = Alarms()
+
+    def at(step: int, sampled: str, clipped: float) -> list[tuple[str, str, int]]:
+        return kinds(alarms, step, *(row(name, **({"clipped": clipped} if name == sampled else {})) for name in "ab"))
+
+    assert at(1, "a", 0.5) == [("saturation", "a, input rowwise", 1)]
+    assert at(2, "b", 0.5) == [("saturation", "b, input rowwise", 1)]
+    assert at(3, "a", 0.5) == at(4, "b", 0.0) == at(5, "a", 0.5) == []
+    assert at(6, "b", 0.5) == [("saturation", "b, input rowwise", 1)]
+
+
+def test_elements_that_are_not_finite_are_told_at_their_origin_alone() -> None:
+    alarms, bad = Alarms(), row(nan=1)
+    assert kinds(alarms, 1, row(), row("b", nan=1)) == [("not finite", "b, input rowwise", 1)]
+    assert kinds(alarms, 2, bad, row("b", nan=1)) == kinds(alarms, 3, bad, row("b")) == []
+    assert kinds(alarms, 4, row(), row("b")) == []
+    assert kinds(alarms, 5, bad, row("b")) == [("not finite", "a, input rowwise", 1)]
+
+
 def test_a_delayed_slot_that_meets_nothing_but_zeros_is_dead(tmp_path: Path) -> None:
     model = mlp("fp8-delayed")
     with torch.no_grad():

@@ -1,6 +1,7 @@
-"""Alarms: trouble that begins at a sampled step, each kind told once, at its worst place."""
+"""Alarms: trouble that begins at a sampled step, each kind and place told once."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ STEADY = 3
 
 @dataclass(frozen=True)
 class Alarm:
-    """A kind of trouble that begins at `step`: its worst or first place, and how many `planes` or slots have it."""
+    """A kind of trouble that begins at `step`: its worst or first place, and in how many `planes` or slots."""
 
     step: int
     kind: str
@@ -38,15 +39,17 @@ class Alarm:
 class Alarms:
     """Compares sampled steps with those before them."""
 
-    _active: set[str] = field(default_factory=set)
+    _active: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The places of each kind that are in trouble, as far as they were last measured."""
     _means: dict[str, float] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _last: int | None = None
 
     def check(self, step: int, rows: Sequence[Row], dead: Sequence[str]) -> list[Alarm]:
-        """The alarms that begin at `step`; each kind is told again only after a sampled step without it.
+        """The alarms that begin at `step`. A place is told again only after it was measured without that trouble.
 
-        `rows` are in the order of the step's encodes, so that the first that is not finite is the origin.
+        `rows` are in the order of the step's encodes, so that the first that is not finite is the origin. Others that
+        follow are told only after a step without any.
         """
         since = "" if self._last is None else f"; step {self._last} had none"
         troubles = {
@@ -71,12 +74,17 @@ class Alarms:
             "amax drift": self._drift(rows),
             "dead slot": [(slot, "its delayed scale has met no amax but 0") for slot in dead if self._last is not None],
         }
-        begun = [
-            Alarm(step, kind, *places[0], len(places))
-            for kind, places in troubles.items()
-            if places and kind not in self._active
-        ]
-        self._active, self._last = {kind for kind, places in troubles.items() if places}, step
+        sampled = {place(row) for row in rows if "clipped" in row}  # a step measures errors in a part of the modules
+        measured = {"gradient to noise": sampled, "saturation": sampled, "amax drift": {place(row) for row in rows}}
+        begun: list[Alarm] = []
+        for kind, places in troubles.items():
+            active = self._active[kind]
+            begins = [(where, message) for where, message in places if where not in active]
+            if begins and not (kind == "not finite" and active):
+                begun.append(Alarm(step, kind, *begins[0], len(begins)))
+            remaining = active - measured[kind] if kind in measured else set[str]()
+            self._active[kind] = remaining.union(where for where, _ in places)
+        self._last = step
         return begun
 
     def _drift(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
