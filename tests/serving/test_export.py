@@ -1,6 +1,8 @@
 """export: names, bits and configs of what servers read, without their packages; and what is refused."""
 
+import hashlib
 import json
+import os
 
 import pytest
 import torch
@@ -294,11 +296,28 @@ def test_a_failure_leaves_the_old_files_and_nothing_else(tmp_path, monkeypatch) 
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
 
+def damage(record) -> None:
+    """Valid JSON without the notes of the first shard."""
+    *digest, text = record.read_text().split("\n")
+    shards = json.loads(text)
+    next(iter(shards.values())).pop()
+    record.write_text("\n".join([*digest, json.dumps(shards)]))
+
+
+def replace_by_folder(record) -> None:
+    record.unlink()
+    record.mkdir()
+
+
 RESUMED = {
     "the same": (lambda model, partial: None, 2),
     "a weight was trained": (lambda model, partial: model.embed.weight.data.add_(1), 1),
     "a shard was damaged": (lambda model, partial: sorted(partial.glob("*.safetensors"))[0].write_bytes(b"x" * 99), 1),
     "no record": (lambda model, partial: (partial / "progress.json").write_text("[{"), 0),
+    "the record is no table": (lambda model, partial: (partial / "progress.json").write_text("3"), 0),
+    "the record was damaged": (lambda model, partial: damage(partial / "progress.json"), 0),
+    "the record is a folder": (lambda model, partial: replace_by_folder(partial / "progress.json"), 0),
+    "a folder of others was copied": (lambda model, partial: (partial / "more").mkdir(), 2),
 }
 
 
@@ -332,6 +351,80 @@ def test_an_export_that_died_goes_on_after_its_whole_shards(change: str, tmp_pat
     assert report == duotone.export(model, tmp_path / "y", **options) and len(written) == shards
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "xy"]
     assert files[0] == files[1] and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_second_export_to_the_same_path_is_refused_while_the_first_one_runs(tmp_path, monkeypatch) -> None:
+    (tmp_path / ".x.lock").write_text("process 1")  # what an export that was killed leaves
+    refused: list[str] = []
+
+    def write(path, specs, pieces) -> None:
+        with pytest.raises(
+            duotone.UserError, match=f"/x is in use by process {os.getpid()} on .*one process"
+        ) as raised:
+            duotone.export(toy(), tmp_path / "x", scheme="MXFP8")
+        refused.append(str(raised.value))
+        write_tensors(path, specs, pieces)
+
+    monkeypatch.setattr(folder, "write_tensors", write)
+    export(toy(), tmp_path / "x", "MXFP8")
+    assert len(refused) == 1 and "\n" not in refused[0]
+    monkeypatch.undo()
+    export(toy(), tmp_path / "y", "MXFP8")
+    files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "xy"]
+    assert files[0] == files[1] and sorted(entry.name for entry in tmp_path.iterdir()) == ["x", "y"]
+
+
+@pytest.mark.parametrize("change", ["removed", "cut"])
+def test_an_old_export_stays_if_a_shard_of_the_new_one_disappears(change: str, tmp_path, monkeypatch) -> None:
+    export(toy(), tmp_path / "x", "MXFP8")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()}
+
+    def write(path, specs, pieces) -> None:
+        for shard in sorted(path.parent.glob("*.safetensors"))[:1]:
+            shard.unlink() if change == "removed" else os.truncate(shard, 100)
+        write_tensors(path, specs, pieces)
+
+    monkeypatch.setattr(folder, "write_tensors", write)
+    with pytest.raises(duotone.UserError, match=r"model-00001-of-\d+.safetensors was changed while [^\n]*again$"):
+        export(toy(), tmp_path / "x", "MXFP8", max_shard_bytes=100_000)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "x").iterdir()} == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_an_export_writes_through_no_link_in_its_partial_folder(link, tmp_path) -> None:
+    mine, partial = tmp_path / "mine", tmp_path / ".x.partial"
+    mine.write_text("precious")
+    record = json.dumps({"model.safetensors": ["", "", []]})
+    for text in (record, f"{hashlib.sha256(record.encode()).hexdigest()}\n{record}"):
+        partial.mkdir()
+        (partial / "progress.json").write_text(text)
+        for name in ("model.safetensors", "config.json", "duotone.json", "new"):
+            link(mine, partial / name)
+        export(toy(), tmp_path / "x", "MXFP8")
+        assert mine.read_text() == "precious" and not [file for file in (tmp_path / "x").iterdir() if file.is_symlink()]
+
+
+@pytest.mark.parametrize("target", ["file", "folder", "lock", None])
+def test_a_partial_path_that_is_no_folder_is_one_line_and_nothing_changes(target: str | None, tmp_path) -> None:
+    """A link to a file or a folder, a link instead of the lock, or a file."""
+    export(toy(), tmp_path / "x", "MXFP8")
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a").write_text("precious")
+    if target is None:
+        (tmp_path / ".x.partial").write_text("precious")
+    elif target == "lock":
+        (tmp_path / ".x.lock").symlink_to(tmp_path / "file")
+    else:
+        (tmp_path / ".x.partial").symlink_to(tmp_path / target)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    message = (
+        r"^cannot lock [^\n]*$" if target == "lock" else r"\.x\.partial, which is a file or a link; move that away$"
+    )
+    with pytest.raises(duotone.UserError, match=message):
+        export(toy(), tmp_path / "x", "BF16")
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_weight_is_encoded_some_rows_at_a_time_with_the_bits_of_the_whole(tmp_path, monkeypatch) -> None:

@@ -1,19 +1,17 @@
 """Writing so that a crash leaves either the old file or folder or the new one, never half of one."""
 
-import contextlib
-import fcntl
 import json
 import math
 import os
-import platform
 import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from duotone.errors import UserError
+from duotone.serving import file_lock
 
 ASIDE = ".old"
 LOCK = ".lock"
@@ -115,47 +113,9 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name[:NAME_BYTES]}.{secrets.token_hex(8)}")
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Use `folder` alone: UserError where another process does. The lock ends with this process, however it ends."""
-    path = folder / LOCK
-    try:
-        descriptor = _open_locked(path)
-    except BlockingIOError:
-        raise UserError(
-            f"{folder} is in use by {_holder(path)}: wait until that ends, or choose another --out"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot lock {folder} ({error.strerror}): choose a folder that you may write") from error
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _open_locked(path: Path) -> int:
-    """A descriptor of the lock file at `path`, locked, with this process in it."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):  # its last holder removes it, and the next one makes another
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    os.ftruncate(descriptor, 0)
-                    os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _holder(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")[:200] or "another process"
-    except OSError:  # it ended just now
-        return "another process"
+    return file_lock.locked(folder / LOCK, folder, "choose another --out")
 
 
 def require_writable(folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, cast
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.serving.file_lock import locked
 from duotone.serving.tensor_file import TensorFile, TensorSpec, memory_of, write_tensors
 
 INDEX, WHOLE, CONFIG, NOTES = "model.safetensors.index.json", "model.safetensors", "config.json", "duotone.json"
@@ -49,25 +50,30 @@ def write_folder(
     """Write a folder next to `path`, then put it in its place. Returns the bytes of the tensors, and all notes.
 
     `texts` gives the other files; it is called when all tensors are written. A failure leaves `path` as it was. If the
-    process dies, the next export of the same tensors goes on after the last whole shard.
+    process dies, the next export of the same tensors goes on after the last whole shard. UserError while another
+    process exports to `path`.
     """
     path = path.resolve()
     if path in (Path.cwd(), Path(path.root)) or (path.exists() and not path.is_dir()):
         raise UserError(f"an export takes the place of a folder, and {path} cannot be replaced; give another")
     fresh = path.with_name(f".{path.name}.partial")
-    if _before(path).exists() and not path.exists():  # a replacement died between its two renames
-        _before(path).rename(path)
-    shutil.rmtree(_before(path), ignore_errors=True)
-    fresh.mkdir(parents=True, exist_ok=True)
-    try:
-        total, notes = _write_shards(fresh, items, largest)
-        for name, text in texts(notes).items():
-            (fresh / name).write_text(text)
-        (fresh / PROGRESS).unlink()
-        _replace(path, fresh)
-    except Exception:
-        shutil.rmtree(fresh, ignore_errors=True)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock"), path, "call export in one process only"):
+        if fresh.is_symlink() or (fresh.exists() and not fresh.is_dir()):
+            raise UserError(f"an export writes to the folder {fresh}, which is a file or a link; move that away")
+        if _before(path).exists() and not path.exists():  # a replacement died between its two renames
+            _before(path).rename(path)
+        shutil.rmtree(_before(path), ignore_errors=True)
+        fresh.mkdir(exist_ok=True)
+        try:
+            total, notes = _write_shards(fresh, items, largest)
+            for name, text in texts(notes).items():
+                (fresh / name).write_text(text)
+            (fresh / PROGRESS).unlink(missing_ok=True)
+            _replace(path, fresh)
+        except Exception:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
     return total, notes
 
 
@@ -94,22 +100,32 @@ def _write_shards(folder: Path, items: Sequence[Item], largest: int) -> tuple[in
     if count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(index, indent=1))
+    for name, size in progress.sizes.items():
+        if not _is_file(folder / name) or (folder / name).stat().st_size != size:
+            raise UserError(f"{folder / name} was changed while the export ran; export again")
     return total, notes
 
 
 class _Progress:
-    """The whole shards of a folder: digests of their sources and of their bytes, and their notes."""
+    """The whole shards of a folder: digests of their sources and of their bytes, and their notes.
+
+    The first line of the record is the digest of the rest. A damaged record counts as none.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
-        self.folder, self.shards = folder, dict[str, list[object]]()
+        self.folder, self.shards, self.sizes = folder, dict[str, list[object]](), dict[str, int]()
         try:
-            shards = json.loads((folder / PROGRESS).read_text())
-            self.shards = {name: shards[name] for name in names if name in shards}
-        except (OSError, ValueError, TypeError):
+            digest, _, text = (folder / PROGRESS).read_text().partition("\n")
+            if digest == hashlib.sha256(text.encode()).hexdigest():
+                shards = json.loads(text)
+                self.shards = {name: shards[name] for name in names if name in shards}
+        except (OSError, ValueError):
             pass  # there was no export, or it died before its first shard was whole
-        for file in folder.iterdir():
-            if file.name not in (PROGRESS, *self.shards):
-                file.unlink()
+        for entry in folder.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name not in (PROGRESS, *self.shards) or not _is_file(entry):
+                entry.unlink()
 
     def write(self, name: str, specs: Mapping[str, TensorSpec], items: Sequence[Item]) -> list[Note]:
         """Write a shard unless it is whole. Returns its notes."""
@@ -119,11 +135,18 @@ class _Progress:
                 source.update(data)
         digests = self.shards.get(name, [])[:2]
         if not file.exists() or digests != [source.hexdigest(), _digest(file)]:
+            file.unlink(missing_ok=True)
             write_tensors(file, specs, (pair for item in items for pair in item.tensors()))
             self.shards[name] = [source.hexdigest(), _digest(file), [note for item in items for note in item.notes]]
-            (self.folder / "new").write_text(json.dumps(self.shards))
+            text = json.dumps(self.shards)
+            (self.folder / "new").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
             (self.folder / "new").replace(self.folder / PROGRESS)
+        self.sizes[name] = file.stat().st_size
         return [Note(*note) for note in cast("list[Note]", self.shards[name][2])]
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def _digest(path: Path) -> str:

@@ -54,7 +54,7 @@ def memory_of(t: Tensor) -> Iterator[memoryview]:
 
 
 def write_tensors(path: Path, specs: Mapping[str, TensorSpec], pieces: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the rows of each tensor as they come, so that few are in memory. UserError if they do not fit."""
+    """Write rows of tensors to a new file as they come, so that few are in memory. UserError if they do not fit."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name, spec in specs.items():
@@ -63,7 +63,7 @@ def write_tensors(path: Path, specs: Mapping[str, TensorSpec], pieces: Iterable[
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(start + end)
         for name, piece in pieces:

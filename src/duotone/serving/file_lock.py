@@ -1,0 +1,53 @@
+"""A lock file: what several processes must not do at once."""
+
+import contextlib
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from duotone.errors import UserError
+
+
+@contextlib.contextmanager
+def locked(path: Path, subject: Path, remedy: str) -> Iterator[None]:
+    """Hold the lock file at `path` to use `subject` alone: UserError where another process does.
+
+    The lock ends with this process, however it ends.
+    """
+    try:
+        descriptor = _open_locked(path)
+    except BlockingIOError:
+        raise UserError(f"{subject} is in use by {_holder(path)}: wait until that ends, or {remedy}") from None
+    except OSError as error:
+        raise UserError(f"cannot lock {subject} ({error.strerror}): choose a folder that you may write") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_locked(path: Path) -> int:
+    """A descriptor of the lock file at `path`, locked, with this process in it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):  # its last holder removes it, and the next one makes another
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    os.ftruncate(descriptor, 0)
+                    os.write(descriptor, f"process {os.getpid()} on {platform.node()}".encode())
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[:200] or "another process"
+    except OSError:  # it ended just now
+        return "another process"
