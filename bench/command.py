@@ -1,7 +1,7 @@
 """The command line behind `duotone bench`: layers, casts and training steps timed next to plain torch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,6 +123,7 @@ def _run(
     wanted = [subject.parse(shape) for shape in shapes] or subject.shapes[settings.device]
     cases = [case for shape in wanted for case in subject.cases(settings, shape)]
     if only:
+        _require_candidates(only, subject.cases(settings, wanted[0]))
         cases = [case.only(only) for case in cases]
     if graph:
         _require_cuda(settings.device)
@@ -161,6 +162,15 @@ def _measure(case: "Case", pace: "Pace", interrupt: Interrupt, device: str, out:
         records.append(Path(out), records.lines(results, device))
     if all(record.error for record in results):
         raise UserError(f"{case.what}, {case.shape}: no candidate ran; the table says why")
+
+
+def _require_candidates(texts: Sequence[str], cases: Sequence["Case"]) -> None:
+    """UserError unless each text is in the name of a candidate of one of the cases."""
+    from bench.timing.records import candidates_of
+
+    names = dict.fromkeys(candidate.name for case in cases for candidate in candidates_of(case))
+    if unused := next((text for text in texts if not any(text in name for name in names)), None):
+        raise UserError(f"--only {unused!r} is in the name of no candidate: choose from {'; '.join(names)}")
 
 
 def _require_cuda(device: str) -> None:

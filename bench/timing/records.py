@@ -56,12 +56,7 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
     gc.collect()
     works, failed = {}, {}
     with torch._dynamo.config.patch(recompile_limit=RECOMPILES, accumulated_recompile_limit=RECOMPILES):
-        try:
-            candidates = case.candidates()
-        except (RuntimeError, TypeError) as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in TOO_LARGE):
-                raise
-            raise UserError(f"{case.what}: {case.shape} does not fit the device; give a smaller --shape") from None
+        candidates = candidates_of(case)
         for candidate in candidates:
             tell(f"{candidate.name}: making it")
             work = _make(candidate)
@@ -72,6 +67,16 @@ def measure(case: Case, pace: Pace | None = None, tell: Callable[[str], None] = 
             for candidate in candidates
         ]
     return _with_ratios(records, {name: work.amount for name, work in works.items()})
+
+
+def candidates_of(case: Case) -> Sequence[Candidate]:
+    """The candidates of a case; UserError if its shape does not fit the device."""
+    try:
+        return case.candidates()
+    except (RuntimeError, TypeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in TOO_LARGE):
+            raise
+        raise UserError(f"{case.what}: {case.shape} does not fit the device; give a smaller --shape") from None
 
 
 def _make(candidate: Candidate) -> Work | str:

@@ -108,6 +108,22 @@ def test_the_default_device_is_cuda_where_there_is_one(monkeypatch, refused, unm
         (["linear", "--turns", "0"], "0 is not in the range"),
         (["linear", "--seconds", "0"], "0.0 is not in the range"),
         (["linear", "--tensor", "input"], "No such option"),
+        (
+            [
+                "linear",
+                "--shape",
+                "16x32x32",
+                "--recipe",
+                "mxfp8",
+                "--only",
+                "eager",
+                "--only",
+                "zzz",
+                "--device",
+                "cpu",
+            ],
+            "--only 'zzz' is in the name of no candidate: choose from torch bf16 eager; torch bf16 compiled; mxfp8\n",
+        ),
         (["matmul"], "No such command"),
     ],
 )
