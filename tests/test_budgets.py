@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 36625
-TOOL_LINES = 7522
+TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,7 +30,7 @@ BUDGETS = {
     "formats": (1489, 0, 0),
     "integrations": (633, 9, 0),
     "kernels": (4853, 0, 0),
-    "lab": (3647, 12, 1),
+    "lab": (3682, 12, 1),
     "linear": (1908, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
@@ -40,7 +40,7 @@ BUDGETS = {
     "pipeline": (1438, 5, 2),
     "planned": (2972, 14, 5),
     "recipes": (2001, 6, 0),
-    "report": (1718, 0, 0),
+    "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
     "state": (1759, 10, 0),
     "tensor": (2465, 15, 0),

@@ -47,6 +47,34 @@ def test_two_results_share_a_page_and_a_reference(duotone, folders):
     assert f"{gap:+.3f} ±" in line
 
 
+def test_results_that_were_trained_differently_name_no_recipe(duotone, folders):
+    """Another learning rate changes the loss of bf16 as well: the first line must not praise a recipe for it."""
+    code, text, _ = duotone("report", folders / "slow", folders / "fast", "--out", folders / "rates.html")
+    page, told = (folders / "rates.html").read_text(), " ".join(text.split())
+    assert code == 0 and "Confidence: none" in page
+    assert all("No recipe is named" in each and "learning rate (0.0001 and 0.001)" in each for each in (page, told))
+    other = folders / "warm"
+    other.mkdir()
+    result = json.loads((folders / "fast" / "result.json").read_text())
+    result["settings"]["config"]["preset"]["warmup"] = 1
+    (other / "result.json").write_text(json.dumps(result))
+    assert "differ in warmup (2 and 1), so" in " ".join(duotone("report", folders / "fast", other)[1].split())
+    assert "No recipe is named" not in duotone("report", folders / "fast", folders / "fast")[1]
+
+
+def test_a_failed_run_takes_no_seed_from_the_others(duotone, folders):
+    result = json.loads((folders / "fast" / "result.json").read_text())
+    result["runs"][1] |= {"error": "out of memory", "repeats": []}
+    (folders / "failed").mkdir()
+    (folders / "failed" / "result.json").write_text(json.dumps(result))
+    code, text, _ = duotone("report", folders / "fast", folders / "failed", "--out", folders / "seeds.html")
+    told = " ".join(text.split())
+    assert code == 0 and "mxfp8 (failed) failed: out of memory" in told
+    assert "All that did not fail are compared at step 4, the last that they share, under seeds 0, 1, which" in told
+    for name in ("mxfp8", "bf16 (failed)"):
+        assert any("±" in line and f" {name}  " in line for line in text.splitlines())
+
+
 def test_results_of_other_lengths_and_seeds_are_compared_where_both_have_a_loss(duotone, folders):
     """At the last held-out step and under the seeds that both have; neither run is called stopped."""
     code, text, _ = duotone("report", folders / "fast", folders / "long", "--out", folders / "lengths.html")
@@ -86,11 +114,17 @@ def test_a_page_is_made_anew_in_its_place_and_replaces_no_other(duotone, refused
         (["{0}/bad"], "is no JSON"),
         (["{0}/half"], "is not the result of a comparison or a run"),
         (["{0}/list"], "is not the result of a comparison or a run"),
+        (["{0}/count"], "count/result.json is not the result of a comparison or a run"),
+        (["{0}/null"], "null/result.json is not the result of a comparison or a run"),
+        (["{0}/slow", "{0}/null"], "null/result.json is not the result of a comparison or a run"),
     ],
 )
 def test_bad_input_is_one_line(refused, folders, arguments, message):
     half = '{"duotone": "", "created": "", "partial": false, "machine": {}, "settings": {}, "runs": [{"name": "a"}]}'
-    for name, text in {"bad": "{", "list": "[]", "half": half}.items():
+    null = json.loads((folders / "slow" / "result.json").read_text())
+    null["runs"][1]["heldout_loss"] = None
+    texts = {"bad": "{", "list": "[]", "half": half, "null": json.dumps(null)}
+    for name, text in (texts | {"count": json.dumps(null | {"runs": 5})}).items():
         (folders / name).mkdir(exist_ok=True)
         (folders / name / "result.json").write_text(text)
     assert message in refused("report", *(argument.format(folders) for argument in arguments))

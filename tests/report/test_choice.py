@@ -35,6 +35,16 @@ def test_the_fastest_recipe_that_cannot_be_told_from_bf16_is_named_with_its_spee
     assert "Unknown for mxfp8-fwd-nvfp4-bwd." in told
 
 
+def test_results_that_differ_in_more_than_seeds_name_no_recipe(result: Result) -> None:
+    ranked(result)["settings"]["differences"] = {"seeds": [3, 5]}
+    assert choice.answer(result).startswith("Use fp8-current") and "moderate" in choice.confidence(result)
+    result["settings"]["differences"]["tokens_per_step"] = [512, 1024]
+    assert choice.answer(result).startswith(
+        "No recipe is named: the two results differ in tokens per step (512 and 1024)"
+    )
+    assert choice.confidence(result).startswith("Confidence: none")
+
+
 def test_a_fast_recipe_that_costs_loss_is_not_proposed(result: Result) -> None:
     text = choice.answer(ranked(result, fp8_current=(0.5, 0.1)))
     assert text.startswith("Stay with bf16 on an NVIDIA H200") and "0.50 ± 0.10\N{NO-BREAK SPACE}% above" in text

@@ -16,13 +16,14 @@ from duotone.lab.document import curves_of
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
 from duotone.lab.ranking import Judgement
-from duotone.lab.schema import Document, RunEntry, Settings, observations
+from duotone.lab.schema import Document, RunEntry, Settings, fits, observations
 from duotone.recipes import HighPrecision, Recipe, any_from_dict
 
 SAME = ("model", "parameters", "data", "context")
 """What two results must share: losses of other models or texts say nothing about each other."""
 
 SHOWN = ("preset", "steps", "tokens_per_step", "learning_rate", "seed", "seeds")
+OF_PRESET = ("warmup", "heldout_batches")
 
 
 def load(path: Path) -> Document:
@@ -33,10 +34,7 @@ def load(path: Path) -> Document:
         raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a comparison or a run") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}): run its command again") from error
-    is_whole = isinstance(result, dict) and Document.__required_keys__ <= result.keys()
-    if not is_whole or not all(
-        isinstance(run, dict) and RunEntry.__required_keys__ <= run.keys() for run in result["runs"]
-    ):
+    if not fits(result, Document):
         raise UserError(f"{path} is not the result of a comparison or a run: give the folder of one")
     return cast(Document, result)
 
@@ -93,6 +91,7 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
     The reference is that of `first`, or its first run if it has none. UserError where the two cannot be compared.
     """
     left, right = first["settings"], second["settings"]
+    others = _shown(right)
     if other := next((key for key in SAME if left.get(key) != right.get(key)), None):
         told = f"{left.get(other)!r} and {right.get(other)!r}"
         raise UserError(f"the two results differ in their {other}, {told}: give two of one model and text")
@@ -107,9 +106,10 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
     ]
     results: list[Document] = [{**first, "runs": mine}, {**second, "runs": theirs}]
     runs = [run for result in results for run in runs_of(result)]
-    seeds = [{run.seed for run in runs if run.name == entry["name"]} for entry in [*mine, *theirs]]
-    shared = set.intersection(*seeds)
-    judgement = Judgement([run for run in runs if run.seed in shared or not shared])
+    failed = {run.name for run in runs if run.error}
+    seeds = [{run.seed for run in runs if run.name == name} for name in {run.name for run in runs} - failed]
+    shared = set[int]().union(*seeds).intersection(*seeds)
+    judgement = Judgement([run for run in runs if run.seed in shared or not shared or run.name in failed])
     entries: list[RunEntry] = [
         {
             **entry,
@@ -125,20 +125,28 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
         "command": command,
         "steps": judgement.step or left.get("steps", 0),
         "seed": min(shared, default=left.get("seed", 0)),
-        "seeds": max(map(len, judgement.recipes.values())),
+        "seeds": len(shared) or max(map(len, judgement.recipes.values())),
         "judged_step": judgement.step,
         "noise": {},
-        "differences": {key: [left.get(key), right.get(key)] for key in SHOWN if left.get(key) != right.get(key)},
-        "compared": _compared(judgement.step, sorted(shared), left.get("steps") == right.get("steps")),
+        "differences": {key: [value, others[key]] for key, value in _shown(left).items() if value != others[key]},
+        "compared": _compared(judgement.step, sorted(shared), bool(failed), left.get("steps") == right.get("steps")),
     }
     settings.pop("search", None)  # type: ignore[misc]  # its goal is not that of the other runs
     return {**first, "partial": first["partial"] or second["partial"], "settings": settings, "runs": entries}
 
 
-def _compared(step: int | None, seeds: Sequence[int], is_as_long: bool) -> str:
+def _shown(settings: Settings) -> dict[str, object]:
+    """Settings in which two results may differ."""
+    preset = settings.get("config", {}).get("preset")
+    fields = preset if isinstance(preset, dict) else {}
+    return {**{key: settings.get(key) for key in SHOWN}, **{key: fields.get(key) for key in OF_PRESET}}
+
+
+def _compared(step: int | None, seeds: Sequence[int], has_failed: bool, is_as_long: bool) -> str:
     """Where and under which seeds runs of two results are compared, in words."""
     if step is None or not seeds:
         return f"The runs have no {'seed' if step else 'held-out step'} in common, so those of the second have no gap."
     under = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
-    told = f"All are compared at step {step}, the last that they share, under {under}, which all have."
+    all_of = "All that did not fail" if has_failed else "All"
+    told = f"{all_of} are compared at step {step}, the last that they share, under {under}, which all have."
     return told if is_as_long else f"{told} Longer runs have other learning rates there."

@@ -1,7 +1,9 @@
 """The JSON document of a comparison or a training run, which the report page reads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, Required, TypedDict, cast
+from functools import cache
+from types import UnionType
+from typing import Any, NotRequired, Required, TypedDict, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 Json = Mapping[str, object]
 Loss = tuple[int, float | None]
@@ -234,3 +236,28 @@ class Document(TypedDict):
     machine: Json
     settings: Settings
     runs: list[RunEntry]
+
+
+_fields = cache(get_type_hints)
+
+
+def fits(value: object, kind: object) -> bool:
+    """Whether `value`, read from JSON, is of `kind`, a type of this file. A table may have more keys."""
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin is UnionType:
+        return any(fits(value, each) for each in arguments)
+    if is_typeddict(kind):
+        fields = _fields(kind)
+        return (
+            isinstance(value, dict)
+            and getattr(kind, "__required_keys__", frozenset()) <= value.keys()
+            and all(fits(value[key], fields[key]) for key in fields.keys() & value.keys())
+        )
+    if origin is Mapping:
+        return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
+    if origin is tuple:
+        return isinstance(value, list) and len(value) == len(arguments) and all(map(fits, value, arguments))
+    if origin in (list, Sequence):
+        return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
+    kinds = (int, float) if kind in (int, float) else kind
+    return isinstance(value, cast(type, kinds))

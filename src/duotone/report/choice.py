@@ -15,6 +15,9 @@ from duotone.report.verdict import compared, gap_text, is_within, reference_of
 EXAMPLE = (4096, 8192)
 """The width and the tokens for which speeds are told where those of the model were not measured."""
 
+SEEDING = frozenset({"seed", "seeds"})
+"""Settings in which two results may differ without another loss of the same recipe."""
+
 UNNAMED = (4096, 14336)
 """Features in and out of the linear that stands for a model whose result names none."""
 
@@ -97,7 +100,12 @@ def _short(speed: Speed) -> str:
 
 
 def answer(result: Document) -> str:
-    """What to use on that GPU, and why; "" without a recipe that could be compared."""
+    """What to use on that GPU, and why; "" without a recipe that could be compared.
+
+    Two results that were trained differently name no recipe.
+    """
+    if differing := _differing(result):
+        return f"No recipe is named: the two results differ in {differing}, so their gaps are not of recipes alone."
     runs, reference, where = compared(result), reference_of(result), hardware(result)
     if reference is not None and (search := result["settings"].get("search")) is not None:
         run = next(run for run in result["runs"] if run["name"] == search["recipe"])
@@ -121,6 +129,15 @@ def answer(result: Document) -> str:
         loss += ", which one seed cannot tell from none" * (not best.get("rank"))
     use = f"{_verb(best)} {best['name']} on an {where.name}"
     return f"{use}: {_times(where, best)} for {where.what}, and {loss}."
+
+
+def _differing(result: Document) -> str:
+    """The settings of two results that change the loss of every recipe, with both values; "" without any."""
+    differences = result["settings"].get("differences", {}).items()
+    told = [
+        f"{key.replace('_', ' ')} ({' and '.join(map(str, each))})" for key, each in differences if key not in SEEDING
+    ]
+    return listing(told)
 
 
 def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) -> str:
@@ -152,6 +169,8 @@ def _verb(run: RunEntry) -> str:
 
 def confidence(result: Document) -> str:
     """How sure the answer is, and where its speed is from."""
+    if _differing(result):
+        return "Confidence: none, because gaps between runs that were trained differently do not rank recipes."
     runs, where = compared(result), hardware(result)
     best, unknown = _best(result, where), [run["name"] for run in runs if where.speed(run).ratio is None]
     speed = f"Speed: {where.source}." + (f" Unknown for {listing(unknown)}." if unknown else "")
