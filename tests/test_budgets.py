@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36625
+LIBRARY_LINES = 36646
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,14 +31,14 @@ BUDGETS = {
     "integrations": (633, 9, 0),
     "kernels": (4853, 0, 0),
     "lab": (3682, 12, 1),
-    "linear": (1908, 5, 0),
+    "linear": (1922, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
     "optim": (559, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
-    "planned": (2972, 14, 5),
+    "planned": (2979, 14, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),

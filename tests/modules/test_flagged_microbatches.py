@@ -4,9 +4,11 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import duotone
 from duotone import UserError, recipes
+from duotone.linear import plane_source
 
 NAMES = ["fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4"]
 STEPS, MICROBATCHES = 20, 3
@@ -75,3 +77,103 @@ def test_a_flag_that_no_kernel_can_read_is_refused() -> None:
     m(x, is_first_microbatch=True)
     with pytest.raises(UserError, match="is on meta"):
         m(x, is_first_microbatch=torch.ones(1, device="meta"))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-current"])
+@pytest.mark.parametrize("middle", [0, 1])
+def test_backward_reads_the_weight_that_a_forward_without_gradients_encoded(name: str, middle: int) -> None:
+    m, x = layer(name, "linear"), torch.randn(64, 128).bfloat16()
+    flag = torch.ones(1)
+    step(m, x.clone().requires_grad_(), flag)
+    with torch.no_grad():
+        m.weight.mul_(-2.0)
+        m(x, is_first_microbatch=flag.fill_(middle))
+    leaf = x.clone().requires_grad_()
+    m(leaf, is_first_microbatch=flag.zero_()).float().sum().backward()
+    assert_close(leaf.grad, m.weight.float().sum(0).expand(64, -1))
+
+
+def test_reentrant_checkpoints_of_two_microbatches_recompute_with_the_weight_of_the_step() -> None:
+    m, x, flag = layer("mxfp8", "linear"), torch.randn(64, 128).bfloat16(), torch.ones(1)
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = []
+        for number, leaf in enumerate(leaves):
+            flag.fill_(number == 0)
+            outputs.append(checkpoint(lambda t: m(t, is_first_microbatch=flag), leaf, use_reentrant=True))
+        for y, leaf in zip(outputs, leaves, strict=True):
+            y.float().sum().backward()
+            assert_close(leaf.grad, m.weight.float().sum(0).expand(64, -1))
+        with torch.no_grad():
+            m.weight.mul_(-1.5)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (got.float() - expected).norm() < 0.2 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_new_flag_tensor_in_each_call_leaves_one_stage_and_is_read(kind: str) -> None:
+    m, x = layer("fp8-current", kind), torch.randn(64, 128).bfloat16()
+    first = step(m, x, torch.ones(1))
+    for p in [p for p in m.parameters() if p.dim() == 2]:
+        p.data.mul_(torch.linspace(-3, 3, 128))  # which raises no version
+    for _ in range(5):
+        assert torch.equal(step(m, x, torch.zeros(1)), first)
+    assert not torch.equal(step(m, x, torch.ones(1)), first)
+    assert len(m.plans.variants) == 1
+
+
+@pytest.mark.parametrize("change", ["recipe", "schedule", "float", "shape", "meta"])
+def test_planes_that_cannot_be_written_over_are_encoded_anew(change: str) -> None:
+    m, flag = layer("mxfp8-fwd-bf16-bwd" if change == "float" else "mxfp8", "linear"), torch.zeros(1)
+    x = torch.randn(64, 128).bfloat16().requires_grad_()
+    step(m, x, flag)
+    if change == "recipe":
+        m.recipe = recipes.load("fp8-block")
+    elif change == "schedule":
+        m.recipe = recipes.load_schedule("mxfp8-then-bf16-fprop").over(10).at(9)
+    elif change == "float":
+        m.float()
+        x = x.float()
+    elif change == "shape":
+        m.weight = torch.nn.Parameter(torch.randn(96, 128).bfloat16())
+        m.bias = None
+    else:
+        m.to("meta")
+        with torch.no_grad():
+            assert m(x.to("meta"), is_first_microbatch=flag.to("meta")).is_meta
+        return
+    assert torch.equal(step(m, x, flag), m(x))
+
+
+def test_graphs_keep_their_planes_and_refuse_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No capture runs on a CPU: the cache only believes that one does."""
+    m, x, flag = layer("mxfp8", "linear"), torch.randn(64, 128).bfloat16(), torch.zeros(1)
+
+    def capture() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(plane_source, "is_capturing", lambda: True)
+            step(m, x, flag)
+
+    step(m, x, flag)
+    capture()
+    capture()
+    cache = m.plans.options.caches[0]
+    before = cache.planes
+    m.recipe = recipes.load("fp8-block")
+    with pytest.raises(UserError, match="run this call once"):
+        capture()
+    step(m, x, flag)
+    assert cache.planes is not before and cache.captured is before
+    with pytest.raises(UserError, match="an earlier graph has other planes"):
+        capture()
+    m.invalidate_weight_cache()
+    step(m, x, flag)
+    capture()
+
+
+def test_a_flag_on_another_device_is_refused_in_the_first_call_too() -> None:
+    for name in ("fp8-current", "bf16"):
+        with pytest.raises(UserError, match="is on meta and the weight on cpu"):
+            layer(name, "linear")(torch.randn(64, 128).bfloat16(), is_first_microbatch=torch.ones(1, device="meta"))

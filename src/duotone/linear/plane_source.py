@@ -84,7 +84,7 @@ def source_of_plain(quantizer: Quantizer) -> PlaneSource:
     return HIGH_PRECISION if type(quantizer) is Quantizer and quantizer == IN_HIGH_PRECISION else ENCODE_NOW
 
 
-Stamp = tuple[Quantizer, torch.dtype, torch.device, int, tuple[tuple[int, int], ...]]
+Stamp = tuple[Quantizer, torch.dtype, torch.device, torch.Size, int, tuple[tuple[int, int], ...]]
 
 
 class OptimizerSteps:
@@ -119,11 +119,13 @@ class WeightCache:
         self.owners = owners
         self.stamp: Stamp | None = None
         self.planes = Planes(None, None)
+        self.captured: Planes | None = None
+        """What graphs read: it must stay in memory."""
         self.reused, self.refreshed = Reused(self), Refreshed(self)
         STEPS.register()
 
     def clear(self) -> None:
-        self.stamp, self.planes = None, Planes(None, None)
+        self.stamp, self.planes, self.captured = None, Planes(None, None), None
 
     def refresh(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
         """Encode the weight and remember the planes."""
@@ -153,22 +155,31 @@ class WeightCache:
     def rewrite(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext, flag: Tensor) -> Planes:
         """The remembered planes, encoded anew in their memory if `flag` is not 0 on the device, or the weight changed.
 
-        The memory stays, because graphs read it. UserError if a graph captures and there are no planes yet.
+        The memory stays, because graphs read it, until the quantizer, dtype, device, shape or direction changes.
+        UserError if a graph captures then.
         """
         row, col = self.planes
-        stamp = None if is_capturing() else self._stamp_of(x, quantizer)
+        capturing = is_capturing()
+        if self.stamp is None or self.stamp[:4] != (quantizer, x.dtype, x.device, x.shape):
+            row = col = None  # these planes cannot be written over
         if (usage.rowwise and row is None) or (usage.columnwise and col is None):
-            if is_capturing():
-                raise UserError("is_first_microbatch is a tensor: run the module once, then capture, so planes exist")
+            if capturing:
+                raise UserError("is_first_microbatch is a tensor: run this call once, then capture, so planes exist")
+            both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
+            return self.refresh(x, quantizer, both, ctx)
+        noop, stamp = flag == 0, self.stamp
+        if capturing:
+            if self.captured is not None and self.captured is not self.planes:
+                raise UserError("an earlier graph has other planes: call invalidate_weight_cache, then capture all")
+            self.captured = self.planes
+        elif (stamp := self._stamp_of(x, quantizer)) is None:
             return self.refresh(x, quantizer, usage, ctx)
-        if flag.device != x.device:
-            raise UserError(f"is_first_microbatch is on {flag.device} and the weight on {x.device}; move it there once")
-        noop = flag == 0
-        if not is_capturing() and stamp != self.stamp:
-            noop, self.stamp = torch.zeros_like(noop), stamp
-        with torch.no_grad():
+        elif stamp != self.stamp:
+            noop = torch.zeros_like(noop)
+        with torch.no_grad():  # all planes, because the stamp is of all
             planes = QuantizedTensor(self.planes, quantizer, x.shape, x.dtype, device=x.device)
-            planes.quantize_(x, noop_flag=noop, usage=usage, ctx=ctx)
+            planes.quantize_(x, noop_flag=noop, ctx=ctx)
+        self.stamp = stamp
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
     def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:
@@ -176,7 +187,8 @@ class WeightCache:
         owners = self.owners()
         if any(owner.is_inference() for owner in owners):
             return None
-        return quantizer, x.dtype, x.device, STEPS.count, tuple((id(owner), owner._version) for owner in owners)
+        versions = tuple((id(owner), owner._version) for owner in owners)
+        return quantizer, x.dtype, x.device, x.shape, STEPS.count, versions
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,14 +204,16 @@ class Refreshed(PlaneSource):
 
 @dataclass(frozen=True, eq=False)
 class Flagged(PlaneSource):
-    """The weight of a microbatch that is a first one if `flag`, one element on the device, is not 0."""
+    """The weight of a microbatch that is a first one if the call's flag, one element on the device, is not 0."""
 
     cache: WeightCache
-    flag: Tensor
+    flag: Callable[[], Tensor | None]
     encodes = True
 
     def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return self.cache.rewrite(x, quantizer, usage, ctx, self.flag)
+        flag = self.flag()
+        assert flag is not None
+        return self.cache.rewrite(x, quantizer, usage, ctx, flag)
 
 
 @dataclass(frozen=True, eq=False)

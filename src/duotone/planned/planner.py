@@ -72,7 +72,7 @@ class Planner:
         """The name among `bound` whose parameters the delayed states have."""
         self.answers: dict[str, dict[str, Quantizer]] = {}
         """What a recipe gave each slot, by the key of the recipe."""
-        self.variants: dict[tuple[PlannedStage, bool | Tensor | None, bool], PlannedStage] = {}
+        self.variants: dict[tuple[PlannedStage, bool | None, bool, bool], PlannedStage] = {}
         """Stages whose weights are cached or whose gradients go elsewhere, by the stage without that."""
         self.compared: set[tuple[str, tuple[str, ...]]] = set()
         """Groups of ranks, and the formats that all of them use here."""
@@ -353,8 +353,12 @@ class Planner:
         if torch.compiler._is_exporting_flag:  # torch 2.11 takes every trace for an export by the public name
             raise UserError(f"{module.module_name}: {KEEPS}, and cannot be exported: leave them out")
         compiling = torch.compiler.is_dynamo_compiling()
-        if isinstance(first, Tensor) and (compiling or first.numel() != 1):
-            raise UserError(f"{module.module_name}: is_first_microbatch as a tensor has one element, in eager code")
+        if isinstance(first, Tensor):
+            if compiling or first.numel() != 1:
+                raise UserError(f"{module.module_name}: is_first_microbatch as a tensor has one element, in eager code")
+            if first.device != (device := module.weights[0].device):
+                raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
+            self.options.flag = first
         if compiling and not isinstance(first, Tensor):
             fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
             marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]
@@ -368,8 +372,9 @@ class Planner:
             for weight in module.weights:
                 if weight.requires_grad:
                     main_grad(weight)
-        key = stage, first, overwrites
+        flagged = isinstance(first, Tensor)
+        key = stage, None if flagged else first, flagged, overwrites
         variant = self.variants.get(key)
         if variant is None:
-            variant = self.variants[key] = module.make_variant(*key)
+            variant = self.variants[key] = module.make_variant(stage, first, overwrites)
         return variant

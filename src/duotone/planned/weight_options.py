@@ -26,6 +26,8 @@ class WeightOptions:
         self.module = module
         self.caches: dict[int, WeightCache] = {}
         self.queues: dict[int, deque[tuple[Product, Tensor, Sink]]] = {}
+        self.flag: Tensor | None = None
+        """`is_first_microbatch` of the last call, if a tensor."""
         self.hooks: list[Callable[[], None]] = []
 
     def stage(self, stage: LinearStage, member: int, first: bool | Tensor | None, overwrites: bool) -> LinearStage:
@@ -34,7 +36,7 @@ class WeightOptions:
         if first is not None and plan.weight.source is ENCODE_NOW:
             cache = self._cache(member)
             if isinstance(first, Tensor):
-                source: PlaneSource = Flagged(cache, first)
+                source: PlaneSource = Flagged(cache, lambda: self.flag)
             else:
                 source = cache.refreshed if first else cache.reused
             plan = replace(plan, weight=plan.weight.from_cache(source, plan.input_grad))
