@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36646
+LIBRARY_LINES = 36661
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (559, 2, 0),
+    "optim": (574, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
     "planned": (2979, 14, 5),

@@ -197,6 +197,38 @@ def fused_adam_updates_shards_as_one_process_updates_the_whole(folder: Path) -> 
         assert torch.allclose(whole, theirs, rtol=2**-3 if name == "0.weight" else 2**-7, atol=1e-2), name
 
 
+@check
+def whole_states_are_refused_for_shards_and_load_as_the_error_tells(folder: Path) -> None:
+    values = nn.Sequential(nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)).state_dict()
+    models = [sharded(values) for _ in range(2)]
+    adam, other = (te.optimizers.FusedAdam(model.parameters(), master_weights=True) for model in models)
+
+    def step(model: nn.Module, adam: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            ones = torch.ones(parameter.to_local().shape, dtype=parameter.dtype)
+            parameter.grad = DTensor.from_local(ones, parameter.device_mesh, parameter.placements)
+        adam.step()
+
+    step(models[0], adam)
+    saved = adam.state_dict()
+    for state in saved["state"].values():
+        state |= {name: value.full_tensor() for name, value in state.items() if isinstance(value, DTensor)}
+    try:
+        other.load_state_dict(saved)
+    except UserError as error:
+        assert "whole tensor" in str(error) and "set_optimizer_state_dict" in str(error) and "\n" not in str(error)
+    else:
+        raise AssertionError("whole states were loaded for shards")
+    assert not any(other.state.values())
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(models[0], adam, options=options)
+    set_optimizer_state_dict(models[1], other, full, options=options)
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq", *(["master"] if "master" in adam.state[mine] else [])):
+            assert torch.equal(adam.state[mine][name].to_local(), other.state[theirs][name].to_local()), name
+    step(models[1], other)
+
+
 if __name__ == "__main__":
     assert "transformer_engine" in sys.modules
     checks.main()

@@ -36,12 +36,13 @@ class Recording(Slot):
 
 
 def state(shape: tuple[int, int], dtype: torch.dtype, stored: torch.dtype = torch.float32) -> State:
-    """Gradients of every kind, moments as after some steps, which with the master are stored in a dtype."""
+    """Gradients of every kind, moments as after some steps; the first and the master are stored in a dtype."""
     rows, cols = shape
     grad = awkward()[:rows, :cols].to(dtype).contiguous()
     second = torch.rand(shape) * torch.logspace(-42, 8, cols)
     second[0] = 0.0
-    return State(grad, *(t.to(stored) for t in (torch.randn(shape) * 0.1, second, torch.randn(shape))))
+    first, master = ((torch.randn(shape) * size).to(stored) for size in (0.1, 1.0))
+    return State(grad, first, second, master)
 
 
 def copied(given: State) -> State:

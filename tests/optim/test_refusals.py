@@ -91,6 +91,21 @@ def test_a_parameter_that_cannot_be_written_leaves_all_others_as_they_were(make,
     assert all_same(everything(optimizer), before) and not any(optimizer.state.values())
 
 
+@pytest.mark.parametrize("name", ["moment_dtype", "master_dtype"])
+def test_a_dtype_that_is_written_into_a_group_is_one_line_that_names_the_remedy(name) -> None:
+    p = held(pair("mxfp8_e4m3"))
+    p.grad = torch.ones(p.shape, dtype=p.dtype)
+    optimizer = AdamW([p], **RATES)
+    optimizer.param_groups[0][name] = torch.bfloat16
+    before = everything(optimizer)
+    with pytest.raises(UserError, match=r'^AdamW takes .* write group\["moment_dtype"\] = "torch.bfloat16"; got .*$'):
+        optimizer.step()
+    assert all_same(everything(optimizer), before) and not any(optimizer.state.values())
+    optimizer.param_groups[0][name] = "torch.bfloat16"
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg" if name == "moment_dtype" else "master"].dtype == torch.bfloat16
+
+
 def test_stochastic_rounding_takes_the_seed_of_the_context() -> None:
     p = stochastic()
     p.context = QuantizeContext(seed=torch.tensor([11]))

@@ -84,6 +84,8 @@ class AdamW(Optimizer):
             raise MissingPlaneError(
                 "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
             )
+        for group in self.param_groups:
+            check_dtypes(group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,11 +213,19 @@ def check_group(group: Group) -> None:
     is_pair = isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_number, betas))
     if not is_pair or not all(0 <= beta < 1 for beta in betas):
         raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas!r}")
-    if group["moment_dtype"] not in DTYPES or group["master_dtype"] not in (*DTYPES, None):
-        dtypes = f"master_dtype={group['master_dtype']} and moment_dtype={group['moment_dtype']}"
-        raise UserError(f"AdamW takes torch.float32 or torch.bfloat16 for moments and masters; got {dtypes}")
+    check_dtypes(group)
     if group.get("amsgrad"):
         raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
+
+
+def check_dtypes(group: Group) -> None:
+    """UserError if the group does not hold the names of dtypes for moments and masters."""
+    if group["moment_dtype"] not in DTYPES or group["master_dtype"] not in (*DTYPES, None):
+        dtypes = f"master_dtype={group['master_dtype']!r} and moment_dtype={group['moment_dtype']!r}"
+        raise UserError(
+            "AdamW takes torch.float32 or torch.bfloat16 for moments and masters, and its groups hold their names: "
+            f'write group["moment_dtype"] = "torch.bfloat16"; got {dtypes}'
+        )
 
 
 def _is_number(value: object) -> bool:
@@ -279,6 +289,11 @@ def check_saved(parameter: Tensor, saved: Saved) -> None:
             raise UserError(
                 f"a saved {name} {got} for a parameter of shape {tuple(parameter.shape)}; load it into the optimizer "
                 "of the same model"
+            )
+        if not is_distributed(value) and value.shape != shard_of(parameter).shape:
+            raise UserError(
+                f"a saved {name} is a whole tensor for a parameter that lies over ranks; load it with torch's "
+                "set_optimizer_state_dict(options=StateDictOptions(full_state_dict=True))"
             )
         if value.layout != torch.strided or value.is_meta or value.is_complex() != parameter.is_complex():
             where = "meta" if value.is_meta else str(value.layout)
