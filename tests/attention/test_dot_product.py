@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from duotone.attention import DotProductAttention
+from duotone.attention import DotProductAttention, masks
 from duotone.errors import UserError
 
 BATCH, QUERIES, KEYS, HEADS, WIDTH = 2, 7, 7, 4, 8
@@ -301,6 +301,7 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
         ({}, {"attn_mask_type": "padding", "attention_mask": MASK[:, :6]}, "got (2, 6)"),
         ({}, {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 7])}, "sequences + 1"),
         ({}, {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0.0, 3.0, 7.0])}, "integers"),
+        ({}, {"attn_mask_type": "padding", "cu_seqlens_q": torch.tensor([0, 8, 9])}, "for 7 tokens in each row"),
         ({}, {"attn_mask_type": "arbitrary"}, "needs one attention_mask"),
         ({}, {"attn_mask_type": "arbitrary", "attention_mask": MASK}, "broadcasts to (2, 4, 7, 7)"),
         ({}, {"window_size": (1, 1)}, "window_size is (1, 1)"),
@@ -319,9 +320,23 @@ def test_packed_sequences_need_their_edges_and_no_mask() -> None:
     for given, message in (
         ({}, "need cu_seqlens"),
         ({"cu_seqlens_q": edges((3, 4)), "cu_seqlens_kv": edges((7,))}, "of equal lengths; got 3 and 2"),
+        ({"cu_seqlens_q": edges((3, 5))}, "got [0, 3, 8] for 7 tokens"),
         ({"cu_seqlens_q": edges((3, 4)), "attention_mask": MASK}, "leave it out"),
         ({"cu_seqlens_q": edges((3, 4)), "attn_mask_type": "arbitrary"}, "takes no packed sequences"),
     ):
         with pytest.raises(UserError) as error:
             attention(*packed, **given)
         assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["padding_causal", "padding_causal_bottom_right"])
+def test_edges_that_cannot_be_read_end_with_the_tokens(monkeypatch, kind) -> None:
+    """On a GPU they are not waited for. The sequence at the end is as long as there are tokens."""
+    packed = [torch.randn(7, 4, 8) for _ in range(3)]
+    attention = DotProductAttention(HEADS, WIDTH, qkv_format="thd", attn_mask_type=kind)
+    expected = attention(*packed, cu_seqlens_q=edges((3, 4)))
+    monkeypatch.setattr(masks, "_checked", lambda cu_seqlens, *_: cu_seqlens)
+    assert torch.equal(attention(*packed, cu_seqlens_q=edges((3, 40, 2))), expected)
+    rows = [x[None].expand(2, -1, -1, -1) for x in packed]
+    padded = module(attn_mask_type=kind)
+    assert torch.equal(padded(*rows, cu_seqlens_q=edges((9, 3))), padded(*rows, cu_seqlens_q=edges((7, 3))))

@@ -80,7 +80,10 @@ def padded(real: Tensor, from_end: bool = False, padding: int = -1) -> Side:
 
 
 def packed(cu_seqlens: Tensor, tokens: int, from_end: bool = False) -> Side:
-    """Sequences one after the other, from cu_seqlens[i] to cu_seqlens[i + 1]; tokens behind the last are padding."""
+    """Sequences one after the other, from cu_seqlens[i] to cu_seqlens[i + 1]; tokens behind the last are padding.
+
+    Edges above the number of tokens are that number."""
+    cu_seqlens = cu_seqlens.clamp(max=tokens)
     index, ends = torch.arange(tokens, device=cu_seqlens.device), cu_seqlens[1:]
     sequence = torch.searchsorted(ends, index, right=True)
     edges = torch.cat((cu_seqlens, cu_seqlens[-1:]))
@@ -173,18 +176,21 @@ class Masking:
 
     def _side(self, batch: int, tokens: int, cu_seqlens: Lengths) -> Side:
         if self.is_packed:
-            return packed(_checked(cu_seqlens, None, tokens), tokens, self.kind.from_end)
+            return packed(_checked(cu_seqlens, tokens), tokens, self.kind.from_end)
         return padded(_real_lengths(batch, tokens, cu_seqlens), self.kind.from_end)
 
 
 def _real_lengths(batch: int, tokens: int, cu_seqlens: Lengths) -> Tensor:
     """Bool (batch, tokens), True for the first tokens of each sequence, as many as it has."""
-    edges = _checked(cu_seqlens, batch + 1, None)
+    edges = _checked(cu_seqlens, tokens, batch + 1)
     return torch.arange(tokens, device=edges.device) < edges.diff()[:, None]
 
 
-def _checked(cu_seqlens: Lengths, edges: int | None, tokens: int | None) -> Tensor:
-    """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for."""
+def _checked(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tensor:
+    """UserError if edges of sequences have a wrong shape or, on the CPU, wrong values; a GPU is not waited for.
+
+    `edges` is how many there are if each sequence has a row of `tokens`, else `tokens` are those of all sequences.
+    """
     wanted = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
         raise UserError(f"packed or padded sequences need cu_seqlens: {wanted}; or an attention_mask of padding")
@@ -194,8 +200,10 @@ def _checked(cu_seqlens: Lengths, edges: int | None, tokens: int | None) -> Tens
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return cu_seqlens
     values = cu_seqlens.tolist()
-    if not values or values[0] != 0 or sorted(values) != values or (tokens is not None and values[-1] > tokens):
-        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {values} for {tokens or 'padded'} tokens")
+    lengths = cu_seqlens.diff().tolist() if edges else values
+    if not values or values[0] != 0 or sorted(values) != values or max(lengths, default=0) > tokens:
+        per_row = " in each row" if edges else ""
+        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {values} for {tokens} tokens{per_row}")
     return cu_seqlens
 
 
