@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36669
+LIBRARY_LINES = 36688
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,11 +31,11 @@ BUDGETS = {
     "integrations": (633, 9, 0),
     "kernels": (4853, 0, 0),
     "lab": (3682, 12, 1),
-    "linear": (1922, 5, 0),
+    "linear": (1931, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (574, 2, 0),
+    "optim": (575, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
     "planned": (2979, 14, 5),
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
     "state": (1759, 10, 0),
-    "tensor": (2465, 15, 0),
+    "tensor": (2474, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

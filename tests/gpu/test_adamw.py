@@ -171,9 +171,10 @@ def test_versions_count_writes_by_kernels() -> None:
     fmt = formats.get("fp8_e4m3_delayed")
     quantized = nn.Parameter(Quantizer(fmt, fmt).make(torch.ones(8, 8, device="cuda")))
     for parameter in (plain, quantized):
-        before = parameter._version
+        written = parameter, *(parameter.planes.buffers if parameter is quantized else ())
+        before = [each._version for each in written]
         stepped(parameter, [torch.ones(8, 8, dtype=parameter.dtype)], master_weights=True)
-        assert parameter._version > before
+        assert all(each._version > version for each, version in zip(written, before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])

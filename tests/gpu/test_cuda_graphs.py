@@ -242,6 +242,23 @@ def test_one_graph_with_a_flag_serves_all_microbatches(name, kind) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_flagged_microbatch_of_another_weight_refuses_the_backwards_in_flight(name) -> None:
+    linear, (x, _) = model(name)[0], batches()[0]
+    flag, leaf = torch.ones(1, device="cuda"), x.detach().clone().requires_grad_()
+    linear(leaf, is_first_microbatch=flag)
+    first = linear(leaf, is_first_microbatch=flag.zero_())
+    linear(leaf, is_first_microbatch=flag)
+    (same,) = torch.autograd.grad(first.sum(), leaf)
+    assert same.count_nonzero()
+    late = linear(leaf, is_first_microbatch=flag)
+    with torch.no_grad():
+        linear.weight.mul_(-2.0)
+    linear(leaf, is_first_microbatch=flag)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_reduce_overhead(name) -> None:
     """torch takes graphs of what it can; scales and seeds are those of code that is compiled without them."""
     m, graphed = model(name), model(name)

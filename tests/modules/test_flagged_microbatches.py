@@ -108,6 +108,30 @@ def test_reentrant_checkpoints_of_two_microbatches_recompute_with_the_weight_of_
             m.weight.mul_(-1.5)
 
 
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+@pytest.mark.parametrize("name", NAMES)
+def test_microbatches_in_flight_go_backward_with_their_weight_or_raise(name: str, kind: str) -> None:
+    """As in pipeline schedules: a second forward runs before the backward of the first one."""
+    m, flag = layer(name, kind), torch.ones(1)
+    twin = copy.deepcopy(m)
+    splits = ([40, 24],) if kind == "grouped" else ()
+    leaves = [torch.randn(64, 128).bfloat16().requires_grad_() for _ in range(2)]
+
+    def forwards(module: torch.nn.Module, firsts: list[bool | torch.Tensor]) -> list[torch.Tensor]:
+        return [module(x, *splits, is_first_microbatch=first) for x, first in zip(leaves, firsts, strict=True)]
+
+    outputs = forwards(m, [flag, flag.clone().zero_()])
+    for y, x, other in zip(outputs, leaves, forwards(twin, [True, False]), strict=True):
+        got, want = (torch.autograd.grad(one.square().sum(), x)[0] for one in (y, other))
+        assert torch.equal(got, want)
+    (first, _) = forwards(m, [flag, flag])
+    with torch.no_grad():
+        m.get_parameter("weight" if kind == "linear" else "weight0").mul_(-2.0)
+    forwards(m, [flag.zero_(), flag])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        first.sum().backward()
+
+
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert (got.float() - expected).norm() < 0.2 * expected.norm()
 

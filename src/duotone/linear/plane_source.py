@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from duotone.capture import is_capturing
@@ -118,6 +119,9 @@ class WeightCache:
     def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
         self.owners = owners
         self.stamp: Stamp | None = None
+        """Of the weight in the planes."""
+        self.seen: Stamp | None = None
+        """Of the weight in the last call, which may be captured and not run."""
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
         """What graphs read: it must stay in memory."""
@@ -134,7 +138,7 @@ class WeightCache:
         infers = torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if infers else nullcontext(), torch.no_grad():
             planes = quantizer.encode(x, usage, ctx)
-        self.stamp = self._stamp_of(x, quantizer)
+        self.stamp = self.seen = self._stamp_of(x, quantizer)
         self.planes = Planes(None, None) if self.stamp is None else planes
         return planes
 
@@ -167,19 +171,24 @@ class WeightCache:
                 raise UserError("is_first_microbatch is a tensor: run this call once, then capture, so planes exist")
             both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
             return self.refresh(x, quantizer, both, ctx)
-        noop, stamp = flag == 0, self.stamp
+        noop, stamp = flag == 0, self._stamp_of(x, quantizer)
         if capturing:
             if self.captured is not None and self.captured is not self.planes:
                 raise UserError("an earlier graph has other planes: call invalidate_weight_cache, then capture all")
             self.captured = self.planes
-        elif (stamp := self._stamp_of(x, quantizer)) is None:
+        elif stamp is None:
             return self.refresh(x, quantizer, usage, ctx)
         elif stamp != self.stamp:
             noop = torch.zeros_like(noop)
-        with torch.no_grad():  # all planes, because the stamp is of all
+        buffers = self.planes.buffers
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(buffers):  # type: ignore[attr-defined]
             planes = QuantizedTensor(self.planes, quantizer, x.shape, x.dtype, device=x.device)
-            planes.quantize_(x, noop_flag=noop, ctx=ctx)
-        self.stamp = stamp
+            planes.quantize_(x, noop_flag=noop, ctx=ctx)  # all planes, because the stamp is of all
+        if stamp != self.seen:  # forwards of another weight can have no backward from now on
+            increment_version(buffers)
+        self.seen = stamp
+        if not capturing:
+            self.stamp = stamp
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
     def _stamp_of(self, x: Tensor, quantizer: Quantizer) -> Stamp | None:

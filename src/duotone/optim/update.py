@@ -117,8 +117,9 @@ def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> bool:
 
     target = _target(parameter, state.master) if isinstance(parameter, QuantizedTensor) else None
     plain = type(parameter) in (Tensor, torch.nn.Parameter) and parameter.dtype != torch.float32
-    if target is not None:
+    if isinstance(parameter, QuantizedTensor) and target is not None:
         adamw.update_planes(state, rates, target)
+        torch.autograd.graph.increment_version(parameter.planes.buffers)
     elif plain and parameter.is_contiguous():
         adamw.update(state, rates, parameter)
     else:

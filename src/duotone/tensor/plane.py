@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
@@ -134,6 +135,11 @@ class Planes(NamedTuple):
         return self.rowwise and self.rowwise.format, self.columnwise and self.columnwise.format
 
     @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """What a backward may have saved. Whoever writes to their addresses raises their versions."""
+        return tuple([part for plane in self if plane is not None for part in plane.parts.values()])
+
+    @property
     def aliased(self) -> bool:
         """Whether the columnwise plane is a view of the rowwise one's memory."""
         row, col = self
@@ -207,7 +213,10 @@ def encode_over(planes: Planes, x: Tensor, ctx: QuantizeContext, noop: Tensor) -
     slot = ctx.slots[0] if delayed[0] else ctx.slots[1] or ctx.slots[0]
     scale, live = slot.place(x) if any(delayed) and slot is not None else (None, None)
     scales = (scale, None) if delayed[0] else (None, scale)
-    return cast.over(x.contiguous(), (row and row.parts, col and col.parts), noop, scales, live)
+    is_written = cast.over(x.contiguous(), (row and row.parts, col and col.parts), noop, scales, live)
+    if is_written:
+        increment_version(planes.buffers)
+    return is_written
 
 
 def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext) -> tuple[Tensor, ...] | None:
