@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36688
+LIBRARY_LINES = 36689
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "conversion": (2644, 5, 0),
     "dispatch": (2931, 1, 0),
     "distributed": (450, 3, 1),
-    "formats": (1489, 0, 0),
+    "formats": (1490, 0, 0),
     "integrations": (633, 9, 0),
     "kernels": (4853, 0, 0),
     "lab": (3682, 12, 1),

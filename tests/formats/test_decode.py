@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from comparison import assert_same, tensor_of
+from comparison import assert_same, raw, tensor_of
 from families import make
 from selection import NAMES, SEED, element_of, seed_of
 
@@ -166,3 +166,19 @@ def test_inner_factor_of_nvfp4_is_exact_for_every_code_and_scale() -> None:
         and torch.equal(factors.epilogue_scale, parts["amax"])
         and factors.divisor == 2688.0
     )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if get(name).code_dtype not in (None, torch.uint8)])
+def test_codes_in_the_dtype_of_their_element_mean_what_bytes_mean(name: str) -> None:
+    """Casts on a GPU give such codes."""
+    fmt = get(name)
+    parts = fmt.encode(
+        tensor_of(make("spread", (33, 80), "bfloat16", element_of(name)), "bfloat16"), seed=seed_of(name)
+    )
+    typed = {**parts, "codes": parts["codes"].view(fmt.code_dtype)}
+    assert torch.equal(raw(fmt.decode(typed, torch.float32)), raw(fmt.decode(parts, torch.float32)))
+    assert torch.equal(fmt.ceiling(typed), fmt.ceiling(parts))
+    assert torch.equal(raw(fmt.factors(typed).values), raw(fmt.factors(parts).values))
+    derived = fmt.derive(parts), fmt.derive(typed)
+    if derived[0] is not None and derived[1] is not None:
+        assert torch.equal(derived[1]["codes"].view(torch.uint8), derived[0]["codes"])

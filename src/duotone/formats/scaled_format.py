@@ -131,7 +131,8 @@ class ScaledFormat(Format):
 
     def ceiling(self, parts: Parts) -> Tensor:
         byte = self.element.largest_code * (17 if self.element.codes_per_byte == 2 else 1)
-        return self.decode({**parts, "codes": torch.full_like(parts["codes"], byte)}, torch.float32)
+        codes = torch.full_like(parts["codes"].view(torch.uint8), byte)  # codes may have the dtype of their element
+        return self.decode({**parts, "codes": codes}, torch.float32)
 
     def factors(self, parts: Parts, stages: Stages = PLAIN, values: Tensor | None = None) -> Factors:
         if values is None:
