@@ -28,8 +28,10 @@ import triton.language as tl
 from torch import Tensor
 from triton._utils import validate_block_shape
 from triton.language.core import _unwrap_if_constexpr
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from duotone.dispatch import stages
 from duotone.formats.elements import E4M3, E5M2
 from duotone.kernels.launch import Launch
 
@@ -77,21 +79,27 @@ def scalar(arg: Any, convert_other: Any = interpreter._implicit_cvt) -> Any:
 
 
 @functools.cache
-def extents(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr, tl.tuple]:
+def extents(shape: tuple[int | tl.constexpr, ...]) -> tuple[tl.tuple, tl.constexpr, tl.tuple]:
     """The shape of a type, the number of elements, and the shape of a tensor."""
-    return tl.tuple(shape), tl.constexpr(validate_block_shape(shape)), tl.tuple([tl.constexpr(n) for n in shape])
+    sizes = tuple(_unwrap_if_constexpr(n) for n in shape)
+    return tl.tuple(sizes), tl.constexpr(validate_block_shape(sizes)), tl.tuple([tl.constexpr(n) for n in sizes])
 
 
 def init_type(self: Any, element_ty: Any, shape: Any) -> None:
-    sizes = tuple(_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape))
-    assert sizes, "0d block_type is forbidden"
-    self.element_ty, (self.shape, numel, _) = element_ty, extents(sizes)
-    self.numel, self.name = numel.value, f"<{sizes}, {element_ty}>"
+    assert shape, "0d block_type is forbidden"
+    self.element_ty, (self.shape, numel, _) = element_ty, extents(tuple(shape))
+    self.numel = numel.value
 
 
 def init_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
     _, self.numel, self.shape = extents(tuple(type.shape) if type.is_block() else ())
+
+
+def broadcast(self: Any, left: Any, right: Any, general: Any = TritonSemantic.broadcast_impl_value) -> Any:
+    """Tensors of one shape stay as they are."""
+    shapes = [t.type.shape if t.type.is_block() else None for t in (left, right)]
+    return (left, right) if shapes[0] is shapes[1] else general(self, left, right)
 
 
 def launched(
@@ -105,7 +113,7 @@ def replace() -> None:
     """The interpreter's conversions, minima and maxima by a GPU's, which drop NaN, and launches by interpreted ones.
 
     Triton's language is replaced once for each function. The interpreter does so at each call, and undoes it. Shapes
-    are made once for equal sizes; Triton spends half of the time on those of tensors and types.
+    are made once for equal sizes, and names of types when they are read; Triton spends half of the time on these.
     """
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
@@ -116,8 +124,12 @@ def replace() -> None:
     interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
     tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__
     tl.block_type.__init__, tl.tensor.__init__ = init_type, init_tensor
+    tl.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")
+    tl.block_type.to_ir = lambda self, builder: self
+    TritonSemantic.broadcast_impl_value = broadcast
     interpreter._LangPatchScope.restore = lambda self: None
     Launch.__call__ = launched
+    stages.COMPILE_FROM = 1 << 30  # plain torch on the CPU: tests/dispatch compares the bits of compiled casts
 
 
 def awkward() -> Tensor:
