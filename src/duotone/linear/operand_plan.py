@@ -87,13 +87,13 @@ class ReencodeInBackward(BackwardOperand):
 class ReencodeInGraph(ReencodeInBackward):
     """The same in a trace, of a tensor that the partitioner may compute again.
 
-    It saves what is read by an op that fuses with nothing, such as a cast. So the cast reads a product with 1, which
-    fuses with what makes the tensor, and which inductor does not drop as it drops copies.
+    It saves what is read by an op that fuses with nothing, such as a cast. So the cast reads a power of 1.0, which
+    fuses with what makes the tensor. Copies, and products with 1, would be dropped before.
     """
 
     def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
         assert isinstance(x, Tensor)
-        return DeferredPlane(partial(columnwise_of_product, quantizer, ctx.fixed()), (x,))
+        return DeferredPlane(partial(columnwise_of_power, quantizer, ctx.fixed()), (x,))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,8 +164,8 @@ def columnwise(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
     return plane
 
 
-def columnwise_of_product(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
-    return columnwise(quantizer, ctx, x * 1)
+def columnwise_of_power(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -> Plane:
+    return columnwise(quantizer, ctx, x.pow(1.0))
 
 
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
