@@ -77,7 +77,6 @@ def test_a_model_without_anything_to_convert_is_a_warning(recipe) -> None:
         duotone.convert(nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4)), recipe)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_model_has_nothing_to_convert() -> None:
     m = torch.jit.script(stack())
     with pytest.warns(UserWarning, match=r"left alone: 0 \(RecursiveScriptModule holds weight"):
@@ -161,7 +160,7 @@ def test_weights_that_are_sharded_already_name_the_remedy() -> None:
         duotone.convert_parameters(m, MXFP8)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-delayed", "bf16"])
 def test_a_trace_works_in_high_precision_and_is_one_line_elsewhere(name) -> None:
     m, x = duotone.convert(stack(), recipes.load(name)), torch.randn(4, 32)

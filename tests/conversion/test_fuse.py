@@ -432,7 +432,6 @@ def test_quantized_weights_run_one_by_one_behind_their_norm() -> None:
     assert rows(fused)["0.before"].startswith("fused")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode loads it
 def test_derivatives_of_any_order_in_high_precision() -> None:
     plain = FeedForward().double()
     m, x = duotone.fuse(duotone.convert(copy.deepcopy(plain), "bf16")), hidden_states(2, width=32).double()

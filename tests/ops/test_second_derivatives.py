@@ -18,7 +18,6 @@ from duotone.dispatch.activations import ACTIVATIONS
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, LayerNormMLP
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own forward mode loads it
 BF16 = recipes.load("bf16")
 SIZES = {"params_dtype": torch.float64}
 NORMS = {
