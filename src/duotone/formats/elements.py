@@ -44,7 +44,7 @@ class Element:
     bands: tuple[tuple[complex, complex, int], ...] = field(init=False, repr=False, compare=False)
     """(lower bound, step, code of the lower bound) of each run of evenly spaced magnitudes, smallest first."""
     exact_max: complex = field(init=False, repr=False)
-    """`max`. Stages read its real part: traces make symbols of float attributes, and constants of complex ones."""
+    """`max`. Stages read its magnitude: traces make symbols of float attributes and of real parts."""
     reciprocal: complex = field(init=False, repr=False, compare=False)
     """1/max rounded to fp32."""
     sign_code: int = field(init=False, repr=False, compare=False)
@@ -68,7 +68,7 @@ class Element:
         derived = {
             "max": Constant(self.max),
             "bands": bands,
-            "largest_code": code + round((self.max - lower.real) / step.real) if is_float else int(self.max),
+            "largest_code": code + round((self.max - abs(lower)) / abs(step)) if is_float else int(self.max),
             "exact_max": complex(self.max),
             "reciprocal": complex(struct.unpack("f", struct.pack("f", 1.0 / self.max))[0]),
             "sign_code": 1 << (bits - 1),
@@ -101,7 +101,7 @@ class Element:
 
     def narrow(self, values: Tensor) -> Tensor:
         """fp32 values -> codes as `stored_dtype`."""
-        values = values.clamp(-self.exact_max.real, self.exact_max.real)
+        values = values.clamp(-abs(self.exact_max), abs(self.exact_max))
         is_number = values == values
         if self.dtype is not None:
             # The cast keeps the sign of NaN on some backends: only a positive NaN goes in.
@@ -120,9 +120,9 @@ class Element:
         code = stored.to(torch.float32)
         negative = code >= self.sign_code
         code = torch.where(negative, code - self.sign_code, code)
-        value = code * self.bands[0][1].real
+        value = code * abs(self.bands[0][1])
         for lower, step, first in self.bands[1:]:
-            value = torch.where(code >= first, (code - first) * step.real + lower.real, value)
+            value = torch.where(code >= first, (code - first) * abs(step) + abs(lower), value)
         return torch.where(negative, -value, value)
 
     def round_stochastic(self, values: Tensor, bits: Tensor) -> Tensor:
@@ -135,24 +135,24 @@ class Element:
         dither = bits.to(torch.float32) * (1.0 / 256.0)
         shifted = magnitude + dither * self._step(magnitude)  # the product is exact: the step is a power of two
         step = self._step(shifted)
-        rounded = (torch.floor(shifted / step) * step).clamp(max=self.exact_max.real)
-        nan = torch.nan if self.has_nan else self.exact_max.real
+        rounded = (torch.floor(shifted / step) * step).clamp(max=abs(self.exact_max))
+        nan = torch.nan if self.has_nan else abs(self.exact_max)
         return torch.where(values == values, torch.copysign(rounded, values), nan)
 
     def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""
-        inverse: Tensor | float = 1.0 / self.bands[0][1].real
+        inverse: Tensor | float = 1.0 / abs(self.bands[0][1])
         offset: Tensor | float = 0.0
         for lower, step, first in self.bands[1:]:
-            above = magnitude >= lower.real
-            inverse = _where(above, 1.0 / step.real, inverse)
-            offset = _where(above, first - lower.real / step.real, offset)
+            above = magnitude >= abs(lower)
+            inverse = _where(above, 1.0 / abs(step), inverse)
+            offset = _where(above, first - abs(lower) / abs(step), offset)
         return inverse, offset
 
     def _step(self, magnitude: Tensor) -> Tensor:
-        step = torch.full_like(magnitude, self.bands[0][1].real)
+        step = torch.full_like(magnitude, abs(self.bands[0][1]))
         for lower, width, _ in self.bands[1:]:
-            step = torch.where(magnitude >= lower.real, width.real, step)
+            step = torch.where(magnitude >= abs(lower), abs(width), step)
         return step
 
 

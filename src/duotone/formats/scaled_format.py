@@ -139,7 +139,7 @@ class ScaledFormat(Format):
             values = self._values(parts, torch.bfloat16, self.rule.codes_scale, stages)
         rule = self.rule
         return Factors(
-            values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), rule.divisor.real
+            values, None if self.epilogue is Epilogue.NONE else rule.epilogue_scale(parts), abs(rule.divisor)
         )
 
     def derive(self, parts: Parts, cols: int | None = None) -> Parts | None:

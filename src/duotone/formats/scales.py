@@ -51,8 +51,8 @@ class Fp32Scale(ScaleRule):
         return replace(self, epsilon=epsilon)
 
     def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
-        overflow = FLT_MAX.real if self.overflow == "fp32" else torch.finfo(dtype).max
-        return element.exact_max.real, overflow, self.exact_epsilon.real
+        overflow = abs(FLT_MAX) if self.overflow == "fp32" else torch.finfo(dtype).max
+        return abs(element.exact_max), overflow, abs(self.exact_epsilon)
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         shape = (1,) if block == TENSOR else block.grid(rows, cols)
@@ -94,14 +94,14 @@ class E8M0Scale(ScaleRule):
     codec = ScaleCodec.E8M0
 
     def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
-        return element.reciprocal.real, 1.0, 0.0
+        return abs(element.reciprocal), 1.0, 0.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, block.rows, block.cols)}
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
         amax = torch.where(torch.isinf(x.amax), torch.nan, x.amax) if x.propagate else x.amax
-        code, multiplier = x.stages.exponent_scale(amax, x.element.reciprocal.real)
+        code, multiplier = x.stages.exponent_scale(amax, abs(x.element.reciprocal))
         return Scaled(multiplier, {"scale": code})
 
     def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
@@ -134,7 +134,7 @@ class TwoLevelScale(ScaleRule):
         return "e4m3 under an fp32 amax"
 
     def limits(self, element: Element, dtype: torch.dtype) -> tuple[float, float, float]:
-        return element.exact_max.real * self.exact_block_max.real, FLT_MAX.real, 0.0
+        return abs(element.exact_max) * abs(self.exact_block_max), abs(FLT_MAX), 0.0
 
     def specs(self, block: Block, rows: int, cols: int) -> dict[str, PartSpec]:
         across = block.grid(rows, cols)[1]
@@ -143,7 +143,7 @@ class TwoLevelScale(ScaleRule):
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
         g, global_scale = self.global_amax(x, amax)
-        return self.store(x.amax * (global_scale * x.element.reciprocal.real), global_scale, g, x)
+        return self.store(x.amax * (global_scale * abs(x.element.reciprocal)), global_scale, g, x)
 
     def global_amax(self, x: Blocked, amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """g of all shards, fp32 (1,) or (M,), and S as a column."""
@@ -155,19 +155,19 @@ class TwoLevelScale(ScaleRule):
             else:
                 g = x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
             g = x.agreed(g, (not self.per_row, True))
-        scale = divide(x.element.exact_max.real * self.exact_block_max.real, g).clamp(max=FLT_MAX.real)
+        scale = divide(abs(x.element.exact_max) * abs(self.exact_block_max), g).clamp(max=abs(FLT_MAX))
         return g, torch.where((g == 0) | (scale == 0), 1.0, scale)[:, None]
 
     def store(self, block_scale: Tensor, global_scale: Tensor, g: Tensor, x: Blocked) -> Scaled:
         """Round the block scales to E4M3; the multiplier inverts what was stored."""
-        code = E4M3.encode(block_scale.clamp(max=FLT_MAX.real))
+        code = E4M3.encode(block_scale.clamp(max=abs(FLT_MAX)))
         # A block scale that rounds to 0 gives FLT_MAX: its elements saturate, and decode to 0.
-        multiplier = divide(1.0, E4M3.decode(code) * divide(1.0, global_scale)).clamp(max=FLT_MAX.real)
+        multiplier = divide(1.0, E4M3.decode(code) * divide(1.0, global_scale)).clamp(max=abs(FLT_MAX))
         return Scaled(multiplier, {"scale": self.repeated(code, x), "amax": g})
 
     def factor(self, parts: Parts, grid: tuple[int, int]) -> Tensor:
         g = parts["amax"][:, None]
-        constant = torch.full_like(g, 1.0 / self.divisor.real)
+        constant = torch.full_like(g, 1.0 / abs(self.divisor))
         return _spread((E4M3.decode(parts["scale"]) * g) * constant, grid)
 
     def codes_scale(self, parts: Parts, grid: tuple[int, int]) -> Tensor | None:
@@ -214,7 +214,7 @@ class FourOverSixScale(TwoLevelScale):
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
         g, global_scale = self.global_amax(x, amax)
-        to_six = divide(x.amax, x.element.exact_max.real) * global_scale
+        to_six = divide(x.amax, abs(x.element.exact_max)) * global_scale
         four = self.store(to_six * 1.5, global_scale, g, x)
         six = self.store(to_six, global_scale, g, x)
         pick_four = self._error(four, x) < self._error(six, x)
@@ -227,7 +227,7 @@ class FourOverSixScale(TwoLevelScale):
         scale = E4M3.decode(candidate.parts["scale"])[:: x.block.rows]
         g = candidate.parts["amax"][:, None]
         value = x.element.widen(codes) * scale[:, None, :, None]
-        difference = divide(value * g[..., None, None], self.divisor.real) - x.blocks.to(torch.float32)
+        difference = divide(value * g[..., None, None], abs(self.divisor)) - x.blocks.to(torch.float32)
         terms = difference * difference if self.search is ErrorNorm.MSE else difference.abs()
         total = terms[..., 0]
         for i in range(1, terms.shape[-1]):

@@ -68,7 +68,7 @@ def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: His
     if parameters.scaling_factor_compute_algo is not None:
         fp8_max = limits_of(tuple(largest), 0, amax.device).clone()
         return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
-    fresh = divide(limits_of(tuple(largest), parameters.margin, amax.device), amax).clamp(max=FLT_MAX.real)
+    fresh = divide(limits_of(tuple(largest), parameters.margin, amax.device), amax).clamp(max=abs(FLT_MAX))
     return torch.where(torch.isfinite(amax) & (amax > 0), fresh, scale)
 
 
