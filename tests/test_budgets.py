@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36699
+LIBRARY_LINES = 36713
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,7 +23,7 @@ BUDGETS = {
     "attention": (2455, 20, 0),
     "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2494, 7, 0),
+    "compat": (2495, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2941, 1, 0),
     "distributed": (450, 3, 1),
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (575, 2, 0),
+    "optim": (588, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
     "planned": (2979, 14, 5),

@@ -1,9 +1,8 @@
 """AdamW whose quantized parameters have fp32 masters, from which it writes their codes and scales."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -11,17 +10,14 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from duotone.capture import is_capturing
-from duotone.errors import MissingPlaneError, UserError
+from duotone.errors import MissingPlaneError
+from duotone.optim.checks import DTYPES, MOMENTS, check_dtypes, check_group, check_saved, check_step
 from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
 from duotone.optim.update import Group, Rates, Saved, State, write
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
 from duotone.tensor.writes import write_all
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
-"""Of moments and masters. Groups hold their names: torch.distributed.checkpoint takes no dtypes."""
 
 
 class AdamW(Optimizer):
@@ -203,37 +199,6 @@ class AdamW(Optimizer):
                 group.setdefault(name, value)
 
 
-def check_group(group: Group) -> None:
-    """UserError if a hyperparameter is out of range or the group asks for AMSGrad."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = group[name]
-        if not _is_number(value) or not value >= 0:
-            raise UserError(f"AdamW takes {name} as one number that is at least 0; got {value!r}")
-    betas = group["betas"]
-    is_pair = isinstance(betas, Sequence) and len(betas) == 2 and all(map(_is_number, betas))
-    if not is_pair or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"AdamW takes two betas, each at least 0 and below 1; got {betas!r}")
-    check_dtypes(group)
-    if group.get("amsgrad"):
-        raise UserError("AdamW keeps no maximum of second moments; use torch.optim.AdamW for AMSGrad")
-
-
-def check_dtypes(group: Group) -> None:
-    """UserError if the group does not hold the names of dtypes for moments and masters."""
-    if group["moment_dtype"] not in DTYPES or group["master_dtype"] not in (*DTYPES, None):
-        dtypes = f"master_dtype={group['master_dtype']!r} and moment_dtype={group['moment_dtype']!r}"
-        raise UserError(
-            "AdamW takes torch.float32 or torch.bfloat16 for moments and masters, and its groups hold their names: "
-            f'write group["moment_dtype"] = "torch.bfloat16"; got {dtypes}'
-        )
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_meta and not value.is_complex()
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def stored_dtypes(group: Group) -> dict[str, torch.dtype]:
     """The dtypes of the stored moments and master, by name, of a parameter that is updated in fp32."""
     names = {"exp_avg": group["moment_dtype"], "exp_avg_sq": str(torch.float32), "master": group["master_dtype"]}
@@ -255,51 +220,3 @@ def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
         return shard
     cut, size = (parameter.device_mesh, parameter.placements), parameter.shape
     return type(parameter).from_local(shard, *cut, run_check=False, shape=size, stride=parameter.stride())
-
-
-def check_step(parameter: Tensor) -> None:
-    """UserError or MissingPlaneError where a step could not write the parameter from its gradient."""
-    grad = parameter.grad
-    if grad is not None and grad.layout != torch.strided:
-        raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")
-    parameter = shard_of(parameter)
-    if not isinstance(parameter, QuantizedTensor):
-        return
-    parameter.require_writable()
-    parameter.update_quantizer(parameter.quantizer)  # refuses one that does not make what is held
-    if any(p is not None and p.format.is_stochastic for p in parameter.planes) and parameter.context.seed is None:
-        raise UserError(
-            f"{parameter!r} rounds stochastically and has no seed; give its context one: QuantizeContext(seed=)"
-        )
-
-
-def check_saved(parameter: Tensor, saved: Saved) -> None:
-    """UserError if a state dict does not have the state of this parameter."""
-    if "master_param" in saved:
-        raise UserError("a saved state of te.optimizers.FusedAdam; load it there, or rename its master_param to master")
-    missing = [name for name in ("step", *MOMENTS) if name not in saved]
-    if missing:
-        raise UserError(f"a saved state without {missing[0]}; load what AdamW's state_dict() gave")
-    step = saved["step"]
-    if not _is_number(step) or not 0 <= step < float("inf"):
-        raise UserError(f"a saved step is {step!r}; it must be a finite number that is at least 0")
-    for name, value in ((name, saved[name]) for name in (*MOMENTS, "master") if name in saved):
-        if not isinstance(value, Tensor) or value.shape != parameter.shape:
-            got = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"that is a {type(value).__name__}"
-            raise UserError(
-                f"a saved {name} {got} for a parameter of shape {tuple(parameter.shape)}; load it into the optimizer "
-                "of the same model"
-            )
-        if not is_distributed(value) and value.shape != shard_of(parameter).shape:
-            raise UserError(
-                f"a saved {name} is a whole tensor for a parameter that lies over ranks; load it with torch's "
-                "set_optimizer_state_dict(options=StateDictOptions(full_state_dict=True))"
-            )
-        if value.layout != torch.strided or value.is_meta or value.is_complex() != parameter.is_complex():
-            where = "meta" if value.is_meta else str(value.layout)
-            raise UserError(
-                f"a saved {name} is {value.dtype}, {where}, for a parameter of {parameter.dtype}; give a dense tensor "
-                "of real or complex numbers as the parameter has"
-            )
-        if not (value.is_floating_point() or value.is_complex()):
-            raise UserError(f"a saved {name} is {value.dtype}; it must be a floating dtype, such as torch.float32")

@@ -9,7 +9,8 @@ from torch.optim.optimizer import ParamsT, StateDict
 from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
-from duotone.optim.adamw import MOMENTS, laid_like
+from duotone.optim.adamw import laid_like
+from duotone.optim.checks import MOMENTS
 from duotone.optim.master import needs_master, values_of
 from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
