@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36713
+LIBRARY_LINES = 36904
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -23,19 +23,19 @@ BUDGETS = {
     "attention": (2455, 20, 0),
     "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2495, 7, 0),
+    "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
     "dispatch": (2941, 1, 0),
-    "distributed": (450, 3, 1),
+    "distributed": (452, 3, 1),
     "formats": (1490, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4853, 0, 0),
+    "kernels": (4877, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1931, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1391, 0, 0),
-    "optim": (588, 2, 0),
+    "optim": (747, 2, 0),
     "package": (323, 1, 0),
     "pipeline": (1438, 5, 2),
     "planned": (2979, 14, 5),

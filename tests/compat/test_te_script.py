@@ -25,7 +25,7 @@ CALLS = {
     "recipe.Float8BlockScaling(x_block_scaling_dim=2)": "refused",
     "recipe.NVFP4BlockScaling(disable_rht=True)": "runs",
     "te.optimizers.FusedAdam([torch.ones(1, requires_grad=True)], lr=0.1)": "runs",
-    "te.optimizers.FusedAdam([torch.ones(1, requires_grad=True)], capturable=True)": "refused",
+    "te.optimizers.FusedAdam([torch.ones(1, requires_grad=True)], capturable=True)": "runs",
     "te.optimizers.FusedSGD([torch.ones(1, requires_grad=True)], master_weights=True)": "refused",
     "te.get_cpu_offload_context(enabled=False)": "runs",
     "te.fp8.check_fp8_support()": "runs",

@@ -177,6 +177,49 @@ def test_versions_count_writes_by_kernels() -> None:
         assert all(each._version > version for each, version in zip(written, before, strict=True))
 
 
+@pytest.mark.parametrize("moments", [None, torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("masters", [torch.float32, None], ids=str)
+def test_a_captured_step_has_the_bits_of_eager_ones(masters, moments) -> None:
+    """Planes, masters and moments, whose numbers the device computes in each replay."""
+
+    def parameters() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        quantizers = [Quantizer(formats.get(name), formats.get(name)) for name in ("fp8_e4m3_tensor", "mxfp8_e4m3")]
+        quantized = [quantizer.make(torch.randn(256, 384).cuda().bfloat16()) for quantizer in quantizers]
+        return [nn.Parameter(p, False) for p in (*quantized, torch.randn(130, 257).cuda().bfloat16())]
+
+    options = {**RATES, "master_weights": True, "master_dtype": masters, "moment_dtype": moments}
+    eager, captured = parameters(), parameters()
+    grads = [torch.zeros(p.shape, device="cuda", dtype=torch.bfloat16) for p in eager]
+    optimizers = AdamW(eager, **options), AdamW(captured, **options, capturable=True)
+    for p, q, grad in zip(eager, captured, grads, strict=True):
+        p.grad = q.grad = grad
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    for step in range(5):
+        for grad in grads:
+            grad.copy_(torch.randn(grad.shape, generator=torch.Generator().manual_seed(step)))
+        if step < 2:
+            with torch.cuda.stream(side):
+                optimizers[1].step()
+            torch.cuda.synchronize()
+        elif step == 2:
+            with torch.cuda.graph(graph):
+                optimizers[1].step()
+        optimizers[0].step()
+        if step >= 2:
+            graph.replay()
+        same_states(
+            *(
+                {f"{n} {k}": v.cpu() for n, p in enumerate(made) for k, v in of.state[p].items()}
+                for made, of in zip((eager, captured), optimizers, strict=True)
+            )
+        )
+        for p, q in zip(eager[:2], captured[:2], strict=True):
+            for here, there in zip(p.planes, q.planes, strict=True):
+                same(here, there)
+        assert torch.equal(bits(eager[2]), bits(captured[2]))
+
+
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_a_quantized_model_learns(name) -> None:
     recipe = recipes.load(name)

@@ -402,7 +402,11 @@ def adamw_steps(grad: torch.dtype, out: torch.dtype | None) -> list[Case]:
     state = (matrix(256, 512, grad), *(matrix(256, 512, torch.float32) for _ in range(3)))
     rounded = None if out is None else matrix(256, 512, out)
     name = f"adamw of {NAMES[grad]} gradients{'' if out is None else f' to {NAMES[out]}'}"
-    return launched(name, lambda: adamw.update(state, RATES, rounded))
+    of_device = f"{name}, captured"
+    return [
+        *launched(name, lambda: adamw.update(state, RATES, rounded)),
+        *launched(of_device, lambda: adamw.update(state, torch.tensor(RATES), rounded)),
+    ]
 
 
 def adamw_planes(name: str, m: int, k: int, live: bool) -> list[Case]:
@@ -421,7 +425,7 @@ def adamw_planes(name: str, m: int, k: int, live: bool) -> list[Case]:
 RATES = (1.0, 0.9, 0.1, 0.99, 0.01, 1e-3, 1.5, 1e-8)
 CASES += [
     *adamw_steps(torch.bfloat16, None),
-    *adamw_steps(torch.float32, None),
+    *adamw_steps(torch.float32, None)[:1],
     *adamw_steps(torch.bfloat16, torch.bfloat16),
     *adamw_planes("fp8_e4m3_delayed", 256, 512, True),
     *adamw_planes("fp8_e5m2_delayed", 256, 512, False),

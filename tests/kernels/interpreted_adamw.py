@@ -72,9 +72,12 @@ def masters() -> Check:
         stored = torch.bfloat16 if maximize else torch.float32
         got, parameter = state(shape, dtype, stored), nn.Parameter(torch.zeros(shape, dtype=dtype), False)
         want = copied(got)
+        captured = copied(got)
+        steps._by_kernels(parameter, captured, torch.tensor(rates))
         steps._by_kernels(parameter, got, rates)
         update(want, rates)
         where = f"{dtype} {shape} {maximize}"
+        yield from states(f"{where} captured", captured, want)
         yield from states(where, got, want)
         yield f"{where} parameter", parameter.detach(), want.master.to(dtype)
 
@@ -91,7 +94,7 @@ def planes() -> Check:
         got = state(shape, torch.bfloat16)
         want = copied(got)
         version, addresses = parameter._version, [p.parts["codes"].data_ptr() for p in parameter.planes if p]
-        if not steps._by_kernels(parameter, got, rates):
+        if not steps._by_kernels(parameter, got, rates if usage.rowwise else torch.tensor(rates)):
             parameter.copy_(got.master)
         update(want, rates)
         twin.copy_(want.master)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
 from duotone.errors import UserError
+from duotone.optim.moments import laid_like, ranks_across
 from duotone.planned.planned import Planned
 from duotone.tensor import Plane, QuantizedTensor
 from duotone.tensor.plane import sharded_parts
@@ -154,9 +155,10 @@ def _cut_of(value: object, parameter: Tensor) -> Cut | None:
 
 
 def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
-    """What a load fills with one tensor of the state of a parameter."""
-    if isinstance(parameter, DTensor) and size == parameter.shape:
-        shard = torch.empty(local(parameter).shape, dtype=dtype, device=parameter.device)
-        cut = parameter.device_mesh, parameter.placements
-        return DTensor.from_local(shard, *cut, run_check=False, shape=size, stride=parameter.stride())
+    """What a load fills with one tensor of the state of a parameter. The last dimensions of both may differ."""
+    is_cut = isinstance(parameter, DTensor) and 0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1]
+    if is_cut or (isinstance(parameter, DTensor) and size == parameter.shape):
+        mine, ranks = local(parameter).shape, ranks_across(parameter)
+        shape = mine if size == parameter.shape else (*mine[:-1], size[-1] // ranks)
+        return laid_like(parameter, torch.empty(shape, dtype=dtype, device=parameter.device))
     return torch.empty(size, dtype=dtype, device=parameter.device if size == parameter.shape else "cpu")

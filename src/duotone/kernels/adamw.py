@@ -60,15 +60,26 @@ def stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates):
     return p.to(tl.float32)
 
 
+@triton.jit
+def loaded(numbers):
+    """The numbers of a step from fp32 (8,) on the device."""
+    return (
+        tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2), tl.load(numbers + 3),
+        tl.load(numbers + 4), tl.load(numbers + 5), tl.load(numbers + 6), tl.load(numbers + 7),
+    )  # fmt: skip
+
+
 @kernel
 def adamw_kernel(
-    grad, exp_avg, exp_avg_sq, master, out, N,
+    grad, exp_avg, exp_avg_sq, master, out, numbers, N,
     sign, decay, first, beta2, second, step_size, correction, eps, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """CHUNK of N elements; `out`, unless None, gets the new master rounded to its dtype."""
     start, i = tl.program_id(0).to(tl.int64) * CHUNK, tl.arange(0, CHUNK)
     inside = start + i < N
     rates = (sign, decay, first, beta2, second, step_size, correction, eps)
+    if numbers is not None:
+        rates = loaded(numbers)
     p = stepped(grad, exp_avg, exp_avg_sq, master, start, i, inside, rates)
     if out is not None:
         tl.store(out + start + i, p.to(out.dtype.element_ty), mask=inside)
@@ -76,7 +87,7 @@ def adamw_kernel(
 
 @functools.partial(kernel, any_alignment=("scale", "live"))
 def adamw_cast_kernel(
-    grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, scale, live, M, K,
+    grad, exp_avg, exp_avg_sq, master, row_codes, row_scale, col_codes, col_scale, scale, live, numbers, M, K,
     sign, decay, first, beta2, second, step_size, correction, eps,
     ELEMENT: tl.constexpr, CODEC: tl.constexpr, MARKS: tl.constexpr, EVEN: tl.constexpr,
     TM: tl.constexpr, TK: tl.constexpr,
@@ -93,6 +104,8 @@ def adamw_cast_kernel(
     i, k = 4 * tl.arange(0, H)[:, None], (pk * TK + tl.arange(0, TK))[None, :]
     m, row, at = pm * TM + i, (pm * TM).to(tl.int64), i * K + k
     rates = (sign, decay, first, beta2, second, step_size, correction, eps)
+    if numbers is not None:
+        rates = loaded(numbers)
     encode = given_scale(tl.load(scale), CODEC)
     v0 = stepped(grad, exp_avg, exp_avg_sq, master, row * K, at, existing(m, M, k, K, EVEN), rates)
     v1 = stepped(grad, exp_avg, exp_avg_sq, master, (row + 1) * K, at, existing(m + 1, M, k, K, EVEN), rates)
@@ -139,26 +152,37 @@ class Target(NamedTuple):
         return self.row_codes, self.row_scale, self.col_codes, self.col_scale, self.scale, self.live
 
 
-def update(state: State, rates: tuple[float, ...], out: Tensor | None = None) -> None:
+Numbers = tuple[float, ...] | Tensor
+"""Those of `duotone.optim.update`, on the host or in fp32 (8,) on the device."""
+NO_RATES = (0.0,) * 8
+
+
+def update(state: State, numbers: Numbers, out: Tensor | None = None) -> None:
     """One step; contiguous `out`, bf16 or fp16, becomes the new master rounded."""
     count = state[0].numel()
-    launch = _update(None if out is None else out.dtype, state[1].dtype, state[3].dtype)
-    launch(-(-count // CHUNK), (*state, out), (count,), rates)
+    table, rates = _placed(numbers)
+    launch = _update(None if out is None else out.dtype, state[1].dtype, state[3].dtype, table is None)
+    launch(-(-count // CHUNK), (*state, out, table), (count,), rates)
 
 
-def update_planes(state: State, rates: tuple[float, ...], target: Target) -> None:
+def update_planes(state: State, numbers: Numbers, target: Target) -> None:
     """One step that also writes the planes of the new master."""
     m, k = target.shape
     tm, tk, _ = TILE
-    others = *(t is None for t in target.tensors), state[1].dtype, state[3].dtype
+    table, rates = _placed(numbers)
+    others = *(t is None for t in target.tensors), state[1].dtype, state[3].dtype, table is None
     launch = _update_planes(target.element, target.codec, target.propagate, not (m % tm or k % tk), others)
-    launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors), (m, k), rates)
+    launch(-(-m // tm) * -(-k // tk), (*state, *target.tensors, table), (m, k), rates)
+
+
+def _placed(numbers: Numbers) -> tuple[Tensor | None, tuple[float, ...]]:
+    return (numbers, NO_RATES) if isinstance(numbers, Tensor) else (None, numbers)
 
 
 @functools.cache
-def _update(out: torch.dtype | None, moments: torch.dtype, master: torch.dtype) -> Launch:
+def _update(out: torch.dtype | None, moments: torch.dtype, master: torch.dtype, on_host: bool) -> Launch:
     """A launch for each set of these dtypes, which a launch does not look at."""
-    del out, moments, master
+    del out, moments, master, on_host
     return adamw_kernel.bind({"CHUNK": CHUNK}, options=UNFUSED)
 
 

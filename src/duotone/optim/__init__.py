@@ -2,4 +2,6 @@
 
 from duotone.optim.adamw import AdamW
 
-__all__ = ["AdamW"]
+FusedAdamW = AdamW
+
+__all__ = ["AdamW", "FusedAdamW"]

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -11,9 +10,18 @@ from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from duotone.capture import is_capturing
 from duotone.errors import MissingPlaneError
-from duotone.optim.checks import DTYPES, MOMENTS, check_dtypes, check_group, check_saved, check_step
-from duotone.optim.master import Mark, adopt_writes, initial_master, needs_master
-from duotone.optim.update import Group, Rates, Saved, State, write
+from duotone.optim.checks import check_dtypes, check_group, check_saved, check_step
+from duotone.optim.master import Mark, adopt_writes, initial_master, is_computed, stored_dtypes
+from duotone.optim.moments import (
+    CODES,
+    MOMENTS,
+    SCALE,
+    change_first_moment,
+    first_moment,
+    laid_like,
+    store_first_moment,
+)
+from duotone.optim.update import Group, Numbers, Saved, State, numbers_of, write
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
@@ -23,7 +31,7 @@ from duotone.tensor.writes import write_all
 class AdamW(Optimizer):
     """AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019), as `torch.optim.AdamW`.
 
-    - Plain parameters are updated by torch's functions.
+    - Plain parameters are updated by torch's functions, and their moments have their dtype.
     - Quantized parameters, and with `master_weights` those in bf16 and fp16, have moments and a master in fp32. The
       step updates the master. The parameter becomes `parameter.copy_(master)`: rounded to its dtype or, if it is
       quantized, encoded to each of its planes by its quantizer.
@@ -32,9 +40,13 @@ class AdamW(Optimizer):
       agreed on for all parameters in one collective.
     - `params` are tensors, named tensors or groups; `lr`, `betas`, `eps` and `weight_decay` are as in torch.
     - The state of a parameter is `step`, `exp_avg`, `exp_avg_sq` and perhaps `master`, of the parameter's shape.
-    - `moment_dtype` and `master_dtype` say how `exp_avg` and the master of such a parameter are stored, in fp32 or
-      bf16. Each step computes in fp32. With `master_dtype=None` it starts from the parameter's own values, and stores
-      no master. `exp_avg_sq` is fp32, because bf16 rounds `v * 0.999` back to `v`.
+    - `moment_dtype` says how `exp_avg` is stored: torch.float32, torch.bfloat16 or torch.float8_e4m3fn. Plain
+      parameters in fp32, bf16 and fp16 follow it too; others refuse it. Every step computes in fp32.
+    - FP8 has an fp32 scale for 128 elements of a row, `exp_avg_scale` (*lead, K / 128). With `betas[0]` above 0.93 an
+      element may stay where its neighbours decide the scale. Parameters of fewer than two dimensions have fp32.
+    - `exp_avg_sq` is fp32 then: bf16 rounds `v * 0.999` back to `v`, and FP8 keeps no element far below the largest.
+    - `master_dtype` is torch.float32 or torch.bfloat16. With None a step starts from the parameter's own values.
+    - `capturable`: a CUDA graph may hold a step. The first step comes before the capture.
 
     UserError if a hyperparameter is out of range.
     """
@@ -50,11 +62,13 @@ class AdamW(Optimizer):
         maximize: bool = False,
         master_weights: bool = False,
         master_dtype: torch.dtype | None = torch.float32,
-        moment_dtype: torch.dtype = torch.float32,
+        moment_dtype: torch.dtype | None = None,
+        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        defaults |= {"master_weights": master_weights, "moment_dtype": str(moment_dtype)}
-        defaults["master_dtype"] = None if master_dtype is None else str(master_dtype)
+        defaults |= {"master_weights": master_weights, "capturable": capturable}
+        dtypes = {"moment_dtype": moment_dtype, "master_dtype": master_dtype}
+        defaults |= {name: None if dtype is None else str(dtype) for name, dtype in dtypes.items()}
         self._marks: dict[Tensor, Mark] = {}
         super().__init__(params, defaults)
 
@@ -76,9 +90,10 @@ class AdamW(Optimizer):
         All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
-        if is_capturing():  # a graph would repeat the numbers of one step in every replay
+        if is_capturing() and not all(group["capturable"] for group in self.param_groups):
             raise MissingPlaneError(
-                "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; step outside"
+                "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; "
+                "give it capturable=True, or step outside"
             )
         for group in self.param_groups:
             check_dtypes(group)
@@ -87,14 +102,17 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        for parameter in chain.from_iterable(parameters for _, parameters in groups):
-            check_step(parameter)
+        for group, parameters in groups:
+            for parameter in parameters:
+                check_step(parameter, group)
         encoded: list[tuple[Tensor, Tensor]] = []
         for group, parameters in groups:
-            mastered = [p for p in parameters if "master" in self.state[p] or needs_master(shard_of(p), group)]
-            plain = set(parameters).difference(mastered)
+            computed = [p for p in parameters if is_computed(p, self.state[p], group)]
+            plain = set(parameters).difference(computed)
             self._update_plain(group, [p for p in parameters if p in plain])
-            steps = [(p, self._update_mastered(group, p)) for p in mastered]
+            masters = [self._master(group, p) for p in computed]
+            numbers = numbers_of(group, [self.state[p]["step"] for p in computed])
+            steps = [(p, self._update(p, *of)) for p, *of in zip(computed, masters, numbers, strict=True)]
             encoded += [(p, master) for p, master in steps if master is not None]
         shards = [(shard_of(p), master) for p, master in encoded]
         write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])
@@ -102,7 +120,7 @@ class AdamW(Optimizer):
         return loss
 
     def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        states = [self._state_of(p, p) for p in parameters]
+        states = [self._state_of(group, p, p) for p in parameters]
         beta1, beta2 = group["betas"]
         adamw(
             [shard_of(p) for p in parameters],
@@ -113,46 +131,58 @@ class AdamW(Optimizer):
             [state["step"] for state in states],
             has_complex=any(p.is_complex() for p in parameters),
             amsgrad=False,
+            capturable=group["capturable"] and any(p.is_cuda for p in parameters),
             beta1=beta1,
             beta2=beta2,
             **{name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")},
         )
         torch.autograd.graph.increment_version([p for p in parameters if is_distributed(p)])
 
-    def _update_mastered(self, group: Group, parameter: Tensor) -> Tensor | None:
-        """Update the master, of this rank. Returns it if the parameter has still to be encoded from it."""
-        state, mark, stored = self.state[parameter], self._marks.get(parameter), stored_dtypes(group)
+    def _master(self, group: Group, parameter: Tensor) -> Tensor:
+        """What the step updates, of this rank. The state gets its dtypes, and counts the step."""
+        state, mark = self.state[parameter], self._marks.get(parameter)
+        stored = stored_dtypes(parameter, state, group)
         if "master" not in stored:
             state.pop("master", None)
         if "master" in state and mark is not None:
             adopt_writes(parameter, shard_of(state["master"]), mark)
-        master = state.get("master")
+        master = shard_of(state["master"]) if "master" in state else None
         if master is None:
             master = initial_master(shard_of(parameter), stored.get("master", torch.float32))
-        if "master" in stored and "master" not in state:
-            state["master"] = laid_like(parameter, master)
-        if "step" not in state:
-            self._state_of(parameter, laid_like(parameter, shard_of(master)), torch.float32)
+        if "master" in stored:
+            state.setdefault("master", laid_like(parameter, master))
+        self._state_of(group, parameter, laid_like(parameter, master), torch.float32)
         for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
-            if state[name].dtype != dtype or not shard_of(state[name]).is_contiguous():
+            if state[name].dtype == dtype and shard_of(state[name]).is_contiguous():
+                continue
+            if name == "exp_avg":
+                change_first_moment(state, parameter, dtype)
+            else:
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
         state["step"] += 1
-        master = shard_of(state["master"]) if "master" in state else master
-        first, second = (shard_of(state[name]) for name in MOMENTS)
-        step = State(gradient(parameter), first, second, master)
-        is_written = write(shard_of(parameter), step, Rates.of(group, state["step"].item()))
+        return shard_of(state["master"]) if "master" in state else master
+
+    def _update(self, parameter: Tensor, master: Tensor, numbers: Numbers) -> Tensor | None:
+        """Update the master. Returns it if the parameter has still to be encoded from it."""
+        state = self.state[parameter]
+        first = first_moment(state)
+        step = State(gradient(parameter), first, shard_of(state["exp_avg_sq"]), master)
+        is_written = write(shard_of(parameter), step, numbers)
+        store_first_moment(state, first)
         if is_distributed(parameter):
             torch.autograd.graph.increment_version(parameter)
         if is_written:
             self._marks[parameter] = Mark.of(parameter)
         return None if is_written else master
 
-    def _state_of(self, parameter: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Saved:
-        state = self.state[parameter]
+    def _state_of(self, group: Group, parameter: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Saved:
+        state, device = self.state[parameter], parameter.device if group["capturable"] else torch.device("cpu")
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)  # on the host, which computes the numbers of a step
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             zeros = partial(torch.zeros_like, like, dtype=dtype, memory_format=torch.preserve_format)
             state.update({name: zeros() for name in MOMENTS})
+        if state["step"].device != device:
+            state["step"] = state["step"].to(device)
         return state
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -174,12 +204,15 @@ class AdamW(Optimizer):
             super().load_state_dict(state_dict)
         for group, parameter, saved in self._saved(loaded):
             state = self.state[parameter]
-            has_master = "master" in saved or needs_master(shard_of(parameter), group)
-            stored = stored_dtypes(group)
-            for name in {*MOMENTS, "master"}.intersection(saved):
-                dtype = stored.get(name, torch.float32) if has_master else state[name].dtype
+            master = {name: value for name, value in saved.items() if name == "master"}
+            stored = stored_dtypes(parameter, master, group) if is_computed(parameter, master, group) else {}
+            for name in {*MOMENTS, "master", SCALE}.intersection(saved):
+                dtype = stored.get(name, torch.float32) if stored or name == SCALE else state[name].dtype
+                if name == "exp_avg" and CODES in (saved[name].dtype, dtype):  # the next step changes it
+                    dtype = saved[name].dtype
                 state[name] = saved[name].to(parameter.device, dtype, copy=True)
-            state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+            device = parameter.device if group["capturable"] else None
+            state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32, device=device)
             if "master" in saved:
                 self._marks[parameter] = Mark.of(parameter, is_load=True)
 
@@ -192,17 +225,11 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__(state)
-        stored = dict.fromkeys(("moment_dtype", "master_dtype"), str(torch.float32))  # of pickles before these options
-        self.defaults, self._marks = {**stored, **self.defaults}, {}
+        before = {"moment_dtype": None, "master_dtype": str(torch.float32), "capturable": False}  # these were options
+        self.defaults, self._marks = {**before, **self.defaults}, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-
-
-def stored_dtypes(group: Group) -> dict[str, torch.dtype]:
-    """The dtypes of the stored moments and master, by name, of a parameter that is updated in fp32."""
-    names = {"exp_avg": group["moment_dtype"], "exp_avg_sq": str(torch.float32), "master": group["master_dtype"]}
-    return {name: DTYPES[dtype] for name, dtype in names.items() if dtype is not None}
 
 
 def gradient(parameter: Tensor) -> Tensor:
@@ -212,11 +239,3 @@ def gradient(parameter: Tensor) -> Tensor:
     if is_distributed(grad) and is_distributed(parameter) and grad.placements != parameter.placements:
         return grad.redistribute(placements=parameter.placements).to_local()
     return shard_of(grad)
-
-
-def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A DTensor of these shards that lies as the parameter; the shard itself if the parameter is no DTensor."""
-    if not is_distributed(parameter):
-        return shard
-    cut, size = (parameter.device_mesh, parameter.placements), parameter.shape
-    return type(parameter).from_local(shard, *cut, run_check=False, shape=size, stride=parameter.stride())

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from duotone.errors import UserError
+from duotone.optim.moments import BLOCK, CODES, DTYPES, FP8, MOMENTS, SCALE
 from duotone.optim.update import Group, Saved
 from duotone.pipeline.op import is_distributed
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
-"""Of moments and masters. Groups hold their names: torch.distributed.checkpoint takes no dtypes."""
+COMPUTED = torch.float32, torch.bfloat16, torch.float16
 
 
 def check_group(group: Group) -> None:
@@ -34,11 +33,12 @@ def check_group(group: Group) -> None:
 
 def check_dtypes(group: Group) -> None:
     """UserError if the group does not hold the names of dtypes for moments and masters."""
-    if group["moment_dtype"] not in DTYPES or group["master_dtype"] not in (*DTYPES, None):
-        dtypes = f"master_dtype={group['master_dtype']!r} and moment_dtype={group['moment_dtype']!r}"
+    moments, masters = group["moment_dtype"], group["master_dtype"]
+    if moments not in (*DTYPES, None) or masters not in (*DTYPES, None) or masters == FP8:
         raise UserError(
-            "AdamW takes torch.float32 or torch.bfloat16 for moments and masters, and its groups hold their names: "
-            f'write group["moment_dtype"] = "torch.bfloat16"; got {dtypes}'
+            "AdamW takes torch.float32 or torch.bfloat16 for masters, and torch.float8_e4m3fn too for moments. Groups "
+            f'hold names: write group["moment_dtype"] = "torch.bfloat16"; got master_dtype={masters!r} and '
+            f"moment_dtype={moments!r}"
         )
 
 
@@ -48,12 +48,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_step(parameter: Tensor) -> None:
+def check_step(parameter: Tensor, group: Group) -> None:
     """UserError or MissingPlaneError where a step could not write the parameter from its gradient."""
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")
     parameter = shard_of(parameter)
+    if group["moment_dtype"] is not None and parameter.dtype not in COMPUTED:
+        raise UserError(
+            f"AdamW stores moments of another dtype for parameters up to 32 bits; put that in {parameter.dtype} into a "
+            "group with moment_dtype=None"
+        )
     if not isinstance(parameter, QuantizedTensor):
         return
     parameter.require_writable()
@@ -92,5 +97,14 @@ def check_saved(parameter: Tensor, saved: Saved) -> None:
                 f"a saved {name} is {value.dtype}, {where}, for a parameter of {parameter.dtype}; give a dense tensor "
                 "of real or complex numbers as the parameter has"
             )
-        if not (value.is_floating_point() or value.is_complex()):
+        if value.dtype == CODES and name == "exp_avg" and SCALE in saved:
+            check_scale(saved, shard_of(value).shape)
+        elif not (value.is_floating_point() or value.is_complex()):
             raise UserError(f"a saved {name} is {value.dtype}; it must be a floating dtype, such as torch.float32")
+
+
+def check_scale(saved: Saved, shape: torch.Size) -> None:
+    """UserError unless FP8 codes of this shape, of this rank, have their scales."""
+    scale, want = saved[SCALE], (*shape[:-1], -(-shape[-1] // BLOCK) if shape else 0)
+    if not isinstance(scale, Tensor) or scale.is_meta or not scale.is_floating_point() or shard_of(scale).shape != want:
+        raise UserError(f"a saved {SCALE} has to be of shape {want} on this rank; load what AdamW's state_dict() gave")

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from duotone.formats import Format
-from duotone.optim.update import Group
+from duotone.optim.moments import CODES, DTYPES
+from duotone.optim.update import Group, Saved
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
 
@@ -18,6 +19,29 @@ def needs_master(parameter: Tensor, group: Group) -> bool:
     if isinstance(parameter, QuantizedTensor):
         return True
     return group["master_weights"] and parameter.is_floating_point() and parameter.dtype.itemsize < 4
+
+
+def is_computed(parameter: Tensor, state: Saved, group: Group) -> bool:
+    """Whether the step of a parameter with this state is computed in fp32 here, not by torch's functions."""
+    if "master" in state or needs_master(shard_of(parameter), group):
+        return True
+    if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:  # torch's functions cannot read it
+        return True
+    moments = group["moment_dtype"]
+    return moments is not None and not parameter.dtype == torch.float32 == DTYPES[moments]
+
+
+def stored_dtypes(parameter: Tensor, state: Saved, group: Group) -> dict[str, torch.dtype]:
+    """The dtypes of the stored moments and master, by name, of a parameter whose step is computed here."""
+    first = DTYPES[group["moment_dtype"] or str(torch.float32)]
+    dtypes = {
+        "exp_avg": torch.float32 if first == CODES and parameter.dim() < 2 else first,
+        "exp_avg_sq": torch.float32,
+    }
+    has_master = "master" in state or needs_master(shard_of(parameter), group)
+    if has_master and group["master_dtype"] is not None:
+        dtypes["master"] = DTYPES[group["master_dtype"]]
+    return dtypes
 
 
 def initial_master(parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

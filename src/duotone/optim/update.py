@@ -12,6 +12,7 @@ State in bf16 is rounded when it is stored, and the parameter is written from th
 So the CPU and CUDA give the same bits. `write` also writes the parameter: by kernels on CUDA, else in plain torch.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -65,6 +66,22 @@ class Rates(NamedTuple):
         )
 
 
+Numbers = Rates | Tensor
+"""`Rates` of the host, or in fp32 (8,) on the device."""
+
+
+def numbers_of(group: Group, steps: Sequence[Tensor]) -> Sequence[Numbers]:
+    """Those of parameters that are at these steps. Of a capturable group the device computes them, in fp64."""
+    if not group["capturable"] or not steps:
+        return [Rates.of(group, step.item()) for step in steps]
+    t = torch.stack([*steps]).to(torch.float64)
+    lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
+    step_size, correction = lr / (1 - beta1**t), (1 - beta2**t) ** -0.5
+    sign, decay = -1.0 if group["maximize"] else 1.0, 1 - lr * group["weight_decay"]
+    columns = Rates(sign, decay, 1 - beta1, beta2, 1 - beta2, step_size, correction, float(group["eps"]))
+    return torch.stack([torch.zeros_like(t) + column for column in columns], 1).to(torch.float32).unbind()
+
+
 class State(NamedTuple):
     """The tensors of one step, in the shape of the parameter. Those that it writes are contiguous, in fp32 or,
     except `exp_avg_sq`, bf16.
@@ -78,11 +95,11 @@ class State(NamedTuple):
     master: Tensor
 
 
-def update(state: State, rates: Rates) -> None:
+def update(state: State, numbers: Numbers) -> None:
     """One step, in place."""
     grad, *stored = state
     m, v, p = (tensor.to(torch.float32) for tensor in stored)
-    sign, decay, first, beta2, second, step_size, correction, eps = rates
+    sign, decay, first, beta2, second, step_size, correction, eps = numbers
     g = grad.to(torch.float32) * sign
     m.add_((g - m).mul_(first))
     v.mul_(beta2).add_((g * second).mul_(g))
@@ -93,14 +110,14 @@ def update(state: State, rates: Rates) -> None:
             tensor.copy_(value)
 
 
-def write(parameter: Tensor, state: State, rates: Rates) -> bool:
+def write(parameter: Tensor, state: State, numbers: Numbers) -> bool:
     """One step. A plain parameter becomes the fp32 master, rounded.
 
     Returns whether the parameter is written. If not, it is quantized and its planes have still to be encoded.
     """
     if has_kernels(state.master) and has_kernels(state.grad):
-        return _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), rates)
-    update(state, rates)
+        return _by_kernels(parameter, state._replace(grad=state.grad.contiguous()), numbers)
+    update(state, numbers)
     return _copied(parameter, state.master)
 
 
@@ -111,19 +128,19 @@ def _copied(parameter: Tensor, master: Tensor) -> bool:
     return True
 
 
-def _by_kernels(parameter: Tensor, state: State, rates: Rates) -> bool:
+def _by_kernels(parameter: Tensor, state: State, numbers: Numbers) -> bool:
     """The step writes planes under one delayed scale, and contiguous plain parameters."""
     from duotone.kernels import adamw
 
     target = _target(parameter, state.master) if isinstance(parameter, QuantizedTensor) else None
     plain = type(parameter) in (Tensor, torch.nn.Parameter) and parameter.dtype != torch.float32
     if isinstance(parameter, QuantizedTensor) and target is not None:
-        adamw.update_planes(state, rates, target)
+        adamw.update_planes(state, numbers, target)
         torch.autograd.graph.increment_version(parameter.planes.buffers)
     elif plain and parameter.is_contiguous():
-        adamw.update(state, rates, parameter)
+        adamw.update(state, numbers, parameter)
     else:
-        adamw.update(state, rates)
+        adamw.update(state, numbers)
         return _copied(parameter, state.master)
     torch.autograd.graph.increment_version(parameter)
     return True

@@ -9,10 +9,9 @@ from torch.optim.optimizer import ParamsT, StateDict
 from duotone import optim
 from duotone.compat.transformer_engine.options import Rule, is_ignored, is_off, is_unset
 from duotone.errors import UserError
-from duotone.optim.adamw import laid_like
-from duotone.optim.checks import MOMENTS
 from duotone.optim.master import needs_master, values_of
-from duotone.optim.update import Group, Saved
+from duotone.optim.moments import SCALE, first_moment, laid_like, store_first_moment
+from duotone.optim.update import Saved
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.fsdp import shard_of
 
@@ -21,10 +20,7 @@ ADAM: dict[str, Rule] = {
     "adam_w_mode": (lambda value: value in (True, 1), "use torch.optim.Adam"),
     "amsgrad": (is_off, "use torch.optim.AdamW"),
     "set_grad_none": (is_ignored, ""),
-    "capturable": (is_off, "use torch.optim.AdamW(capturable=True)"),
-    "master_weight_dtype": (lambda value: value is torch.float32, "masters are fp32: leave it out"),
-    "exp_avg_dtype": (lambda value: value is torch.float32, "moments are fp32: leave it out"),
-    "exp_avg_sq_dtype": (lambda value: value is torch.float32, "moments are fp32: leave it out"),
+    "exp_avg_sq_dtype": (lambda value: value is torch.float32, "it is fp32, because it has to fall: leave it out"),
     "store_param_remainders": (is_off, "masters are whole: leave it out"),
 }
 SGD: dict[str, Rule] = {
@@ -48,6 +44,7 @@ def renamed(saved: Saved, old: str, new: str) -> Saved:
 class FusedAdam(optim.AdamW):
     """`duotone.optim.AdamW` with the defaults there: no weight decay, and moments in fp32 for every parameter.
 
+    `exp_avg_dtype` and `master_weight_dtype` are `moment_dtype` and `master_dtype`; torch.uint8 is FP8.
     `use_decoupled_grad` takes gradients, of any dtype, from `parameter.decoupled_grad`.
     """
 
@@ -64,12 +61,26 @@ class FusedAdam(optim.AdamW):
         *,
         master_weights: bool = False,
         use_decoupled_grad: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        capturable: bool = False,
         **options: object,
     ) -> None:
         options |= {"bias_correction": bias_correction, "adam_w_mode": adam_w_mode, "amsgrad": amsgrad}
         _refuse("FusedAdam", options, ADAM)
         self.use_decoupled_grad = use_decoupled_grad
-        super().__init__(params, lr, betas, eps, weight_decay, master_weights=master_weights)
+        moments = torch.float8_e4m3fn if exp_avg_dtype is torch.uint8 else exp_avg_dtype
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            master_weights=master_weights,
+            master_dtype=master_weight_dtype,
+            moment_dtype=moments,
+            capturable=capturable,
+        )
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool = False) -> None:
         """Make the states of a parameter before its first step; values that `quantized_model_init` preserved stay."""
@@ -77,17 +88,22 @@ class FusedAdam(optim.AdamW):
         shard = shard_of(param)
         values = shard.get_high_precision_init_val() if isinstance(shard, QuantizedTensor) else None
         master = torch.empty(shard.shape, dtype=torch.float32, device=shard.device)
-        self._state_of(param, laid_like(param, master))
+        self._state_of(group, param, laid_like(param, master))
         if needs_master(shard, group):
             master.copy_(values_of(shard) if values is None else values)
             self.state[param]["master"] = laid_like(param, master)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state by its name there: "exp_avg", "exp_avg_sq" or "master_param". All are fp32."""
-        return self.state[param][state_name.removesuffix("_param")]  # type: ignore[no-any-return]
+        """A state by its name there: "exp_avg", "exp_avg_sq" or "master_param". FP8 is decoded."""
+        state = self.state[param]
+        if state_name == "exp_avg" and SCALE in state:
+            return laid_like(param, first_moment(state))
+        return state[state_name.removesuffix("_param")]  # type: ignore[no-any-return]
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Write a state from a whole tensor or, for a DTensor, from the shard of this rank."""
+        if state_name == "exp_avg":
+            store_first_moment(self.state[param], shard_of(unscaled_state))
         shard_of(self.get_unscaled_state(param, state_name)).copy_(shard_of(unscaled_state))
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -100,13 +116,6 @@ class FusedAdam(optim.AdamW):
         finally:
             for p, grad, dtype in before:
                 p.grad, p.grad_dtype = grad, dtype
-
-    def _update_plain(self, group: Group, parameters: list[Tensor]) -> None:
-        """The update of a 16-bit parameter without a master is one in fp32, rounded."""
-        short = [p for p in parameters if p.dtype in (torch.bfloat16, torch.float16)]
-        super()._update_plain(group, [p for p in parameters if p.dtype not in (torch.bfloat16, torch.float16)])
-        for parameter in short:
-            self._update_mastered(group | {"master_dtype": None}, parameter)
 
     def state_dict(self) -> StateDict:
         """Like that of `duotone.optim.AdamW`, with "master_param" for "master"."""
@@ -126,9 +135,6 @@ class FusedAdam(optim.AdamW):
         states = {at: steps.get(at, {}) | renamed(saved, MASTER, "master") for at, saved in state_dict["state"].items()}
         state_dict = state_dict | {"state": states}
         super().load_state_dict(state_dict)
-        for _, parameter, saved in self._saved(state_dict):
-            moments = {name: saved[name].to(parameter.device, torch.float32, copy=True) for name in MOMENTS}
-            self.state[parameter].update(moments)
 
 
 class FusedSGD(torch.optim.SGD):
