@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 36904
+LIBRARY_LINES = 37001
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2455, 20, 0),
+    "attention": (2454, 20, 0),
     "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (2941, 1, 0),
+    "dispatch": (3004, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1490, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4877, 0, 0),
+    "kernels": (4912, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1931, 5, 0),
     "modules": (655, 1, 0),

@@ -32,28 +32,29 @@ ALL_FP8 = RuleRecipe(
 FORWARD_ALONE = duotone.Float8CurrentScaling(fp8_dpa=True, backward_override="dequantized", dpa_min_tokens=0)
 
 
-def triangle(shape: torch.Size, causal: bool, spans: Tensor | None) -> Tensor:
+def triangle(shape: torch.Size, causal: bool, spans: Tensor | None, mask: Tensor | None) -> Tensor:
     """Bool, True where a query sees a key."""
     queries, keys = shape[-2:]
     if spans is not None:
-        return seen_by(spans, slice(0, queries), slice(0, keys))
+        seen = seen_by(spans, slice(0, queries), slice(0, keys))
+        return seen if mask is None else seen & mask
     everything = torch.ones(queries, keys, dtype=torch.bool)
     return everything.tril() if causal else everything
 
 
-def decoded_attention(codes, scales, p_scale, options, spans=None) -> tuple[Tensor, Tensor]:
+def decoded_attention(codes, scales, p_scale, options, spans=None, mask=None) -> tuple[Tensor, Tensor]:
     """What `kernels.attention.attend` computes, without rounding probabilities."""
     scale, causal, _, dtype = options
     q, k, v = (x.float() * s for x, s in zip(codes, scales, strict=True))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.permute(2, 0, 3, 1)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.mT * scale
-    scores = scores.masked_fill(~triangle(scores.shape, causal, spans), -torch.inf)
+    scores = scores.masked_fill(~triangle(scores.shape, causal, spans, mask), -torch.inf)
     out = (scores.softmax(-1).nan_to_num(0) @ v).transpose(1, 2).contiguous().to(dtype)
     return out, scores.logsumexp(-1).nan_to_num(neginf=0)
 
 
-def decoded_backward(x, weights, lse, options, spans=None) -> tuple[Tensor, ...]:
+def decoded_backward(x, weights, lse, options, spans=None, mask=None) -> tuple[Tensor, ...]:
     """What `kernels.attention_backward.differentiate` computes, without rounding P and dS."""
     scale, causal, _, dtype = options
 
@@ -65,7 +66,7 @@ def decoded_backward(x, weights, lse, options, spans=None) -> tuple[Tensor, ...]
         return values.repeat_interleave(lse.shape[1] // values.shape[1], 1)
 
     p = (heads("q_row") @ heads("k_row").mT * scale - lse[..., None]).exp()
-    p = p * triangle(p.shape, causal, spans)
+    p = p * triangle(p.shape, causal, spans, mask)
     delta = (heads("do_row") * heads("out")).sum(-1, keepdim=True)
     ds = p * (heads("do_row") @ heads("v_row").mT - delta)
     groups = x.k_row.values.shape[2]
@@ -99,20 +100,22 @@ def kernel(monkeypatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("layout", ["bshd", "sbhd"])
+@pytest.mark.parametrize(("layout", "width"), [("bshd", 64), ("sbhd", 64), ("bshd", 96)])
 @pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, duotone.DelayedScaling(fp8_dpa=True), FILE, ALL_FP8])
-def test_the_kernel_gets_the_codes_that_blocks_of_keys_multiply(kernel, layout, recipe) -> None:
+def test_the_kernel_gets_the_codes_that_blocks_of_keys_multiply(kernel, monkeypatch, layout, width, recipe) -> None:
+    """Heads of other widths have zeros at their end."""
     sizes = (2, 40) if layout == "bshd" else (40, 2)
-    x = [torch.randn(*sizes, heads, 64) for heads in (4, 2, 2)]
+    x = [torch.randn(*sizes, heads, width) for heads in (4, 2, 2)]
     options = {"num_gqa_groups": 2, "qkv_format": layout, "name": "a", "recipe": recipe}
-    with_mask = DotProductAttention(4, 64, attn_mask_type="arbitrary", **options)
     results = []
-    for core, mask in ((DotProductAttention(4, 64, **options), None), (with_mask, ~torch.ones(40, 40).tril().bool())):
+    for refusal in (AttentionProblem.forward_refusal, lambda self: "blocks of keys"):
+        monkeypatch.setattr(AttentionProblem, "forward_refusal", refusal)
+        core = DotProductAttention(4, width, **options)
         leaves = [t.clone().requires_grad_() for t in x]
-        y = core(*leaves, mask)
+        y = core(*leaves)
         y.backward(torch.ones_like(y))
         results.append([y.detach(), *(t.grad for t in leaves)])
-    # A call with a mask runs by blocks of keys. The first step of a delayed scale of dS measures its amax.
+    # The first step of a delayed scale of dS measures its amax.
     backward = [] if recipe is FORWARD_ALONE else ["differentiate"] * (2 if recipe is FILE else 1)
     assert kernel == ["attend", *backward]
     for fused, blocks in zip(*results, strict=True):
@@ -127,13 +130,21 @@ MASKS = {
         {"cu_seqlens_q": torch.tensor([0, 9, 9, 70])},
     ),
     "lengths": ({"attn_mask_type": "padding"}, {"cu_seqlens_q": torch.tensor([0, 25, 27])}),
+    "padding on the left": (
+        {"attn_mask_type": "padding_causal"},
+        {"attention_mask": torch.arange(40) < torch.tensor([[11], [40]])},
+    ),
+    "a mask of pairs": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(40, 40) < 0.5}),
+    "masks of heads": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(2, 4, 40, 40) < 0.5}),
+    "a mask of keys": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(2, 1, 1, 40) < 0.5}),
+    "a mask of queries": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(40, 1) < 0.5}),
 }
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("name", MASKS)
-def test_windows_and_sequences_run_in_kernels_as_by_blocks_of_keys(kernel, monkeypatch, name, recipe) -> None:
-    """The kernels read which keys each query sees from two numbers, not from a mask."""
+def test_windows_and_masks_run_in_kernels_as_by_blocks_of_keys(kernel, monkeypatch, name, recipe) -> None:
+    """The kernels read which keys each query sees from two numbers or from a mask."""
     options, given = MASKS[name]
     lead = (80,) if name == "packed" else (2, 40)
     x = [torch.randn(*lead, heads, 64) for heads in (4, 2, 2)]
@@ -181,7 +192,8 @@ def test_the_plan_of_an_absent_gpu_names_its_kernels() -> None:
 @pytest.mark.parametrize(
     ("width", "recipe", "device", "reason"),
     [
-        (96, CURRENT, "sm90", "heads of width 64 or 128"),
+        (48, CURRENT, "sm90", "heads of one width from 64 to 256"),
+        (256, CURRENT, "sm120", "wider than 128 on Hopper or Blackwell alone"),
         (64, duotone.Float8CurrentScaling(fp8_dpa=True, fp8_format="E5M2"), "sm90", "multiplies E4M3 with E4M3"),
         (64, duotone.MXFP8BlockScaling(fp8_dpa=True), "sm90", "no attention kernel takes mxfp8_e4m3"),
         (64, CURRENT, "cpu", "needs an NVIDIA GPU with FP8"),

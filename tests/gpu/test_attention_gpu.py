@@ -1,5 +1,6 @@
 """On a CUDA device: attention in FP8 kernels against blocks of keys in plain torch, and those on a CPU."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -36,31 +37,38 @@ DS_HIGH = RuleRecipe(
 )
 
 
-def step(core: DotProductAttention, x: list[Tensor], mask: Tensor | None = None, **options: Tensor) -> list[Tensor]:
+def step(core: DotProductAttention, x: list[Tensor], **options: Tensor) -> list[Tensor]:
     leaves = [t.clone().requires_grad_() for t in x]
-    y = core(*leaves, mask, **options)
+    y = core(*leaves, **options)
     y.backward(torch.ones_like(y))
     return [y.detach(), *(t.grad for t in leaves)]
 
 
+@pytest.fixture
+def by_blocks(monkeypatch) -> Callable[[], None]:
+    """by_blocks() -> calls run by blocks of keys from then on."""
+    return lambda: monkeypatch.setattr(AttentionProblem, "forward_refusal", lambda self: "blocks of keys")
+
+
 @pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, DELAYED, FILE, ALL_FP8, DS_HIGH])
-@pytest.mark.parametrize(("width", "groups", "tokens"), [(64, 4, 300), (128, 2, 256), (128, 1, 1000)])
-def test_the_kernels_are_within_a_bound_of_blocks_of_keys(recipe, width, groups, tokens) -> None:
-    """A mask of the causal triangle makes a call run by blocks of keys."""
+@pytest.mark.parametrize(
+    ("width", "groups", "tokens"), [(64, 4, 300), (128, 2, 256), (128, 1, 1000), (96, 2, 300), (256, 2, 300)]
+)
+def test_the_kernels_are_within_a_bound_of_blocks_of_keys(by_blocks, recipe, width, groups, tokens) -> None:
     x = [torch.randn(2, tokens, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, groups, groups)]
     options = {"num_gqa_groups": groups, "qkv_format": "bshd", "name": "a", "recipe": recipe}
-    triangle = ~torch.ones(tokens, tokens, device="cuda", dtype=torch.bool).tril()
     core = DotProductAttention(4, width, **options)
     fused = step(core, x)
-    blocks = step(DotProductAttention(4, width, attn_mask_type="arbitrary", **options), x, triangle)
-    for ours, theirs in zip(fused, blocks, strict=True):
-        bound = 0.09 if recipe is ALL_FP8 else 0.04  # dS has other scales
-        assert (ours.float() - theirs.float()).norm() < bound * theirs.float().norm()
     rows = {row.gemm: row.kernel for row in core.plan_rows(recipe)}
     assert rows["QK^T"] == "FP8 attention"
     if rows["dS K"] == "FP8 attention":
         again = step(DotProductAttention(4, width, **options), x)
         assert all(torch.equal(*pair) for pair in zip(fused, again, strict=True))
+    by_blocks()
+    blocks = step(DotProductAttention(4, width, **options), x)
+    for ours, theirs in zip(fused, blocks, strict=True):
+        bound = 0.09 if recipe is ALL_FP8 else 0.04  # dS has other scales
+        assert (ours.float() - theirs.float()).norm() < bound * theirs.float().norm()
 
 
 EDGES = {
@@ -68,20 +76,27 @@ EDGES = {
     "all keys around": ({"attn_mask_type": "no_mask", "window_size": (100, 30)}, {}),
     "packed": ({"attn_mask_type": "padding_causal", "qkv_format": "thd"}, {"cu_seqlens_q": [0, 90, 90, 800, 1150]}),
     "lengths": ({"attn_mask_type": "padding"}, {"cu_seqlens_q": [0, 600, 603]}),
+    "padding on the left": (
+        {"attn_mask_type": "padding_causal"},
+        {"attention_mask": torch.arange(600) < torch.tensor([[111], [600]])},
+    ),
+    "a mask of pairs": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(600, 600) < 0.5}),
+    "masks of heads": ({"attn_mask_type": "arbitrary"}, {"attention_mask": torch.rand(2, 4, 600, 600) < 0.5}),
 }
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, FORWARD_ALONE, ALL_FP8, DS_HIGH])
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("name", EDGES)
-def test_windows_and_sequences_are_within_a_bound_of_blocks_of_keys(monkeypatch, name, width, recipe) -> None:
+@pytest.mark.parametrize(
+    ("name", "width"), [*((name, 128) for name in EDGES), ("packed", 64), ("masks of heads", 64), ("window", 256)]
+)
+def test_windows_and_masks_are_within_a_bound_of_blocks_of_keys(by_blocks, name, width, recipe) -> None:
     options, given = EDGES[name]
-    given = {key: torch.tensor(edges, device="cuda") for key, edges in given.items()}
+    given = {key: torch.as_tensor(each, device="cuda") for key, each in given.items()}
     lead = (1200,) if name == "packed" else (2, 600)
     x = [torch.randn(*lead, heads, width, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     options = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a", "recipe": recipe, **options}
     fused = step(DotProductAttention(4, width, **options), x, **given)
-    monkeypatch.setattr(AttentionProblem, "forward_refusal", lambda self: "blocks of keys")
+    by_blocks()
     blocks = step(DotProductAttention(4, width, **options), x, **given)
     for ours, theirs in zip(fused, blocks, strict=True):
         assert not torch.equal(ours, theirs)  # other sums
@@ -89,13 +104,13 @@ def test_windows_and_sequences_are_within_a_bound_of_blocks_of_keys(monkeypatch,
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, duotone.MXFP8BlockScaling(fp8_dpa=True)], ids=lambda r: r.kind)
-def test_blocks_of_keys_on_a_gpu_give_what_they_give_on_a_cpu(recipe) -> None:
+def test_blocks_of_keys_on_a_gpu_give_what_they_give_on_a_cpu(by_blocks, recipe) -> None:
+    by_blocks()
     x = [torch.randn(1, 200, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     results = []
     for device in ("cpu", "cuda"):
-        triangle = ~torch.ones(200, 200, device=device, dtype=torch.bool).tril()
-        options = {"num_gqa_groups": 2, "qkv_format": "bshd", "attn_mask_type": "arbitrary", "name": "a"}
-        results.append(step(DotProductAttention(4, 64, recipe=recipe, **options), [t.to(device) for t in x], triangle))
+        options = {"num_gqa_groups": 2, "qkv_format": "bshd", "name": "a"}
+        results.append(step(DotProductAttention(4, 64, recipe=recipe, **options), [t.to(device) for t in x]))
     for ours, theirs in zip(*results, strict=True):
         assert (ours.float() - theirs.cpu().float()).norm() < 0.01 * ours.float().norm()
 

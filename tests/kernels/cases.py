@@ -433,14 +433,22 @@ CASES += [
 ]
 
 
-def attend(heads: int, groups: int, width: int, causal: bool, fast: bool, delayed: bool) -> list[Case]:
+SPANS, MASK = torch.empty(1, 2, 8192, dtype=torch.int32), torch.empty(2, 1, 4096, 4096, dtype=torch.bool)
+
+
+def attend(
+    heads: int, groups: int, width: int, causal: bool, fast: bool, delayed: bool, masked: bool = False
+) -> list[Case]:
     """FP8 attention over 4096 tokens."""
     q, k = (torch.empty(2, 4096, count, width, dtype=torch.float8_e4m3fn) for count in (heads, groups))
     one = torch.ones(1)
     codes, p_scale = (q, k, k.view(groups, width, 2, 4096)), one if delayed else None
-    name = f"attention of width {width}{', causal' * causal}{', fast' * fast}{', delayed' * delayed}"
-    scales = one, one, one
-    return launched(name, lambda: attention.attend(codes, scales, p_scale, (0.125, causal, fast, torch.bfloat16)))
+    name = (
+        f"attention of width {width}{', causal' * causal}{', fast' * fast}{', delayed' * delayed}{', masked' * masked}"
+    )
+    scales, sight = (one, one, one), (SPANS, MASK) if masked else ()
+    options = 0.125, causal, fast, torch.bfloat16
+    return launched(name, lambda: attention.attend(codes, scales, p_scale, options, *sight))
 
 
 def differentiate(name: str, width: int, causal: bool, fast: bool, mix: str, ds: torch.dtype | None) -> list[Case]:
@@ -460,7 +468,8 @@ def differentiate(name: str, width: int, causal: bool, fast: bool, mix: str, ds:
     weights = Weights(kind if "dV" in mix else None, ds, None, one if "delayed" in name else None)
     options = 0.125, causal, fast, torch.bfloat16
     logs = torch.empty(2, heads, 4096)
-    _, *cases = launched(name, lambda: attention_backward.differentiate(operands, weights, logs, options))
+    sight = (SPANS, MASK) if "masked" in name else ()
+    _, *cases = launched(name, lambda: attention_backward.differentiate(operands, weights, logs, options, *sight))
     named = zip(("dK and dV", "dQ"), cases, strict=True)
     return [replace(case, name=f"attention, {what} of width {width}, {name}") for what, case in named]
 
@@ -474,9 +483,12 @@ CASES += [
     *attend(32, 8, 128, True, True, False),
     *attend(32, 8, 128, True, False, True),
     *attend(16, 16, 64, False, True, False),
+    *attend(32, 8, 128, False, True, False, True),
     *launched("attention, D", prepared),
     *differentiate("S and dV in FP8", 128, True, True, "S dV", None),
     *differentiate("all in FP8, delayed", 128, True, True, "S dV dP dQ dK", torch.float8_e5m2),
     *differentiate("high precision", 64, False, False, "", None),
+    *differentiate("S and dV in FP8, masked", 128, False, True, "S dV", None),
+    *differentiate("all in FP8, masked", 128, False, True, "S dV dP dQ dK", torch.float8_e5m2),
 ]
 CASES += launched("census of a matrix", lambda: amax.tensor_census(matrix(256, 512), torch.empty(3, dtype=torch.int64)))

@@ -3,13 +3,15 @@
 import itertools
 
 import torch
-from interpreted_attention import E4M3, some_spans
+from interpreted_attention import E4M3, some_masks, some_spans
 from interpreting import Check
 
 from duotone import formats
 from duotone.attention import blockwise
 from duotone.attention.blockwise import Blocks, attend
 from duotone.attention.head_planes import TileOperand
+from duotone.attention.low_precision import grouped
+from duotone.dispatch.attention import sight
 from duotone.formats import Format
 from duotone.kernels import attention_backward
 from duotone.kernels.attention_backward import BackwardOperands, Operand, Weights
@@ -61,8 +63,9 @@ def checks(everything: bool) -> Check:
     """Whole and ragged blocks, groups of heads, mixes of formats."""
     sizes = [(70, 130, 2, True), (130, 70, 1, False)] + [(128, 128, 1, True), (200, 200, 2, True)] * everything
     cases = [(*each, None) for each in itertools.product(MIXES, sizes)]
-    cases += [("the default", (200, 200, 2, False), spans) for spans in some_spans(200)]
-    for name, (queries, keys, batch, causal), spans in cases:
+    cases += [("the default", (200, 200, 2, False), seen) for seen in some_spans(200)]
+    cases += [("all in FP8", (200, 190, 2, False), seen) for seen in some_masks(2, 4, 200, 190)]
+    for name, (queries, keys, batch, causal), seen in cases:
         qkv, p, do_col, do_row, ds = MIXES[name]
         heads, groups, width = 4, 2, 64
         q, do = (torch.randn(batch, queries, heads, width) for _ in range(2))
@@ -74,7 +77,7 @@ def checks(everything: bool) -> Check:
         }  # fmt: skip
         both = {at: planes(*arguments) for at, arguments in tensors.items()}
         values = {at: x.permute(0, 2, 1, 3).unflatten(1, (groups, -1)) for at, (_, x) in both.items()}
-        blocks = Blocks(width**-0.5, causal, 0.0, spans, None, torch.float32)
+        blocks = Blocks(width**-0.5, causal, 0.0, grouped(seen, groups), None, torch.float32)
         slot = Fixed()
         slots = (slot, slot) if name == DELAYED else (None, None)
         of_p, of_ds = TileOperand(Quantizer(p, p), limit=1.0), TileOperand(Quantizer(ds, ds), slots)
@@ -85,9 +88,9 @@ def checks(everything: bool) -> Check:
         weights = Weights(p and p.code_dtype, ds and ds.code_dtype, None, slots[0] and torch.full((1,), 64.0))
         logs = lse.flatten(1, 2).squeeze(-1).contiguous()
         *kernel, peak = attention_backward.differentiate(
-            operands, weights, logs, (width**-0.5, causal, True, torch.float32), spans, TILES
+            operands, weights, logs, (width**-0.5, causal, True, torch.float32), *sight(seen, queries, keys), TILES
         )
-        where = f"{name} {queries} {keys} {causal} {spans is not None}"
+        where = f"{name} {queries} {keys} {causal} {seen is not None}"
         for what, ours, theirs in zip(("dq", "dk", "dv"), kernel, twin, strict=True):
             theirs = theirs.flatten(1, 2).transpose(1, 2)
             error = ((ours - theirs).norm() / theirs.norm()).item()

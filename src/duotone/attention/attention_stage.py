@@ -78,7 +78,7 @@ class AttentionStage(Stage):
     tracks: bool
     is_stochastic: bool
     problem: AttentionProblem
-    """Decides what runs calls without a mask, by `forward_kernel` and `backward_kernel`; "" are blocks of keys."""
+    """Decides what runs calls, by `forward_kernel` and `backward_kernel`; "" are blocks of keys."""
 
     forward_kernel: str
     backward_kernel: str
@@ -181,11 +181,6 @@ class OpCall(NamedTuple):
         return stage
 
     @property
-    def has_spans(self) -> bool:
-        """Whether kernels take what is seen: spans, or None for all keys or the causal ones."""
-        return self.seen is None or self.seen.dtype is torch.int32
-
-    @property
     def options(self) -> Options:
         return Options(self.stage.scale, self.stage.causal, self.stage.fast, self.dtype)
 
@@ -199,7 +194,7 @@ def _attend(parts: list[Tensor], *arguments: object) -> tuple[Tensor, Tensor]:
     call = OpCall(*arguments)  # type: ignore[arg-type]
     stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value = stage.operands(parts, shape, backward=False)
-    if stage.forward_kernel and call.has_spans:
+    if stage.forward_kernel:
         planes = query["rowwise"], key["rowwise"], value["columnwise"]
         natural, logs = attention.forward(planes, shape[:-1], call.p_scale, call.options, call.seen)
         out = natural.unflatten(2, (shape.groups, -1)).permute(0, 2, 3, 1, 4)
@@ -220,7 +215,7 @@ def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tu
     call = OpCall(*arguments)  # type: ignore[arg-type]
     stage, shape = call.stage, Sizes(*call.sizes)
     query, key, value, out, gradient = stage.operands(parts, shape, backward=True)
-    if stage.backward_kernel and call.has_spans and (call.dtype.itemsize == 2 or lse.is_cpu):
+    if stage.backward_kernel and (call.dtype.itemsize == 2 or lse.is_cpu):
         planes = query, key, value, out, gradient
         if stage.backward_kernel != KERNEL and call.seen is None:
             return _torch_backward(call, shape, planes, lse)

@@ -21,6 +21,7 @@ from duotone.dispatch.attention import (
     MEASURED,
     MEASURED_HEADS,
     NEVER,
+    NO_TOKENS,
     SDPA,
     SPANS_TOKENS,
     AttentionProblem,
@@ -311,12 +312,15 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         `device` may be an architecture, as "sm90"; None is CUDA if it is here, else the CPU.
         """
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if self.requested(recipe):
-            problem = self.formats(recipe, device).problem(self.channels, self.dropout, device)
-            return product_rows(problem, *self.pick(recipe, device))
         reason = "attention runs in high precision"
         if target(device).arch == HOPPER and max(self.channels) <= CUDNN_WIDTH:
             reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"
+        if self.requested(recipe):
+            problem = self.formats(recipe, device).problem(self.channels, self.dropout, device)
+            is_measured, least = self.pick(recipe, device)
+            if not is_measured or least != NO_TOKENS:
+                return product_rows(problem, is_measured, least)
+            reason += f"; FP8 would be slower (dpa_min_tokens): {problem.forward_refusal() or 'measured'}"
         return [ProductPlan(gemm, IDENTITY.name, IDENTITY.name, reason) for gemm in FORWARD]
 
     def asks_nothing(self, recipe: Recipe) -> bool:

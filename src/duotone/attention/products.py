@@ -179,14 +179,14 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int,
             reason = f"{refusal}: decoded, multiplied in fp32 by blocks of keys"
             rows.append(ProductPlan(gemm, a.name, b.name, reason, "blocks of keys", False))
             continue
-        reason = "calls with a mask of each pair of tokens run by blocks of keys"
+        reason = ""
         if is_measured:
             reason = "calls with a mask as a tensor or of less work run in high precision, which is faster there: "
             forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
             reason += f"{forward} without gradients, {training} with them, "
             reason += f"windows and sequences below {SPANS_TOKENS} (dpa_min_tokens)"
         elif least[0]:
-            reason += f", those of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
+            reason = f"calls of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
         kernel = kernels[is_backward]
         rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
     return rows

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from duotone.kernels.attention_backward import Operand as KernelOperand
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-WIDTHS = (64, 128)
+WIDTHS = (64, 128, 256)
+"""Of heads in the FP8 kernels. Codes of other heads get zeros at their end."""
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 KERNEL = "FP8 attention"
 MEASURED = "measured"
 NEVER = 1 << 40
+NO_TOKENS = NEVER, NEVER
 # bench/results/2026-11-23-h200-attention-tiles.txt and bench/NOTES.md, casts included, next to cuDNN.
 LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
     (HOPPER, 128): (8192, 16384),
@@ -52,32 +54,38 @@ class AttentionProblem(NamedTuple):
         """Why no kernel takes these formats on any GPU, or ""."""
         used = {fmt for pair in self.products.values() for fmt in pair if fmt != IDENTITY}
         odd = sorted(fmt.name for fmt in used if not (fmt.code_dtype in FP8 and fmt.block == TENSOR))
-        return f"no attention kernel takes {', '.join(odd)}" if odd else ""
+        if odd:
+            return f"no attention kernel takes {', '.join(odd)}"
+        formats = [fmt for name in FORWARD for fmt in self.products[name]]
+        if any(fmt.code_dtype != torch.float8_e4m3fn for fmt in formats):
+            return "the FP8 kernel multiplies E4M3 with E4M3"
+        if any(self.products[name][0].is_stochastic for name in ("PV", *BACKWARD) if name != "dO V^T"):
+            return "the FP8 kernel rounds P and dS to nearest"
+        return ""
 
     def forward_refusal(self) -> str:
         """Why the FP8 kernel does not run the products of forward, or ""."""
-        formats = [fmt for name in FORWARD for fmt in self.products[name]]
         if refusal := self.never():
             return refusal
-        if any(fmt.code_dtype != torch.float8_e4m3fn for fmt in formats):
-            return "the FP8 kernel multiplies E4M3 with E4M3"
-        if self.widths not in ((width, width) for width in WIDTHS):
-            return f"the FP8 kernel takes heads of width {' or '.join(map(str, WIDTHS))}"
+        width, of_value = self.widths
+        if width != of_value or width % 8 or not WIDTHS[0] <= width <= WIDTHS[-1]:
+            return f"the FP8 kernel takes heads of one width from {WIDTHS[0]} to {WIDTHS[-1]}, a multiple of 8"
+        if width > CUDNN_WIDTH and self.target.runs_kernels and not self.target.has_large_blocks:
+            return f"the FP8 kernel takes heads wider than {CUDNN_WIDTH} on Hopper or Blackwell alone (sm90, sm100)"
         if self.dropout:
             return "the FP8 kernel has no dropout"
-        if any(self.products[name][0].is_stochastic for name in ("PV", *BACKWARD) if name != "dO V^T"):
-            return "the FP8 kernel rounds P and dS to nearest"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
 
     def is_measured(self, wanted: int | str) -> bool:
         """Whether `dpa_min_tokens` of a recipe leaves the choice to measurements, which this target has."""
-        return wanted == MEASURED and not self.forward_refusal() and (self.target.arch, self.widths[0]) in LEAST_TOKENS
+        return wanted == MEASURED and not self.never() and any(arch == self.target.arch for arch, _ in LEAST_TOKENS)
 
     def least_tokens(self, wanted: int | str) -> tuple[int, int]:
-        """Queries below which a native product stays in high precision, in forward alone and in training."""
+        """Queries below which products stay in high precision, in forward alone and in training."""
+        refusal = self.forward_refusal()
         if self.is_measured(wanted):
-            return LEAST_TOKENS[self.target.arch, self.widths[0]]
-        number = wanted if isinstance(wanted, int) and not self.forward_refusal() else 0
+            return LEAST_TOKENS.get((self.target.arch, self.widths[0]), NO_TOKENS) if not refusal else NO_TOKENS
+        number = wanted if isinstance(wanted, int) and not refusal else 0
         return number, number
 
     @property
@@ -91,7 +99,7 @@ class AttentionProblem(NamedTuple):
         gradients = [self.products[name][0] for name in BACKWARD] + [self.products["P^T dO"][1]]
         if any(fmt != IDENTITY for fmt in gradients):
             return KERNEL
-        return "cuDNN" if self.target.arch == HOPPER else "FlashAttention-2"
+        return "cuDNN" if self.target.arch == HOPPER and max(self.widths) <= CUDNN_WIDTH else "FlashAttention-2"
 
     def backward_refusal(self) -> str:
         """Why no kernel runs the products of backward, or ""."""
@@ -113,28 +121,80 @@ class Options(NamedTuple):
     dtype: torch.dtype
 
 
+MASK_BLOCK = 64
+"""Queries and keys of a block of a mask, whose steps a kernel leaves out where nothing is seen."""
+
+
+def sight(seen: Tensor | None, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
+    """What is seen as kernels take it: spans, int32 (batch or 1, 2, queries + keys), and a mask within them.
+
+    `seen` are spans, or bool that broadcasts to (batch, heads, queries, keys), with groups apart or not.
+    """
+    if seen is None or seen.dtype is torch.int32:
+        return seen, None
+    seen = seen.flatten(1, -3)
+    some = _by_blocks(_by_blocks(seen.any(1)).mT).mT
+    spans = torch.cat((_ends(some, queries, keys), _ends(some.mT, keys, queries)), -1)
+    mask = seen.expand(-1, -1, -1, keys)
+    return spans, mask if mask.stride(-1) == 1 else mask.contiguous()
+
+
+def _by_blocks(some: Tensor) -> Tensor:
+    """Whether any of MASK_BLOCK tokens along the last axis is seen; one that stands for all tokens stays."""
+    tokens = some.shape[-1]
+    if tokens == 1:
+        return some
+    padded: Tensor = F.pad(some, (0, -tokens % MASK_BLOCK))
+    return padded.reshape(*some.shape[:-1], -1, MASK_BLOCK).any(-1)
+
+
+def _ends(some: Tensor, rows: int, tokens: int) -> Tensor:
+    """int32 (batch or 1, 2, rows): the first token that each row sees and the one behind the last, by blocks.
+
+    `some` is bool (batch or 1, blocks of rows, blocks of tokens), or has one block for all.
+    """
+    blocks = some.shape[1:]
+    size = MASK_BLOCK if blocks[1] > 1 else tokens
+    index = torch.arange(blocks[1], dtype=torch.int32, device=some.device) * size
+    first = torch.where(some, index, tokens).amin(-1)
+    last = torch.where(some, index + size, 0).amax(-1).clamp(max=tokens)
+    ends = torch.stack((first.minimum(last), last), 1).to(torch.int32)
+    return ends.repeat_interleave(MASK_BLOCK if blocks[0] > 1 else rows, -1)[..., :rows]
+
+
 def forward(
     planes: tuple[Operand, Operand, Operand],
     sizes: tuple[int, ...],
     p_scale: Tensor | None,
     options: Options,
-    spans: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (batch, queries, heads, width) and log-sum-exp (batch, heads, queries) by the FP8 kernel.
 
     Planes of query and key are (batch tokens, heads width), that of value (heads width, batch tokens). `sizes` are
-    batch, groups, heads of a group, queries, keys and width.
+    batch, groups, heads of a group, queries, keys and width, and `seen` is that of `sight`.
     """
     from duotone.kernels import attention  # loads Triton
 
     batch, groups, heads, queries, keys, width = sizes
     shapes = (batch, queries, groups * heads, width), (batch, keys, groups, width), (groups, width, batch, keys)
     codes = [
-        contiguous_rows(plane.parts["codes"]).view(torch.float8_e4m3fn).view(shape)
-        for plane, shape in zip(planes, shapes, strict=True)
+        _filled(contiguous_rows(plane.parts["codes"]).view(torch.float8_e4m3fn).view(shape), axis)
+        for plane, shape, axis in zip(planes, shapes, (3, 3, 1), strict=True)
     ]
     q_scale, k_scale, v_scale = (plane.parts["scale"] for plane in planes)
-    return attention.attend((codes[0], codes[1], codes[2]), (q_scale, k_scale, v_scale), p_scale, options, spans)
+    scales, sees = (q_scale, k_scale, v_scale), sight(seen, queries, keys)
+    out, lse = attention.attend((codes[0], codes[1], codes[2]), scales, p_scale, options, *sees)
+    return out[..., :width].contiguous(), lse
+
+
+def _filled(heads: Tensor, axis: int) -> Tensor:
+    """Heads with zeros up to a width of the kernels; `axis`, the last one or 1 of four, is that of the width."""
+    missing = next(wide for wide in WIDTHS if wide >= heads.shape[axis]) - heads.shape[axis]
+    if not missing:
+        return heads
+    ends = (0, 0) * (3 - axis) + (0, missing)
+    return F.pad(heads.view(torch.uint8) if heads.itemsize == 1 else heads, ends).view(heads.dtype)
 
 
 Planes = Mapping[str, Operand]
@@ -156,8 +216,8 @@ def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torc
     if dtype is None and plane.format.code_dtype in FP8:
         codes = contiguous_rows(codes).view(plane.format.code_dtype)
     codes = codes.contiguous()
-    shape = (batch, tokens, heads, width) if wanted == "rowwise" else (heads, width, batch, tokens)
-    return KernelOperand(codes.view(shape), plane.parts.get("scale"))
+    shape, axis = ((batch, tokens, heads, width), 3) if wanted == "rowwise" else ((heads, width, batch, tokens), 1)
+    return KernelOperand(_filled(codes.view(shape), axis), plane.parts.get("scale"))
 
 
 class Rounding(NamedTuple):
@@ -176,7 +236,7 @@ def backward(
     native: frozenset[str],
     lse: Tensor,
     options: Options,
-    spans: Tensor | None = None,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value (batch, tokens, heads, width), and the amax of dS if it has a delayed scale.
 
@@ -203,7 +263,10 @@ def backward(
     )
     p, ds = (fmt.code_dtype if fmt.code_dtype in FP8 else None for fmt in rounding[:2])
     weights = kernels.Weights(p, ds, rounding.p_scale, rounding.ds_scale)
-    return kernels.differentiate(operands, weights, lse.contiguous(), options, spans)
+    sees = sight(seen, queries, keys)
+    *gradients, peak = kernels.differentiate(operands, weights, lse.contiguous(), options, *sees)
+    dq, dk, dv = (each[..., :width].contiguous() for each in gradients)
+    return dq, dk, dv, peak
 
 
 def torch_backward(
@@ -223,7 +286,7 @@ def torch_backward(
         dq, dk, dv = kernel(gradient, query, *wide, out, lse, 0.0, causal, scale=scale)
         return dq, dk.unflatten(1, (-1, repeats)).sum(2), dv.unflatten(1, (-1, repeats)).sum(2)
     call, lengths = (gradient, query, key, value, out), (None, None, query.shape[2], key.shape[2], 0.0, causal)
-    if cuda_target(query.get_device()).arch == HOPPER:
+    if cuda_target(query.get_device()).arch == HOPPER and query.shape[-1] <= CUDNN_WIDTH:
         random = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is off
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         return cudnn(*call, lse.unsqueeze(-1), random, random, None, *lengths, scale=scale)

@@ -12,15 +12,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from duotone.kernels.launch import Launch, kernel
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-WIDTHS = (64, 128)
-"""Of heads, that the kernel takes."""
-
 P_SCALE = 256.0
 """Of probabilities without a delayed scale: the largest power of two that cannot overflow E4M3."""
 
 TILES = {True: (64, 128, 4), False: (64, 64, 4)}
 """Queries and keys of a tile, and warps, by whether sums are fast: the fastest of five on an H200 from 8192 tokens on.
 Sums of more bits take a second accumulator, for which larger tiles have no registers."""
+WIDE_TILES = {True: (128, 64, 8), False: (64, 64, 8)}
+"""Those of heads wider than 128."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 Options = tuple[float, bool, bool, torch.dtype]
 """Of a call: the scale of scores, whether it is causal, whether sums may have fewer bits, and the dtype of results."""
@@ -65,18 +64,36 @@ def sight(spans, step, rows, b, T_OUTER, T, CAUSAL: tl.constexpr, OF_KEYS: tl.co
 
 
 @triton.jit
-def steps_of(low, high, T, BN: tl.constexpr):
-    """Steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last)."""
+def steps_of(low, high, T, mask, BN: tl.constexpr):
+    """Steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last).
+
+    A mask says what rows see, and then only a step with a ragged end is apart.
+    """
     last = tl.cdiv(tl.max(tl.where(low < high, high, 0), 0), BN)
     first = tl.minimum(tl.min(tl.where(low < high, low, T), 0) // BN, last)
     edge = tl.minimum(tl.maximum(tl.cdiv(tl.max(low, 0), BN), first), last)
     full = tl.minimum(tl.maximum(tl.min(high, 0) // BN, edge), last)
+    if mask is not None:
+        edge, full = first, tl.maximum(first, tl.minimum(last, T // BN))
     return first, edge, full, last
 
 
 @triton.jit
+def seen_by(mask, sees, tokens, MASKED: tl.constexpr):
+    """Bool (rows, tokens): a row sees tokens in [low, high), or what a mask, bool by bytes, has of them."""
+    low, high, rows, T_ROWS, of_row, of_token = sees
+    if MASKED or mask is None:
+        seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
+    if mask is not None:
+        inside = tl.minimum(rows, T_ROWS - 1).to(tl.int64)
+        at = mask + inside[:, None] * of_row + tokens[None, :].to(tl.int64) * of_token
+        seen = (tl.load(at, mask=seen, other=0) if MASKED else tl.load(at)) != 0
+    return seen
+
+
+@triton.jit
 def _tile(
-    state, qt, k, v, low, high, b, g, n, factor, log_p, TK,
+    state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK,
     BN: tl.constexpr, MASKED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The largest score, sum and output after BN more keys. Sum and output are multiplied by 2^log_p."""
@@ -85,9 +102,8 @@ def _tile(
     cols = n + tl.arange(0, BN)
     kt, vt = rows_of(k, b, n, g, cols, TK, False, D), columns_of(v, b, n, g, cols, TK, MASKED, D)
     scores = tl.dot(qt, tl.trans(kt), max_num_imprecise_acc=FEW)
-    if MASKED:
-        seen = (cols[None, :] >= low[:, None]) & (cols[None, :] < high[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
+    if MASKED or mask is not None:
+        scores = tl.where(seen_by(mask, sees, cols, MASKED), scores, float("-inf"))
     now = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(now == float("-inf"), 0.0, now) * factor
     weights, rescale = tl.exp2(scores * factor - (base - log_p)[:, None]), tl.exp2(peak * factor - base)
@@ -97,13 +113,14 @@ def _tile(
 
 @kernel
 def attend_kernel(
-    k, v, q, q_scale, k_scale, v_scale, p_scale, spans, out, lse, TQ, TK, step, scale,
+    k, v, q, q_scale, k_scale, v_scale, p_scale, spans, mask, out, lse,
+    TQ, TK, step, of_batch, of_head, of_query, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, FEW: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A program has BM queries of one head. q and out are (batch, tokens, heads, D); k and v are descriptors.
 
-    The longest programs of causal attention come first. lse is (batch, H, TQ).
+    The longest programs of causal attention come first. lse is (batch, H, TQ). A mask comes with spans around it.
     """
     tiles = tl.cdiv(TQ, BM)
     across = tl.num_programs(0) // tiles
@@ -119,18 +136,21 @@ def attend_kernel(
     factor = tl.where(factor < LEAST, LEAST, factor)
     log_p = tl.log2(tl.load(p_scale) if p_scale is not None else P)
     low, high = sight(spans, step, rows, b, TQ, TK, CAUSAL, False)
-    first, edge, full, last = steps_of(low, high, TK, BN)
+    first, edge, full, last = steps_of(low, high, TK, mask, BN)
+    if mask is not None:
+        mask += b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
+    sees = low, high, rows, TQ, of_query, 1
     state = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, D], tl.float32)
     for i in tl.range(0, last - full, num_stages=1):
         n = (last - 1 - i) * BN
-        state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, True, FEW)
+        state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, True, FEW)
     for i in range(0, full - edge):
         n = (full - 1 - i) * BN
-        state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, False, FEW)
+        state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, False, FEW)
     if spans is not None:
         for i in tl.range(0, edge - first, num_stages=1):
             n = (edge - 1 - i) * BN
-            state = _tile(state, qt, k, v, low, high, b, g, n, factor, log_p, TK, BN, True, FEW)
+            state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, True, FEW)
     peak, total, acc = state
     empty = total == 0.0
     by = tl.where(empty, 0.0, tl.load(v_scale) / total)
@@ -153,9 +173,13 @@ def by_columns(x: Tensor, tokens: int) -> TensorDescriptor:
     return TensorDescriptor(x, [rows, across], [across, 1], [x.shape[1], tokens])
 
 
-def spans_step(spans: Tensor | None) -> int:
-    """How far those of two batches lie apart."""
-    return 0 if spans is None or spans.shape[0] == 1 else spans.stride(0)
+def steps_between(spans: Tensor | None, mask: Tensor | None) -> tuple[int, int, int, int]:
+    """How far spans of two batches lie apart, and those of the mask's batches, heads and queries."""
+    step = 0 if spans is None or spans.shape[0] == 1 else spans.stride(0)
+    if mask is None:
+        return step, 0, 0, 0
+    of_batch, of_head, of_query = (0 if n == 1 else d for n, d in zip(mask.shape[:3], mask.stride(), strict=False))
+    return step, of_batch, of_head, of_query
 
 
 @functools.cache
@@ -167,10 +191,9 @@ def _launch(
     fast: bool,
     dtype: torch.dtype,
     tiles: tuple[int, int, int],
-    is_delayed: bool,
-    is_masked: bool,
+    variant: tuple[bool, ...],
 ) -> Launch:
-    """Whether calls have a `p_scale` and spans. A launch takes a tensor in all of its calls or in none."""
+    """`variant`: whether calls have a `p_scale`, spans and a mask, which is so in all calls of a launch."""
     queries, keys, warps = tiles
     constants = {
         "H": heads, "G": groups, "D": width, "BM": queries, "BN": keys, "CAUSAL": causal,
@@ -186,6 +209,7 @@ def attend(
     p_scale: Tensor | None,
     options: Options,
     spans: Tensor | None = None,
+    mask: Tensor | None = None,
     tiles: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output (batch, queries, heads, width), and fp32 log-sum-exp (batch, heads, queries).
@@ -193,16 +217,19 @@ def attend(
     Codes are float8_e4m3fn: of query (batch, queries, heads, width), of key (batch, keys, groups, width), and of value
     (groups, width, batch, keys). `scales` are what codes are multiplied by, fp32 (1,), and `p_scale` what probabilities
     are. `spans`, int32 (batch or 1, 2, queries + keys), are the first key that each query sees and the one behind the
-    last, then the queries that see each key; None is all keys, or the causal ones.
+    last, then the queries that see each key; None is all keys, or the causal ones. `mask`, bool (batch or 1, heads or
+    1, queries or 1, keys) of dense keys, says which of those are seen.
     """
     (q, k, v), (scale, causal, fast, dtype) = codes, options
-    tiles = tiles or TILES[fast]
     (batch, queries, heads, width), (keys, groups) = q.shape, k.shape[1:3]
+    tiles = tiles or (WIDE_TILES if width > 128 else TILES)[fast]
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    launch = _launch(heads, groups, width, causal, fast, dtype, tiles, p_scale is not None, spans is not None)
+    variant = p_scale is not None, spans is not None, mask is not None
+    launch = _launch(heads, groups, width, causal, fast, dtype, tiles, variant)
     programs = -(-queries // tiles[0]) * batch * heads
     descriptors = by_rows(k, tiles[1]), by_columns(v, tiles[1])
-    integers = queries, keys, spans_step(spans)
-    launch(programs, (q, *scales, p_scale, spans, out, lse), integers, (scale,), descriptors)
+    integers = queries, keys, *steps_between(spans, mask)
+    mask = mask if mask is None else mask.view(torch.uint8)
+    launch(programs, (q, *scales, p_scale, spans, mask, out, lse), integers, (scale,), descriptors)
     return out, lse

@@ -29,8 +29,9 @@ from duotone.kernels.attention import (
     by_rows,
     columns_of,
     rows_of,
+    seen_by,
     sight,
-    spans_step,
+    steps_between,
     steps_of,
 )
 from duotone.kernels.elements import ELEMENTS
@@ -86,18 +87,17 @@ def _fitted(ds, acc, peak, FMT: tl.constexpr):
 
 
 @triton.jit
-def _weights(outer, inner, logs, low, high, tokens, factor, MASKED: tl.constexpr, FEW: tl.constexpr):
+def _weights(outer, inner, logs, mask, sees, tokens, factor, MASKED: tl.constexpr, FEW: tl.constexpr):
     """Probabilities (outer tokens, tokens), where one are keys and the other queries."""
     weights = tl.exp2(tl.dot(outer, tl.trans(inner), max_num_imprecise_acc=FEW) * factor - logs)
-    if MASKED:
-        seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
-        weights = tl.where(seen, weights, 0.0)
+    if MASKED or mask is not None:
+        weights = tl.where(seen_by(mask, sees, tokens, MASKED), weights, 0.0)
     return weights
 
 
 @triton.jit
 def _key_tile(
-    state, k_tile, v_tile, q, do, q_sum, do_sum, lse, delta, b, h, start, low, high, T, factor, p_factor, ds_scale,
+    state, k_tile, v_tile, q, do, q_sum, do_sum, lse, delta, mask, sees, b, h, start, T, factor, p_factor, ds_scale,
     MASKED: tl.constexpr, FEW: tl.constexpr, P_FMT: tl.constexpr, FMT: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -108,7 +108,7 @@ def _key_tile(
     inner = rows_of(q, b, start, h, tokens, T, MASKED, D)
     logs = tl.load(lse + tokens, mask=tokens < T, other=0.0) if MASKED else tl.load(lse + tokens)
     deltas = tl.load(delta + tokens, mask=tokens < T, other=0.0) if MASKED else tl.load(delta + tokens)
-    weights = _weights(k_tile, inner, logs[None, :], low, high, tokens, factor, MASKED, FEW)
+    weights = _weights(k_tile, inner, logs[None, :], mask, sees, tokens, factor, MASKED, FEW)
     acc_v = _add(weights, _over_tokens(do_sum, b, start, h, tokens, T, MASKED, D), acc_v, P_FMT, None)
     inner = rows_of(do, b, start, h, tokens, T, MASKED, D)
     dp = tl.dot(v_tile, tl.trans(inner), max_num_imprecise_acc=FEW) * p_factor
@@ -122,7 +122,7 @@ def _key_tile(
 @kernel
 def keys_kernel(
     q, do, q_sum, do_sum, k, v, k_scale, v_scale, q_scale, do_scale, q_sum_scale, do_sum_scale, p_scale, ds_scale,
-    spans, lse, delta, dk, dv, TK, T, step, scale,
+    spans, mask, lse, delta, dk, dv, TK, T, step, of_batch, of_head, of_query, scale,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     FEW: tl.constexpr, P_FMT: tl.constexpr, P: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -144,24 +144,26 @@ def keys_kernel(
     ds_by = None if ds_scale is None else tl.load(ds_scale) / of_p
     p_factor = _value(do_scale) * _value(v_scale) * (1.0 if ds_scale is None else ds_by)
     low, high = sight(spans, step, keys, b, TK, T, CAUSAL, True)
-    first, edge, full, last = steps_of(low, high, T, BN)
+    first, edge, full, last = steps_of(low, high, T, mask, BN)
+    sees = low, high, keys, TK, 1, of_query
     FITTED: tl.constexpr = FMT is not None and ds_scale is None
     zeros = tl.zeros([BM, D], tl.float32)
     sum_v, sum_k, state = zeros, zeros, (zeros, zeros, tl.zeros([BM], tl.float32))
     for r in range(H // G):
         h = g * (H // G) + r
         logs, deltas = lse + (b.to(tl.int64) * H + h) * T, delta + (b.to(tl.int64) * H + h) * T
+        of_h = None if mask is None else mask + b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
         for i in tl.range(0, edge - first + last - full, num_stages=1):
             n = first + i
             start = tl.where(n < edge, n, n - edge + full) * BN
             state = _key_tile(
-                state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, start, low, high, T, factor, p_factor,
+                state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, of_h, sees, b, h, start, T, factor, p_factor,
                 ds_by, True, FEW, P_FMT, FMT, BN,
             )  # fmt: skip
         for chunk in tl.range(edge, full, CHUNK, num_stages=1):
             for n in range(chunk, tl.minimum(chunk + CHUNK, full)):
                 state = _key_tile(
-                    state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, b, h, n * BN, low, high, T, factor,
+                    state, k_tile, v_tile, q, do, q_sum, do_sum, logs, deltas, of_h, sees, b, h, n * BN, T, factor,
                     p_factor, ds_by, False, FEW, P_FMT, FMT, BN,
                 )  # fmt: skip
             acc_v, acc_k, peak = state
@@ -173,8 +175,7 @@ def keys_kernel(
     acc_v, acc_k, peak = state
     if FMT is not None:
         acc_k = sum_k + (acc_k * peak[:, None] if FITTED else acc_k)
-    by = _value(q_sum_scale) * scale
-    by = by / tl.load(ds_scale) if ds_scale is not None else by / of_p
+    by = _value(q_sum_scale) * scale / (of_p if ds_scale is None else tl.load(ds_scale))
     if FITTED:
         by = by / _limit(FMT)
     tl.store(dk + place, (acc_k * by).to(DTYPE), mask=inside)
@@ -183,7 +184,7 @@ def keys_kernel(
 
 @triton.jit
 def _query_tile(
-    state, q_tile, do_tile, k, v, k_sum, logs, deltas, b, g, start, low, high, T, factor, p_factor,
+    state, q_tile, do_tile, k, v, k_sum, logs, deltas, mask, sees, b, g, start, T, factor, p_factor,
     MASKED: tl.constexpr, FEW: tl.constexpr, FMT: tl.constexpr, BN: tl.constexpr,
     FITTED: tl.constexpr,
 ):  # fmt: skip
@@ -192,7 +193,7 @@ def _query_tile(
     D: tl.constexpr = q_tile.shape[1]
     tokens = start + tl.arange(0, BN)
     inner = rows_of(k, b, start, g, tokens, T, MASKED, D)
-    weights = _weights(q_tile, inner, logs, low, high, tokens, factor, MASKED, FEW)
+    weights = _weights(q_tile, inner, logs, mask, sees, tokens, factor, MASKED, FEW)
     inner = rows_of(v, b, start, g, tokens, T, MASKED, D)
     ds = weights * (tl.dot(do_tile, tl.trans(inner), max_num_imprecise_acc=FEW) * p_factor - deltas)
     if FITTED:
@@ -205,8 +206,8 @@ def _query_tile(
 
 @kernel
 def queries_kernel(
-    k, v, k_sum, q, do, q_scale, do_scale, k_scale, v_scale, k_sum_scale, p_scale, ds_scale, spans, lse, delta, dq,
-    peaks, TQ, T, step, scale,
+    k, v, k_sum, q, do, q_scale, do_scale, k_scale, v_scale, k_sum_scale, p_scale, ds_scale, spans, mask, lse, delta,
+    dq, peaks, TQ, T, step, of_batch, of_head, of_query, scale,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     FEW: tl.constexpr, P: tl.constexpr, FMT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -227,18 +228,21 @@ def queries_kernel(
     deltas = tl.load(delta + at, mask=queries < TQ, other=0.0) * ds_by
     p_factor = _value(do_scale) * _value(v_scale) * ds_by
     low, high = sight(spans, step, queries, b, TQ, T, CAUSAL, False)
-    first, edge, full, last = steps_of(low, high, T, BN)
+    first, edge, full, last = steps_of(low, high, T, mask, BN)
+    if mask is not None:
+        mask += b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
+    sees = low, high, queries, TQ, of_query, 1
     state = tl.zeros([BM, D], tl.float32), tl.zeros([BM], tl.float32)
     for i in tl.range(0, edge - first + last - full, num_stages=1):
         n = first + i
         start = tl.where(n < edge, n, n - edge + full) * BN
         state = _query_tile(
-            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, start, low, high, T, factor,
+            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], mask, sees, b, g, start, T, factor,
             p_factor, True, FEW, FMT, BN, FITTED,
         )  # fmt: skip
     for n in range(edge, full):
         state = _query_tile(
-            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], b, g, n * BN, low, high, T, factor,
+            state, q_tile, do_tile, k, v, k_sum, logs[:, None], deltas[:, None], mask, sees, b, g, n * BN, T, factor,
             p_factor, False, FEW, FMT, BN, FITTED,
         )  # fmt: skip
     acc, peak = state
@@ -323,7 +327,7 @@ def _run(
     inner: tuple[tuple[Operand, ...], tuple[Operand, ...]],
     outer: tuple[Operand, ...],
     others: tuple[Tensor | None, ...],
-    step: int,
+    steps: tuple[int, ...],
     scale: float,
 ) -> None:
     """Launch programs for tokens of `outer`. `inner` are the planes that they walk over: by rows, and over tokens."""
@@ -334,7 +338,7 @@ def _run(
     tensors = (*(x.values for x in outer), *(x.scale for x in (*outer, *rows, *columns)), *others)
     variant = tuple(None if x is None else x.dtype for x in (*tensors, *(each.base for each in descriptors)))
     launch = _launch(function, tuple(constants.items()), tiles, variant)
-    launch(-(-tokens // tiles[0]) * batch * heads, tensors, (tokens, count, step), (scale,), tuple(descriptors))
+    launch(-(-tokens // tiles[0]) * batch * heads, tensors, (tokens, count, *steps), (scale,), tuple(descriptors))
 
 
 def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
@@ -350,7 +354,9 @@ def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
 
 
 def tiles_for(x: BackwardOperands, weights: Weights) -> tuple[Tiles, Tiles]:
-    """Of the launches for keys and for queries: the fastest on an H200 at 16384 tokens."""
+    """Of the launches for keys and for queries: the fastest on an H200 at 16384 tokens, for heads of at most 128."""
+    if x.v_row.values.shape[-1] > 128:
+        return (64, 32, 8, 2), (64, 64, 8, 2)
     if x.do_row.values.dtype not in ELEMENTS:
         return (128, 64, 8, 3), (128, 64, 8, 3)
     return (64, 64, 4, 2), (64, 64, 4, 3) if weights.ds is None else (64, 128, 4, 2)
@@ -362,11 +368,12 @@ def differentiate(
     lse: Tensor,
     options: Options,
     spans: Tensor | None = None,
+    mask: Tensor | None = None,
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key and value (batch, tokens, heads, width), and the amax of dS or 0.
 
-    `lse` is fp32 (batch, heads, queries), and `spans` those of forward. The amax is that of a dS with a delayed scale.
+    `lse` is fp32 (batch, heads, queries), `spans` and `mask` are those of forward. The amax is that of a delayed dS.
     """
     scale, causal, fast, dtype = options
     tiles = tiles or tiles_for(x, weights)
@@ -379,9 +386,10 @@ def differentiate(
         "P": P_SCALES[weights.p], "FMT": weights.ds and ELEMENTS[weights.ds], "DTYPE": DTYPES[dtype],
     }  # fmt: skip
     with_p = {**constants, "P_FMT": weights.p and ELEMENTS[weights.p]}
-    shared, step = (weights.p_scale, delayed, spans, *logs), spans_step(spans)
+    steps, mask = steps_between(spans, mask), mask if mask is None else mask.view(torch.uint8)
+    shared = weights.p_scale, delayed, spans, mask, *logs
     inner, outer = ((x.q_row, x.do_row), (x.q_col, x.do_col)), (x.k_row, x.v_row)
-    _run(keys_kernel, with_p, tiles[0], inner, outer, (*shared, dk, dv), step, scale)
+    _run(keys_kernel, with_p, tiles[0], inner, outer, (*shared, dk, dv), steps, scale)
     inner, outer = ((x.k_row, x.v_row), (x.k_col,)), (x.q_row, x.do_row)
-    _run(queries_kernel, constants, tiles[1], inner, outer, (*shared, dq, peaks), step, scale)
+    _run(queries_kernel, constants, tiles[1], inner, outer, (*shared, dq, peaks), steps, scale)
     return dq, dk, dv, lse.new_zeros(()) if peaks is None else peaks.amax()
