@@ -1,6 +1,8 @@
 """`recompute_columnwise`: backward encodes again what forward would have kept, with the same bits and less memory."""
 
+import ctypes
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -236,6 +238,22 @@ def test_a_copy_of_the_weight_is_not_kept_instead_of_its_plane(name) -> None:
         same([lean(x)], [plain(x)])
 
 
+@pytest.fixture
+def frames_of_python() -> Iterator[None]:
+    """Calls as in a process without a trace that failed.
+
+    After one, torch goes on to evaluate frames, and a caller then holds the arguments of a call until it ends.
+    """
+    python = ctypes.PyDLL(None)
+    python._PyInterpreterState_GetEvalFrameFunc.restype = python.PyInterpreterState_Get.restype = ctypes.c_void_p
+    interpreter = ctypes.c_void_p(python.PyInterpreterState_Get())
+    before = python._PyInterpreterState_GetEvalFrameFunc(interpreter)
+    python._PyInterpreterState_SetEvalFrameFunc(interpreter, python._PyEval_EvalFrameDefault)
+    yield
+    python._PyInterpreterState_SetEvalFrameFunc(interpreter, ctypes.c_void_p(before))
+
+
+@pytest.mark.usefixtures("frames_of_python")
 def test_the_gradient_that_comes_in_goes_before_the_products(monkeypatch) -> None:
     """Between two linears, with a norm before them too: a backward's frames hold what they were given."""
     alive = []
