@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37001
+LIBRARY_LINES = 37008
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -34,10 +34,10 @@ BUDGETS = {
     "linear": (1931, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
-    "ops": (1391, 0, 0),
+    "ops": (1393, 0, 0),
     "optim": (747, 2, 0),
     "package": (323, 1, 0),
-    "pipeline": (1438, 5, 2),
+    "pipeline": (1443, 5, 2),
     "planned": (2979, 14, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),

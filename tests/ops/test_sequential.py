@@ -552,3 +552,17 @@ def test_quantize_recomputes_under_the_recipe_of_its_forward(reentrant) -> None:
         return [y.detach(), leaf.grad, model[2].weight.grad]
 
     assert equal(run(lambda t: checkpoint(model, t, use_reentrant=reentrant)), run(model))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True)])
+def test_quantize_runs_outside_of_graphs_with_the_bits_of_eager(forward, backward) -> None:
+    """A graph passes no quantized tensor from op to op; without fullgraph it is cut there."""
+    model = ops.Sequential(ops.GELU(), ops.Quantize(forward, backward, recipe=MX), linear(32, recipe=MX))
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, backend="aot_eager"), rows()
+    assert equal(outcome(compiled, model.parameters(), x), outcome(model, model.parameters(), x))
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="ops.Quantize outside of graphs: compile without fullgraph"
+    ):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(rows())

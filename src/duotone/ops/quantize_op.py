@@ -71,6 +71,8 @@ class Quantize(BasicOp):
     RecipeError if the recipe gives a delayed format, whose scale belongs to the module that consumes the tensor.
     """
 
+    makes_quantized = True
+
     def __init__(
         self,
         forward: bool = True,
