@@ -199,8 +199,8 @@ def run(
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    DTensors and ops that make quantized tensors run outside of compiled graphs, without `may_trace`. `spread` says how the DTensor lies on its mesh whose
-    local tensor is `x`.
+    DTensors and ops that make quantized tensors run outside of compiled graphs, without `may_trace`. `spread` says how
+    the DTensor lies on its mesh whose local tensor is `x`.
     """
     if type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)):
         return _special_run(x, may_trace)(ops, x, extra, first, owner)
