@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37008
+LIBRARY_LINES = 37005
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2454, 20, 0),
+    "attention": (2453, 20, 0),
     "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
@@ -36,9 +36,9 @@ BUDGETS = {
     "observe": (2296, 6, 0),
     "ops": (1393, 0, 0),
     "optim": (747, 2, 0),
-    "package": (323, 1, 0),
+    "package": (330, 1, 0),
     "pipeline": (1443, 5, 2),
-    "planned": (2979, 14, 5),
+    "planned": (2970, 14, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),

@@ -1,4 +1,4 @@
-"""Numbered: living objects by a number that a compiled graph or a custom op can hold as a constant."""
+"""Objects that traces find by a number or a name, which a compiled graph or a custom op can hold as a constant."""
 
 import itertools
 import weakref
@@ -19,3 +19,10 @@ class Numbered(weakref.WeakValueDictionary[str, T]):
         number = str(next(self._numbers))
         self[number] = thing
         return number
+
+
+class ByName:
+    """Values as attributes. Guards of a graph read them, and a trace sees those that are added while it runs.
+
+    Of a dictionary, a trace knows the entries that were there when it first looked.
+    """

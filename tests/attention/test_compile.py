@@ -67,6 +67,31 @@ def test_a_whole_layer() -> None:
     compare(TransformerLayer(32, 48, 4, activation="swiglu", **given), torch.randn(5, 2, 32))
 
 
+class Nested(nn.Module):
+    """Attention in a region, and more in a region inside of that: the same module, or another one."""
+
+    def __init__(self, outer: recipes.Recipe, inner: recipes.Recipe, same: bool) -> None:
+        super().__init__()
+        options = {"attention_dropout": 0.0, "fuse_qkv_params": True}
+        self.first, self.second = (MultiheadAttention(32, 4, name=name, **options) for name in "ab")
+        self.outer, self.inner = outer, inner
+        self.second = self.first if same else self.second
+
+    def forward(self, x: Tensor) -> Tensor:
+        with duotone.autocast(recipe=self.outer):
+            x = self.first(x)
+            with duotone.autocast(recipe=self.inner):
+                return self.second(x)
+
+
+MHA = duotone.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
+
+
+@pytest.mark.parametrize(("inner", "same"), [(recipes.load("fp8-current"), True), (MHA, False)], ids=["same", "mha"])
+def test_regions_that_nest_in_a_graph(inner, same) -> None:
+    compare(Nested(recipes.load("mxfp8"), inner, same), torch.randn(5, 2, 32))
+
+
 def test_boundaries_are_told_in_compiled_code_too() -> None:
     module = MultiheadAttention(32, 4, attention_dropout=0.0, fuse_qkv_params=True, name="a")
     run, x = torch.compile(module, fullgraph=True, backend="aot_eager"), torch.randn(5, 2, 32)

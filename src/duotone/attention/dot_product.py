@@ -30,6 +30,7 @@ from duotone.dispatch.attention import (
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
+from duotone.numbered import ByName
 from duotone.pipeline.op import is_autocast
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state
@@ -218,7 +219,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """Ask every recipe anew at the next forward."""
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
-        self._requests: dict[str, list[str]] = {}
+        self._requests = ByName()
         self._picks: dict[tuple[str, str, float], tuple[bool, tuple[int, int]]] = {}
         self._low_precision = LowPrecision(self)
         self._met = ""
@@ -250,13 +251,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
         RecipeError where no attention kernel takes their formats and the recipe is strict.
         """
-        kinds = self._requests.get(recipe.key)
+        kinds: list[str] | None = getattr(self._requests, recipe.key, None)
         if kinds is None:
             roles = {kind: self._role(kind) for kind in SLOTS}
             low = [kind for kind, role in roles.items() if self._ask(recipe, role, SLOTS[kind])[0] != Quantizer()]
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
-            drop_dead(self._requests)
-            self._requests[recipe.key] = kinds
+            drop_dead(vars(self._requests))
+            setattr(self._requests, recipe.key, kinds)
         if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu").never()):
             remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
             raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")

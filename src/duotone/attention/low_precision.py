@@ -11,6 +11,7 @@ from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
+from duotone.numbered import ByName
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
@@ -37,17 +38,13 @@ class Call(NamedTuple):
     tracks: bool
 
 
-class TracedStages:
-    """Stages as attributes, whose guards a graph can hold."""
-
-
 class LowPrecision:
     """Stages by kind of call. They follow from the module and its recipes, so they are not copied or pickled."""
 
     def __init__(self, module: "DotProductAttention") -> None:
         self._module = weakref.ref(module)
         self._stages: dict[Call, AttentionStage] = {}
-        self.traced = TracedStages()
+        self.traced = ByName()
 
     def run(
         self,

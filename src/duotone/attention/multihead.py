@@ -15,6 +15,7 @@ from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
 from duotone.modules import LayerNormLinear, Linear
 from duotone.modules.fused_module import ModuleGroup
+from duotone.numbered import ByName
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
@@ -196,7 +197,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         """
         if not recipe.fp8_mha:  # nothing that one layer alone has becomes a guard
             return False, False
-        output, gradient = self._crossing.get(recipe.key, (False, False))
+        output, gradient = getattr(self._crossing, recipe.key, (False, False))
         # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
         return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
 
@@ -243,13 +244,13 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             core.output_quantizer_role = QuantizerRole("linear", "input", names[2]) if wired else None
             core.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", names[0]) if wired else None
         core.meet(recipe)
-        if recipe.fp8_mha and recipe.key not in self._crossing:
-            drop_dead(self._crossing)
-            self._crossing[recipe.key] = self._crosses(recipe)
+        if recipe.fp8_mha and not hasattr(self._crossing, recipe.key):
+            drop_dead(vars(self._crossing))
+            setattr(self._crossing, recipe.key, self._crosses(recipe))
 
     def forget(self) -> None:
         super().forget()
-        self._crossing: dict[str, tuple[bool, bool]] = {}
+        self._crossing = ByName()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in super().__getstate__().items() if name != "_crossing"}

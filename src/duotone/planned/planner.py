@@ -19,10 +19,11 @@ from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
 from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
+from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
-from duotone.planned.traced_stages import Answered, Call, Key, TracedSlot
+from duotone.planned.traced_stages import Call, Key, TracedSlot
 from duotone.planned.weight_options import WeightOptions
 from duotone.planned.weights import demand, follow, lacks_rowwise
 from duotone.recipes.recipe import Recipe, drop_dead
@@ -65,7 +66,7 @@ class Planner:
         """Build plans anew at the next call, in compiled code too, if the module has other content now."""
         before, self.config = self.config, self._content()
         traced_stages.move(self, before, self.config)
-        self.answered = Answered()
+        self.answered = ByName()
         self.bound: dict[str, tuple[AmaxMode, PlannedStage]] = {}
         """The eager stage of this module where a graph has a template, by its name."""
         self.followed = ""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from duotone.errors import UserError
 from duotone.linear.layout import Layout
-from duotone.numbered import Numbered
+from duotone.numbered import ByName, Numbered
 from duotone.recipes.recipe import drop_dead, recipe_of
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
@@ -71,13 +71,6 @@ class Answers(dict[str, Quantizer]):
     """A name that equal answers share."""
 
 
-class Answered:
-    """What recipes gave the slots of a module, as names that equal answers share: attributes by the key of the recipe.
-
-    Attributes, because a trace sees those that are added while it runs.
-    """
-
-
 class Template(NamedTuple):
     """A stage for all modules of one content, and how it reduces and records amaxes."""
 
@@ -97,11 +90,8 @@ _ANSWERS: "weakref.WeakValueDictionary[Hashable, Answers]" = weakref.WeakValueDi
 _ANSWER_NUMBERS = itertools.count(1)
 
 
-class TracedPlans:
-    """Stages of traced calls as attributes. Guards of a graph read the attributes of an object at every call."""
-
-
-PLANS = TracedPlans()
+PLANS = ByName()
+"""Stages of traced calls."""
 RECOMPUTED: set[str] = set()
 """Contents of modules whose compiled forward runs again in a backward. They stay, as the graphs may."""
 
