@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37005
+LIBRARY_LINES = 37353
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,25 +25,25 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3004, 1, 0),
+    "dispatch": (3246, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1490, 0, 0),
     "integrations": (633, 9, 0),
     "kernels": (4912, 0, 0),
     "lab": (3682, 12, 1),
-    "linear": (1931, 5, 0),
+    "linear": (1947, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
-    "ops": (1393, 0, 0),
+    "ops": (1426, 0, 0),
     "optim": (747, 2, 0),
     "package": (330, 1, 0),
-    "pipeline": (1443, 5, 2),
-    "planned": (2970, 14, 5),
+    "pipeline": (1455, 5, 2),
+    "planned": (2990, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
     "state": (1759, 10, 0),
-    "tensor": (2474, 15, 0),
+    "tensor": (2499, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -27,6 +27,7 @@ OF_MODULES = {"delayed_scale", "traced_scale"}
 OF_STAGES = {"stage_forward", "stage_backward", "stage_backward_kept"}
 OF_ATTENTION = {"attend", "attend_backward"}
 ON_CUDA = {"block_mm", "cast_planes", "decoded_mm", "delayed_planes", "traced_planes"}
+ON_CUDA |= {"norm_gradients", "produced_planes", "traced_produced"}
 """They have no kernel for the CPU; tests/gpu runs them."""
 
 

@@ -72,10 +72,13 @@ class Block(nn.Module):
 
 
 def compile_block(recipe: recipes.Recipe) -> None:
-    block = duotone.convert(Block().bfloat16(), recipe)
+    compile_module(duotone.convert(Block().bfloat16(), recipe))
+
+
+def compile_module(module: nn.Module) -> None:
     x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(Exception, match="Partitioned"):
-        torch.compile(block, fullgraph=True)(x)
+        torch.compile(module, fullgraph=True)(x)
 
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
@@ -105,3 +108,40 @@ def test_a_memory_budget_lets_the_partitioner_cast_again(name: str, saved: list[
         compile_block(recipes.load(name))
     planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
     assert sum(tensor.nbytes for tensor in saved) <= (TOKENS * 2 * 2 * HIDDEN + planes) / 2
+
+
+def mlp(name: str, recompute: bool) -> duotone.LayerNormMLP:
+    recipe = replace(recipes.load(name), recompute_columnwise=recompute)
+    options = {"normalization": "RMSNorm", "activation": "swiglu", "recipe": recipe}
+    return duotone.LayerNormMLP(WIDTH, HIDDEN, bias=False, params_dtype=torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
+def test_fused_casts_save_no_plane_under_recompute_columnwise(name: str, saved: list[Tensor]) -> None:
+    """The gradient of SwiGLU and the columnwise planes need gate and up, the norm one number a token."""
+    compile_module(mlp(name, recompute=True))
+    needed = TOKENS * (2 * 2 * HIDDEN + 4)
+    assert needed <= sum(tensor.nbytes for tensor in saved) <= needed + 64
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "fp8-current"])
+def test_fused_casts_save_what_those_of_a_converted_model_save(name: str, saved: list[Tensor]) -> None:
+    compile_module(mlp(name, recompute=False))
+    planes = (TOKENS + 2 * HIDDEN) * WIDTH + (TOKENS + WIDTH) * HIDDEN
+    promised = TOKENS * (2 * 2 * HIDDEN + 4) + planes
+    assert promised <= sum(tensor.nbytes for tensor in saved) <= promised + 64
+
+
+def test_a_graph_casts_norms_and_activations_as_eager_code_does(saved: list[Tensor]) -> None:
+    """Three ops make a matrix and its planes, and one the gradients of the norm; casts of their own have the others."""
+    calls: list[str] = []
+    cut = torch._inductor.compile_fx.min_cut_rematerialization_partition
+
+    def look(joint: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> None:
+        calls.extend(str(node.target) for node in joint.graph.nodes if "duotone" in str(node.target))
+        cut(joint, inputs, **options)
+
+    torch._inductor.compile_fx.min_cut_rematerialization_partition = look  # the fixture takes it back
+    compile_module(mlp("fp8-delayed", recompute=False))
+    counts = {name: sum(name in call for call in calls) for name in ("produced", "norm_gradients", "traced_planes")}
+    assert counts == {"produced": 3, "norm_gradients": 1, "traced_planes": 3}

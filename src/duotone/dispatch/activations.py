@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
 
@@ -38,6 +39,11 @@ class Activation:
     gradient: Callable[[Tensor, Tensor], Tensor]
     gated: bool = False
     kernel: str = ""
+
+    @property
+    def op(self) -> str:
+        """Its name in graphs that call the kernel."""
+        return f"gated {self.kernel}" if self.gated else self.kernel
 
     @property
     def is_exact(self) -> bool:
@@ -70,6 +76,15 @@ class Activation:
 
         flat, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
         return activations.gradient(self.kernel, flat, of_x, self.gated)
+
+    def traced(self, x: Tensor) -> TracedProducer:
+        """In a trace, `produced`. There has to be a kernel."""
+        width = x.shape[-1]
+        return TracedProducer(self.op, (x,), (x.numel() // width, width // 2 if self.gated else width))
+
+    def traced_gradient(self, dy: Tensor, x: Tensor) -> TracedProducer:
+        """In a trace, `produced_gradient`."""
+        return TracedProducer(f"gradient of {self.op}", (dy, x), (x.numel() // x.shape[-1], x.shape[-1]))
 
 
 def _materialized(producer: "FusedProducer", like: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Casts as one op of a graph, so that a compiler sees shapes and not kernels."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,42 @@ from duotone.formats import Format, Parts, get
 from duotone.graph_ops import define_op
 
 if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
     from duotone.kernels.cast import Cast
     from duotone.kernels.nvfp4 import Cast as TwoLevelCast
 
 
+@dataclass
+class TracedProducer:
+    """A matrix (M, K) of which a graph makes only the planes, by an op of `dispatch.produced_ops`."""
+
+    what: str
+    inputs: Sequence[Tensor | None]
+    shape: tuple[int, int]
+    eps: float = 0.0
+    statistics: int = 0
+    """How many tensors the op gives for backward before the planes."""
+    saved: Sequence[Tensor] = ()
+    """These tensors, once the op is called."""
+
+    @property
+    def x(self) -> Tensor:
+        assert self.inputs[0] is not None
+        return self.inputs[0]
+
+    @property
+    def matrix(self) -> tuple[str, Sequence[Tensor | None], float]:
+        """The first arguments of the op."""
+        return self.what, self.inputs, self.eps
+
+    def take(self, results: list[Tensor]) -> list[Tensor]:
+        """The parts among the results of the op."""
+        self.saved = tuple(results[: self.statistics])
+        return results[self.statistics :]
+
+
 def cast_planes(
-    x: Tensor,
+    x: "Tensor | FusedProducer",
     row: str,
     col: str,
     propagate: bool,
@@ -25,17 +56,21 @@ def cast_planes(
     seed: Tensor | None = None,
     live: Tensor | None = None,
 ) -> list[Tensor]:
-    """The parts of the rowwise and of the columnwise plane of (M, K), each in the order of its format.
+    """The parts of the rowwise and of the columnwise plane of a matrix (M, K), each in the order of its format.
 
     A plane whose name is "" has none. A scale of both planes comes once. `seed`, int64 (1,), if a plane rounds
     stochastically.
     """
-    if x.numel() == 0:
+    is_there = isinstance(x, Tensor)
+    if is_there and x.numel() == 0:
         return [part.fill_(0) for part in empty_planes(x, row, col)]
-    kernel, row_delayed = _cast_of(row, col, x.dtype, propagate)
+    kernel, row_delayed = _cast_of(row, col, x.dtype if is_there else x.x.dtype, propagate)
     scales = (scale, None) if row_delayed else (None, scale)
     seeds = () if seed is None else (seed,)
-    of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, None, *seeds)
+    if is_there:
+        of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, None, *seeds)
+    else:
+        of_row, of_col = kernel.produced(x, scales, live, *seeds)
     return [*_results(of_row, None), *_results(of_col, of_row)]
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ class RowNorm:
     """A norm of rows; `centred` where the mean is subtracted."""
 
     centred: bool
+    op: str
+    """Its name in graphs that call the kernel."""
+
+    @property
+    def statistics(self) -> int:
+        """How many tensors forward saves."""
+        return 1 + self.centred
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         raise NotImplementedError
@@ -59,10 +67,21 @@ class RowNorm:
 
         return activations.normalised(Norm(flat, gamma, beta, eps, self.centred, x.shape[:-1], saved))
 
+    def traced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> TracedProducer:
+        """In a trace, `produced`."""
+        width = x.shape[-1]
+        shape, inputs = (x.numel() // width, width), (x, gamma, beta, *saved)
+        return TracedProducer(self.op, inputs, shape, eps, 0 if saved else self.statistics)
+
     def backward_of_produced(
         self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs
     ) -> Gradients:
         """As `backward`, which takes what kernels do not."""
+        if torch.compiler.is_dynamo_compiling():
+            wanted = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
+            results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), wanted))
+            dx, dgamma, dbeta = (next(results) if want else None for want in wanted)
+            return dx, dgamma, dbeta
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
             return self.backward(dy, x, gamma, beta, saved, needs)
         from duotone.kernels import norms
@@ -77,7 +96,7 @@ class RowNorm:
 class LayerNormKernel(RowNorm):
     """y = (x - mean) / sqrt(var + eps) * gamma + beta."""
 
-    centred = True
+    centred, op = True, "LayerNorm"
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten.native_layer_norm(x, [x.shape[-1]], gamma, beta, eps)
@@ -93,7 +112,7 @@ class LayerNormKernel(RowNorm):
 class RMSNormKernel(RowNorm):
     """y = x / sqrt(mean(x^2) + eps) * gamma, in fp32."""
 
-    centred = False
+    centred, op = False, "RMSNorm"
 
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         return aten._fused_rms_norm(x, [x.shape[-1]], gamma, eps)
@@ -142,6 +161,8 @@ def widened(x: Tensor) -> Tensor:
 class L2Kernel:
     """y = x / sqrt(sum(x^2) + eps), in fp32, without parameters."""
 
+    op = ""
+
     def forward(self, x: Tensor, gamma: Weight, beta: Weight, eps: float) -> tuple[Tensor, ...]:
         wide = widened(x)
         scale = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
@@ -153,6 +174,8 @@ class L2Kernel:
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
         """None: no kernel makes this one."""
         return None
+
+    traced = produced
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
         (scale,) = saved

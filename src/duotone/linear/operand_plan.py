@@ -20,6 +20,7 @@ from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
 if TYPE_CHECKING:
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -45,6 +46,9 @@ class BackwardOperand:
 
     encodes_again = False
     """Whether backward encodes the tensor once more."""
+
+    takes_producer = False
+    """Whether backward may encode the plane from what a fused producer saves."""
 
     token_dim = 1
     """The dimension of a saved plane of the input that the rows of the activation lie along."""
@@ -88,8 +92,11 @@ class ReencodeInGraph(ReencodeInBackward):
     """The same in a trace, of a tensor that the partitioner may compute again.
 
     It saves what is read by an op that fuses with nothing, such as a cast. So the cast reads a power of 1.0, which
-    fuses with what makes the tensor. Copies, and products with 1, would be dropped before.
+    fuses with what makes the tensor. Copies, and products with 1, would be dropped before. After a fused producer, the
+    cast is that of `ReencodeFromProducer`.
     """
+
+    takes_producer = True
 
     def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
         assert isinstance(x, Tensor)
@@ -99,6 +106,8 @@ class ReencodeInGraph(ReencodeInBackward):
 @dataclass(frozen=True, eq=False)
 class ReencodeFromProducer(KeepColumnwise):
     """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
+
+    takes_producer = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,7 +223,7 @@ class OperandPlan:
             return self.quantizer.encode(x, self.usage, context)
         return self.source.planes(x, self.quantizer, self.usage, context)
 
-    def encode_produced(self, producer: "FusedProducer", seed: Tensor | None) -> Planes | None:
+    def encode_produced(self, producer: "FusedProducer | TracedProducer", seed: Tensor | None) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix (a fused norm or activation).
 
         None if no such kernel applies; the caller then computes the matrix and encodes it.
@@ -227,6 +236,13 @@ class OperandPlan:
             return None
         context = self.context if self.stream is None else self.seeded(seed)
         return self.backward.keep(x, planes, self.quantizer, context)
+
+    @property
+    def fuses_in_graphs(self) -> bool:
+        """Whether a graph has an op that also makes the matrix."""
+        context, quantizer = self.context, self.quantizer
+        is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
+        return is_plain and context.traces_kernel and context.shard is None
 
     @cached_property
     def formats(self) -> tuple[Format | None, Format | None]:

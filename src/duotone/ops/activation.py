@@ -14,6 +14,7 @@ from duotone.pipeline.op import Op, TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 
 if TYPE_CHECKING:
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
     from duotone.pipeline.spread import Spread
 
@@ -35,8 +36,18 @@ class ActivationStage(ProducerStage):
     def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         return (self.activation.differentiate(dy, saved[0]),)
 
-    def fused_producer(self, x: Tensor) -> "FusedProducer | None":
-        return self.activation.produced(x)
+    @property
+    def fuses_in_graphs(self) -> bool:  # type: ignore[override]
+        return self.activation.kernel != ""
+
+    def fused_producer(self, x: Tensor) -> "FusedProducer | TracedProducer | None":
+        traced = torch.compiler.is_dynamo_compiling()
+        return self.activation.traced(x) if traced else self.activation.produced(x)
+
+    def fused_gradient(self, dy: Tensor, x: Tensor) -> "FusedProducer | TracedProducer | None":
+        """The gradient, likewise."""
+        traced = torch.compiler.is_dynamo_compiling()
+        return self.activation.traced_gradient(dy, x) if traced else self.activation.produced_gradient(dy, x)
 
 
 @dataclass(frozen=True, eq=False)

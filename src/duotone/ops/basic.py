@@ -18,6 +18,7 @@ from duotone.planned.weights import materialise
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -43,8 +44,11 @@ class ProducerStage(Stage):
     keeps: bool
     """Whether a backward follows, so that something is saved."""
 
-    def fused_producer(self, x: Tensor, *operands: Tensor | None) -> "FusedProducer | None":
-        """The output as a matrix that the cast kernel computes itself; None if it cannot.
+    fuses_in_graphs: bool
+    """Whether a graph has an op that computes the output and encodes it."""
+
+    def fused_producer(self, x: Tensor, *operands: Tensor | None) -> "FusedProducer | TracedProducer | None":
+        """The output as a matrix that the cast kernel, or an op of a graph, computes itself; None if it cannot.
 
         After the operands may follow what the kernel saved before, so that nothing is measured again.
         """

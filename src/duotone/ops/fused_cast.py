@@ -10,15 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from duotone.linear.core import LinearStage, as_matrix
-from duotone.linear.operand_plan import COLUMNWISE, REENCODE_FROM_PRODUCER, USE_SUPPLIED, columnwise
+from duotone.linear.operand_plan import COLUMNWISE, USE_SUPPLIED, OperandPlan, columnwise
 from duotone.linear.plane_source import ENCODE_NOW
 from duotone.ops.activation import ActivationStage
 from duotone.ops.basic import ProducerStage
 from duotone.ops.norm import NormStage
-from duotone.pipeline.rewrites import register_rule, replace_pairs
+from duotone.pipeline.rewrites import RULES, register_rule, replace_pairs
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
 from duotone.tensor.plane import DeferredPlane, Plane, Usage
 
@@ -100,7 +101,7 @@ class CastBackward(Pair):
     ) -> tuple[Tensor | None, Gradients]:
         operand, of_linear, like = self.first.plan.gradient, saved[0], saved[1][0]
         seed = of_linear[2][0]
-        producer = None if needs[1] else self.second.activation.produced_gradient(dy, like)
+        producer = None if needs[1] else self.second.fused_gradient(dy, like)
         planes = None if producer is None else operand.encode_produced(producer, seed)
         flat = None
         if planes is None:
@@ -130,12 +131,19 @@ class NormBackward(Pair):
         return dx, (*of_norm, *of_second)
 
 
+def _can_fuse(producer: ProducerStage, operand: OperandPlan) -> bool:
+    """Whether what the stage makes is encoded at once. A trace needs an op for it."""
+    traced = torch.compiler.is_dynamo_compiling()
+    return operand.source is ENCODE_NOW and (not traced or (producer.fuses_in_graphs and operand.fuses_in_graphs))
+
+
 def _casts_output(first: Stage, second: Stage) -> bool:
     """Whether the linear encodes what the producer computes, and saves nothing else of it."""
     if not isinstance(first, ProducerStage) or type(second) is not LinearStage:
         return False
     operand = second.plan.input
-    return operand.source is ENCODE_NOW and not (operand.is_kept and operand.backward.keeps_original)
+    keeps_input = operand.is_kept and operand.backward.keeps_original and not operand.backward.takes_producer
+    return _can_fuse(first, operand) and not keeps_input
 
 
 def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
@@ -144,7 +152,7 @@ def _fuse_forward(first: Stage, second: Stage) -> Stage | None:
         return None
     assert isinstance(first, ProducerStage) and isinstance(second, LinearStage)
     plan, operand = second.plan, second.plan.input
-    if operand.backward is not REENCODE_FROM_PRODUCER or not (operand.is_kept and first.keeps):
+    if not (operand.backward.takes_producer and operand.is_kept and first.keeps):
         return CastForward(first, second)
     lean = replace(operand, backward=USE_SUPPLIED, usage=Usage(True, False))
     return CastForward(first, second, replace(second, plan=replace(plan, input=lean)))
@@ -161,7 +169,7 @@ def _fuse_backward(first: Stage, second: Stage) -> Stage | None:
     """An activation behind a linear whose gradient is quantized."""
     if type(first) is not LinearStage or not isinstance(second, ActivationStage) or not second.keeps:
         return None
-    return CastBackward(first, second) if first.plan.gradient.source is ENCODE_NOW else None
+    return CastBackward(first, second) if _can_fuse(second, first.plan.gradient) else None
 
 
 cast_forward = partial(replace_pairs, fuse=_fuse_forward)
@@ -170,3 +178,5 @@ norm_backward = partial(replace_pairs, fuse=_fuse_norm)
 register_rule(cast_forward, "forward")
 register_rule(cast_backward, "backward")
 register_rule(norm_backward, "backward")
+RULES.traced["forward"].append(cast_forward)
+RULES.traced["backward"] += [cast_backward, norm_backward]

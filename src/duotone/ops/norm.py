@@ -16,6 +16,7 @@ from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import materialise
 
 if TYPE_CHECKING:
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
     from duotone.pipeline.spread import Spread
 
@@ -50,10 +51,17 @@ class NormStage(ProducerStage):
         y, *measured = self.kernel.forward(*self._inputs(x, gamma, beta), self.eps)
         return y.to(x.dtype), self.keep(x, gamma, beta, *measured)
 
+    @property
+    def fuses_in_graphs(self) -> bool:  # type: ignore[override]
+        return self.kernel.op != "" and not self.zero_centered
+
     def fused_producer(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, *measured: Tensor
-    ) -> "FusedProducer | None":
-        return None if self.zero_centered else self.kernel.produced(x, gamma, beta, self.eps, *measured)
+    ) -> "FusedProducer | TracedProducer | None":
+        if self.zero_centered:
+            return None
+        produced = self.kernel.traced if torch.compiler.is_dynamo_compiling() else self.kernel.produced
+        return produced(x, gamma, beta, self.eps, *measured)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         x, gamma, beta, *measured = saved

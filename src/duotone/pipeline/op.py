@@ -14,7 +14,7 @@ from duotone.formats.format import require_dense
 from duotone.pipeline.autograd import RUNNER, Backward, Outputs, PipelineFunction, are_transforms_active
 from duotone.pipeline.channels import Channels
 from duotone.pipeline.deferred import DeferredOutput
-from duotone.pipeline.rewrites import RULES, rewrite
+from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
 from duotone.pipeline.second_order import second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
@@ -216,7 +216,8 @@ def run(
         stages += (stage,)
         taken += op.extra_inputs
     if torch.compiler.is_dynamo_compiling():
-        forward, backward, rolls, apply = stages, Backward(stages), False, PipelineFunction.apply
+        forward, rewritten = rewrite_traced(stages)
+        backward, rolls, apply = Backward(rewritten), False, PipelineFunction.apply
     else:
         forward, backward, rolls = _rewritten(stages, owner.__dict__, is_forward_grad_enabled())
         apply = RUNNER.apply

@@ -13,10 +13,11 @@ Rule = Callable[[Stages], Stages]
 
 
 class Registry:
-    """The rules by pass. `version` counts changes, so that rewritten tuples are made anew."""
+    """The rules by pass, and which of them run in traces. `version` counts changes: rewritten tuples are made anew."""
 
     def __init__(self) -> None:
         self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}
+        self.traced: dict[str, list[Rule]] = {"forward": [], "backward": []}
         self.version = 0
 
 
@@ -37,7 +38,7 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
 
 def unregister_rule(rule: Rule) -> None:
     """Take a rule out again; nothing happens where it is not registered."""
-    for rules in RULES.rules.values():
+    for rules in (*RULES.rules.values(), *RULES.traced.values()):
         if rule in rules:
             rules.remove(rule)
     RULES.version += 1
@@ -47,6 +48,16 @@ def rewrite(stages: Stages) -> tuple[Stages, Stages]:
     """The stages of forward and of backward."""
     joint = _apply("both", stages)
     return _apply("forward", joint), _apply("backward", joint)
+
+
+def rewrite_traced(stages: Stages) -> tuple[Stages, Stages]:
+    """The same in a trace, which checks no rule."""
+    forward = backward = stages
+    for rule in RULES.traced["forward"]:
+        forward = rule(forward)
+    for rule in RULES.traced["backward"]:
+        backward = rule(backward)
+    return forward, backward
 
 
 def _apply(when: str, stages: Stages) -> Stages:

@@ -7,14 +7,16 @@ its parameters, its seed, and the `handle` that delayed scaling finds its states
 
 import itertools
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_planes
 from duotone.errors import UserError
+from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered
 from duotone.recipes.recipe import drop_dead, recipe_of
@@ -156,12 +158,30 @@ class TracedSlot(Slot):
         where = (self.handle, self.plan, self.member, self.operand, self.side)
         return torch.ops.duotone.traced_planes(x, *where, row, col, propagate)
 
+    def cast_produced(
+        self, what: str, inputs: Sequence[Tensor | None], eps: float, row: str, col: str, propagate: bool
+    ) -> list[Tensor]:
+        where = (self.handle, self.plan, self.member, self.operand, self.side)
+        return torch.ops.duotone.traced_produced(what, inputs, eps, row, col, propagate, *where)
+
 
 def _slot(handle: Tensor, *place: Any) -> Slot:
     return planner_of(handle).slot(*place)
 
 
-define_slot_ops("traced", "Tensor handle, str plan, int member, str operand, int side", _slot)
+def _produced(what: str, inputs: Inputs, eps: float, row: str, col: str, propagate: bool, *place: Any) -> list[Tensor]:
+    return produced_planes(what, inputs, eps, row, col, propagate, slot=_slot(*place))
+
+
+PLACE = "Tensor handle, str plan, int member, str operand, int side"
+define_slot_ops("traced", PLACE, _slot)
+define_op(
+    f"traced_produced(str what, Tensor?[] inputs, float eps, str row, str col, bool propagate, {PLACE}) -> Tensor[]",
+    _produced,
+    empty_produced,
+    devices=("CUDA",),
+    tags=STATEFUL,
+)
 
 
 def move(planner: "Planner", old: str, new: str) -> None:

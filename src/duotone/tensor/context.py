@@ -1,6 +1,6 @@
 """QuantizeContext: what a quantize needs besides the tensor. Callers pass it, and no quantizer keeps it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +51,12 @@ class Slot:
     def cast(self, x: Tensor, row: str, col: str, propagate: bool) -> list[Tensor]:
         """In traced code: the parts of both planes, in the formats of these names ("" for no plane)."""
         return torch.ops.duotone.cast_planes(x, row, col, propagate, self.scale_for(x))
+
+    def cast_produced(
+        self, what: str, inputs: Sequence[Tensor | None], eps: float, row: str, col: str, propagate: bool
+    ) -> list[Tensor]:
+        """In traced code: as `dispatch.produced_ops.produced_planes`."""
+        raise NotImplementedError
 
 
 class FixedScale(Slot):

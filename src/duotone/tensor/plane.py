@@ -22,6 +22,7 @@ from duotone.formats.geometry import crop
 from duotone.tensor.context import QuantizeContext, Slot
 
 if TYPE_CHECKING:
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 
@@ -160,7 +161,11 @@ NO_SCALES = None, None
 
 
 def encode_once(
-    row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContext, producer: "FusedProducer | None" = None
+    row: Format | None,
+    col: Format | None,
+    x: Tensor,
+    ctx: QuantizeContext,
+    producer: "FusedProducer | TracedProducer | None" = None,
 ) -> Planes | None:
     """The planes of a CUDA matrix in these formats from one read of it. None if stages have to encode it.
 
@@ -173,7 +178,7 @@ def encode_once(
         if slot is None:
             return None
     if torch.compiler.is_dynamo_compiling():
-        return None if producer is not None else _encode_traced(row, col, x, slot, ctx)
+        return _encode_traced(row, col, x, slot, ctx, producer)  # type: ignore[arg-type]  # no kernel runs in a trace
     if producer is not None and ctx.shard is not None:
         return None
     cast = one_read(row, col, x, ctx.propagate)
@@ -194,7 +199,7 @@ def encode_once(
         parts = cast(x, scales, live, ctx.shard, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
-        parts = cast.produced(producer, scales, live, *seed)
+        parts = cast.produced(producer, scales, live, *seed)  # type: ignore[arg-type]  # the other is for traces
     return Planes(
         None if row is None or parts[0] is None else Plane(row, parts[0], (rows, cols)),
         None if col is None or parts[1] is None else Plane(col, parts[1], (cols, rows)),
@@ -227,19 +232,30 @@ def _seed(row: Format | None, col: Format | None, x: Tensor, ctx: QuantizeContex
 
 
 def _encode_traced(
-    row: Format | None, col: Format | None, x: Tensor, slot: Slot | None, ctx: QuantizeContext
+    row: Format | None,
+    col: Format | None,
+    x: Tensor,
+    slot: Slot | None,
+    ctx: QuantizeContext,
+    producer: "TracedProducer | None",
 ) -> Planes | None:
     """`encode_once` as one opaque op of the graph."""
     seed = _seed(row, col, x, ctx)
     if not ctx.traces_kernel or ctx.shard is not None or seed is None:
         return None
     names = "" if row is None else row.name, "" if col is None else col.name
-    if slot is not None:
+    if producer is not None:
+        if slot is not None:
+            results = slot.cast_produced(*producer.matrix, *names, ctx.propagate)
+        else:
+            results = torch.ops.duotone.produced_planes(*producer.matrix, *names, ctx.propagate, *seed)
+        parts = producer.take(results)
+    elif slot is not None:
         parts = slot.cast(x, *names, ctx.propagate)
     else:
         parts = torch.ops.duotone.cast_planes(x, *names, ctx.propagate, None, *seed)
     of_row, of_col = named_parts(row, col, parts)
-    rows, cols = x.shape[0], x.shape[1]
+    rows, cols = (x if producer is None else producer).shape
     return Planes(
         None if row is None else Plane(row, of_row, (rows, cols)),
         None if col is None else Plane(col, of_col, (cols, rows)),

@@ -19,6 +19,7 @@ from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.shards import PairedShard, ask, spans
 
 if TYPE_CHECKING:
+    from duotone.dispatch.cast_ops import TracedProducer
     from duotone.kernels.activations import FusedProducer
 
 SOURCES = ("original", "rowwise_dequantized")
@@ -115,7 +116,9 @@ class Quantizer:
         row = None if row_format is None else encode_plane(row_format, x, ctx, stages=stages)
         return Planes(row, None if col_format is None else _columnwise(col_format, x, row, ctx, stages))
 
-    def encode_produced(self, producer: "FusedProducer", usage: Usage, ctx: QuantizeContext) -> Planes | None:
+    def encode_produced(
+        self, producer: "FusedProducer | TracedProducer", usage: Usage, ctx: QuantizeContext
+    ) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix. None if no kernel does; then materialize it."""
         if type(self) is not Quantizer or self.columnwise_source != "original":
             return None

@@ -1,0 +1,169 @@
+"""Producers as ops of a graph: a norm, an activation or its gradient, of which only the planes exist.
+
+An op runs what eager code runs, so graphs have the bits of eager code. Where no cast kernel computes the matrix, the
+op writes it and encodes that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from duotone.dispatch.activations import ACTIVATIONS, Activation
+from duotone.dispatch.cast_ops import cast_planes, empty_planes
+from duotone.dispatch.norms import NORMS, RowNorm
+from duotone.graph_ops import define_op
+
+if TYPE_CHECKING:
+    from duotone.kernels.activations import FusedProducer
+
+Inputs = Sequence[Tensor | None]
+
+
+class Place(Protocol):
+    """A slot of delayed scaling: `tensor.context.Slot`."""
+
+    @property
+    def is_new(self) -> bool: ...
+
+    def place(self, x: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+
+@dataclass(frozen=True)
+class OfActivation:
+    """The activation of x."""
+
+    activation: Activation
+
+    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
+        """What a cast kernel computes by itself; None if it cannot."""
+        return self.activation.produced(*inputs)  # type: ignore[arg-type]
+
+    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
+        """The matrix, and what backward needs of it."""
+        return (self.activation(*inputs),)  # type: ignore[arg-type]
+
+    def shape(self, inputs: Inputs) -> tuple[int, int]:
+        """Of the matrix."""
+        rows, width = _matrix_shape(inputs[0])
+        return rows, width // 2 if self.activation.gated else width
+
+    def statistics(self, inputs: Inputs) -> list[Tensor]:
+        """What backward needs of the matrix, without values."""
+        return []
+
+
+@dataclass(frozen=True)
+class OfGradient(OfActivation):
+    """The gradient of the activation, of dy and x."""
+
+    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
+        return self.activation.produced_gradient(*inputs)  # type: ignore[arg-type]
+
+    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
+        return (self.activation.differentiate(*inputs),)  # type: ignore[arg-type]
+
+    def shape(self, inputs: Inputs) -> tuple[int, int]:
+        return _matrix_shape(inputs[1])
+
+
+@dataclass(frozen=True)
+class OfNorm:
+    """The norm of x, gamma and beta. The statistics may follow; if they do not, they are results."""
+
+    kernel: RowNorm
+
+    def fused(self, inputs: Inputs, eps: float) -> "FusedProducer | None":
+        x, gamma, beta, *measured = inputs
+        return self.kernel.produced(x, gamma, beta, eps, *measured)  # type: ignore[arg-type]
+
+    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
+        return self.kernel.forward(*inputs[:3], eps)  # type: ignore[arg-type]
+
+    def shape(self, inputs: Inputs) -> tuple[int, int]:
+        return _matrix_shape(inputs[0])
+
+    def statistics(self, inputs: Inputs) -> list[Tensor]:
+        x, *_, count = *inputs[:1], self.kernel.statistics if len(inputs) == 3 else 0
+        assert x is not None
+        return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(count)]
+
+
+PRODUCERS = {
+    **{each.op: OfActivation(each) for each in ACTIVATIONS.values() if each.kernel},
+    **{f"gradient of {each.op}": OfGradient(each) for each in ACTIVATIONS.values() if each.kernel},
+    **{kernel.op: OfNorm(kernel) for kernel in NORMS.values() if isinstance(kernel, RowNorm)},
+}
+"""By the names in graphs."""
+
+
+def _matrix_shape(x: Tensor | None) -> tuple[int, int]:
+    assert x is not None
+    return x.shape[:-1].numel(), x.shape[-1]
+
+
+def produced_planes(
+    what: str,
+    inputs: Inputs,
+    eps: float,
+    row: str,
+    col: str,
+    propagate: bool,
+    seed: Tensor | None = None,
+    slot: Place | None = None,
+) -> list[Tensor]:
+    """What backward needs of a matrix that is made here, then its planes as of `cast_planes`.
+
+    `slot` if a plane has a delayed scale. The first scale of a slot follows from values.
+    """
+    kind = PRODUCERS[what]
+    producer = None if slot is not None and slot.is_new else kind.fused(inputs, eps)
+    if producer is None:
+        values, *saved = kind.values(inputs, eps)
+        values = values.reshape(kind.shape(inputs))
+    else:
+        values, saved = producer.x, ()
+    scale, live = (None, None) if slot is None else slot.place(values)
+    parts = cast_planes(producer or values, row, col, propagate, scale, seed, live)
+    saved = saved if producer is None else producer.saved
+    return [*saved[: len(kind.statistics(inputs))], *parts]
+
+
+def empty_produced(what: str, inputs: Inputs, eps: float, row: str, col: str, *_: object) -> list[Tensor]:
+    """What `produced_planes` gives, without values."""
+    kind, x = PRODUCERS[what], inputs[0]
+    assert x is not None
+    return [*kind.statistics(inputs), *empty_planes(x.new_empty(kind.shape(inputs)), row, col)]
+
+
+def norm_gradients(
+    what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
+) -> list[Tensor]:
+    """Those gradients of x, gamma and beta that `needs` names, as of `RowNorm.backward_of_produced`."""
+    gradients = NORMS[what].backward_of_produced(dy, x, gamma, beta, saved, tuple(needs))
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+
+
+def _gradient_shapes(
+    what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
+) -> list[Tensor]:
+    inputs = zip((x, gamma, beta), needs, strict=True)
+    return [one.new_empty(one.shape) for one, need in inputs if one is not None and need]
+
+
+define_op(
+    "norm_gradients(str what, Tensor dy, Tensor x, Tensor? gamma, Tensor? beta, Tensor[] saved, bool[] needs)"
+    " -> Tensor[]",
+    norm_gradients,
+    _gradient_shapes,
+    devices=("CUDA",),
+)
+define_op(
+    "produced_planes(str what, Tensor?[] inputs, float eps, str row, str col, bool propagate, Tensor? seed=None)"
+    " -> Tensor[]",
+    produced_planes,
+    empty_produced,
+    devices=("CUDA",),
+)

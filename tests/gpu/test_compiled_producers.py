@@ -1,0 +1,76 @@
+"""On a CUDA device: compiled norms and activations before a cast are eager's ops, with eager's bits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import duotone
+from duotone import recipes
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="no CUDA device; run `PYTHONPATH=src python -m pytest tests/gpu` on one",
+)
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+KINDS = {"gelu": "LayerNorm", "swiglu": "RMSNorm"}
+
+
+def mlp(name: str, activation: str, recompute: bool = False) -> duotone.LayerNormMLP:
+    torch.manual_seed(0)
+    recipe = replace(recipes.load(name), recompute_columnwise=recompute)
+    options = {"normalization": KINDS[activation], "activation": activation, "recipe": recipe}
+    return duotone.LayerNormMLP(256, 384, bias=False, device="cuda", params_dtype=torch.bfloat16, **options)
+
+
+def steps(module: torch.nn.Module, call: object) -> list[Tensor]:
+    """Outputs and gradients of three steps, whose delayed scales move."""
+    x, results = torch.randn(2, 64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(1)), []
+    for i in range(3):
+        each = (x.bfloat16() * (1 + i)).requires_grad_()
+        y = call(each)  # type: ignore[operator]
+        results += [y.detach(), *torch.autograd.grad(y.square().sum(), [each, *module.parameters()])]
+    return results
+
+
+@pytest.mark.parametrize("activation", KINDS)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_compiled_mlp_gives_the_bits_of_eager(name: str, recompute: bool, activation: str) -> None:
+    torch.compiler.reset()
+    eager, traced = (mlp(name, activation, recompute) for _ in range(2))
+    traced.load_state_dict(eager.state_dict(), strict=False)
+    duotone.load_rng_state(traced, duotone.rng_state(eager))
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True, dynamic=False)
+    for a, b in zip(steps(eager, eager), steps(traced, compiled), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_inductor_calls_the_ops_and_stays_close_to_eager() -> None:
+    torch.compiler.reset()
+    eager, traced = (mlp("fp8-delayed", "swiglu") for _ in range(2))
+    traced.load_state_dict(eager.state_dict(), strict=False)
+    for a, b in zip(steps(eager, eager), steps(traced, torch.compile(traced, fullgraph=True)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("row", ["fp8_e4m3_tensor", "fp8_e4m3_1x128"])
+def test_the_ops_are_what_their_schemas_say(row: str) -> None:
+    x, z = (torch.randn(3, 32, count, device="cuda").bfloat16() for count in (256, 512))
+    gamma, beta = (torch.randn(256, device="cuda").bfloat16() for _ in range(2))
+    op, saved = torch.ops.duotone.produced_planes, []
+    for what, inputs in {
+        "LayerNorm": [x, gamma, beta],
+        "RMSNorm": [x, gamma, None],
+        "gelu": [x],
+        "gated silu": [z],
+        "gradient of gated silu": [x, z],
+    }.items():
+        opcheck(op.default, (what, inputs, 1e-5, row, row, True))
+        saved.append(op(what, inputs, 1e-5, row, row, True))
+    again = op("LayerNorm", [x, gamma, beta, *saved[0][:2]], 1e-5, "", row, True)
+    assert torch.equal(again[0], op("LayerNorm", [x, gamma, beta], 1e-5, "", row, True)[2])
+    call = ("LayerNorm", x, x, gamma, beta, saved[0][:2], [True, False, True])
+    opcheck(torch.ops.duotone.norm_gradients.default, call)
