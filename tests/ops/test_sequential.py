@@ -554,6 +554,15 @@ def test_quantize_recomputes_under_the_recipe_of_its_forward(reentrant) -> None:
     assert equal(run(lambda t: checkpoint(model, t, use_reentrant=reentrant)), run(model))
 
 
+def test_ops_of_every_kind_are_one_graph_with_the_bits_of_eager() -> None:
+    parts = [ops.LayerNorm(64, dtype=DTYPE), linear(32), ops.Bias(32, dtype=DTYPE), ops.ConstantScale(0.5), ops.GELU()]
+    parts += [ops.Reshape((4, 8, -1)), ops.SwiGLU(), ops.Dropout(0.0), ops.L2Normalization(), ops.Identity()]
+    model, x = ops.Sequential(*parts, ops.Reshape((-1, 16))), rows()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert equal(outcome(compiled, model.parameters(), x), outcome(model, model.parameters(), x))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True)])
 def test_quantize_runs_outside_of_graphs_with_the_bits_of_eager(forward, backward) -> None:

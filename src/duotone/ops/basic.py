@@ -214,7 +214,7 @@ class Reshape(BasicOp):
         """Width and rows of the output, None if the input's are not known. UserError if they do not fit."""
         if info.width is None or info.rows is None:
             return (self.shape[-1] if self.shape[-1] >= 0 else None), None
-        elements, known = info.width * info.rows, math.prod(size for size in self.shape if size >= 0)
+        elements, known = info.width * info.rows, math.prod([size for size in self.shape if size >= 0])
         free = -1 in self.shape
         if (elements != known and not free) or (free and (not known or elements % known)):
             raise UserError(f"Reshape to {self.shape} takes as many elements; got {info.rows} rows of {info.width}")
