@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37353
+LIBRARY_LINES = 37490
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2453, 20, 0),
+    "attention": (2580, 20, 0),
     "cli": (1524, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
-    "state": (1759, 10, 0),
+    "state": (1769, 10, 0),
     "tensor": (2499, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from duotone.attention.blockwise import BackwardOperands, Blocks, attend, differentiate
 from duotone.attention.head_planes import HeadOperand, TileOperand
 from duotone.attention.heads import from_heads, to_heads, token_axis
+from duotone.attention.ranks import Ranks
 from duotone.dispatch import attention
 from duotone.dispatch.attention import KERNEL, AttentionProblem, Options, Rounding
 from duotone.errors import UserError
@@ -85,6 +86,9 @@ class AttentionStage(Stage):
     fast: bool
     layout: str
     groups: int
+    ranks: Ranks | None
+    """Those that share the sequence. Keys and values are then of all of them."""
+
     number: str = field(init=False)
     """By which ops of a graph find the stage."""
 
@@ -104,10 +108,11 @@ class AttentionStage(Stage):
     ) -> tuple[Tensor, Saved]:
         batch, heads, queries, width = to_heads(q, self.layout).shape
         keys, value_width = k.shape[token_axis(self.layout)], v.shape[-1]
+        keys *= 1 if self.ranks is None else self.ranks.count
         sizes = Sizes(batch, self.groups, heads // self.groups, queries, keys, width, value_width)
         usage = Usage(True, self.tracks)
-        planes = self._encode(self.query, q, usage, seed), self._encode(self.key, k, usage, seed)
-        planes = *planes, self._encode(self.value, v, Usage(self.tracks, True), seed)
+        planes = self._encode(self.query, q, usage, seed), self._encode_all(self.key, k, usage, seed)
+        planes = *planes, self._encode_all(self.value, v, Usage(self.tracks, True), seed)
         row_scale, col_scale = self._scales_of_weights(next(iter(planes[0][0].parts.values())))
         parts = [part for each in planes for plane in each for part in plane.parts.values()]
         out, lse = torch.ops.duotone.attend(parts, seen, seed, row_scale, sizes, q.dtype, self.number)
@@ -128,6 +133,18 @@ class AttentionStage(Stage):
             x = x.dequantize()
         return operand.encode(to_heads(x, self.layout).unflatten(1, (self.groups, -1)), usage, seed)
 
+    def _encode_all(self, operand: HeadOperand, x: Tensor, usage: Usage, seed: Tensor | None) -> list[Plane]:
+        """The planes of keys or values of all ranks. Codes travel where ranks agree on one scale."""
+        if self.ranks is None:
+            return self._encode(operand, x, usage, seed)
+        x = x.dequantize() if isinstance(x, QuantizedTensor) else x
+        if operand.context.shard is None:
+            return self._encode(operand, self.ranks.gathered(x, token_axis(self.layout)), usage, seed)
+        batch = x.shape[1 - token_axis(self.layout)]
+        directions = [name for name, is_used in operand.usage(usage)._asdict().items() if is_used]
+        planes = zip(self._encode(operand, x, usage, seed), directions, strict=True)
+        return [self.ranks.gathered_plane(plane, direction, batch) for plane, direction in planes]
+
     def _scales_of_weights(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of probabilities under delayed scaling. Their largest magnitude is 1 in every step."""
         one = like.new_ones((1, 1), dtype=torch.float32)
@@ -144,6 +161,8 @@ class AttentionStage(Stage):
         dq, dk, dv = (
             from_heads(each.flatten(1, 2), self.layout).unflatten(-1, (-1, each.shape[-1])) for each in gradients
         )
+        if self.ranks is not None:
+            dk, dv = (self.ranks.summed(each, token_axis(self.layout)) for each in (dk, dv))
         return dq, dk, dv, None, None
 
     def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":

@@ -3,17 +3,20 @@
 import torch
 from torch import Tensor
 
+from duotone.attention.ranks import Ranks
 from duotone.recipes.recipe import Recipe
 
 
-def conditioned(recipe: Recipe, query: Tensor, key: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def conditioned(recipe: Recipe, query: Tensor, key: Tensor, axis: int, ranks: Ranks | None) -> tuple[Tensor, Tensor]:
     """Query and key as the fields of the recipe ask, in their dtypes; `axis` is that of the tokens.
 
     Subtracting one vector from all keys of a head changes each row of scores by a constant, which the softmax ignores.
+    `ranks` share the tokens.
     One orthonormal matrix on query and key leaves scores as they are (QuaRot, arXiv 2404.00456).
     """
     if recipe.dpa_center_keys:
-        key = (key - key.mean(axis, keepdim=True, dtype=torch.float32)).to(key.dtype)
+        mean = key.mean(axis, keepdim=True, dtype=torch.float32)
+        key = (key - (mean if ranks is None else ranks.mean(mean))).to(key.dtype)
     if recipe.dpa_rotate:
         matrix = hadamard(query.shape[-1], query.device)
         query, key = (_rotated(x, matrix) for x in (query, key))

@@ -134,7 +134,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         )
         heads = query_layer, key_layer, value_layer
         is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen)
-        if is_low and not self._leaves_to_ring(recipe):
+        if is_low and not self._leaves_to_ring(recipe, query_layer, seen):
             return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
         options = {"dropout": self.dropout, "scale": self.softmax_scale}
@@ -147,11 +147,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attend(query, key, value, **options, attn_mask=seen | nothing).masked_fill(nothing, 0), layout
         )
 
-    def _leaves_to_ring(self, recipe: Recipe) -> bool:
+    def _leaves_to_ring(self, recipe: Recipe, query: Tensor, seen: Tensor | None) -> bool:
         """Whether torch's context parallelism runs the call, in high precision. RecipeError if the recipe is strict."""
         if F.scaled_dot_product_attention is SDPA or not in_context_parallel():
             return False
-        problem = f"{self.module_name} runs in high precision: torch's context_parallel has no products of codes"
+        if torch.compiler.is_dynamo_compiling():
+            reason = "in compiled code"
+        elif seen is not None:
+            reason = "with a mask, a window or a cache"
+        elif self.pick(recipe, str(query.device))[0]:
+            reason = "that were measured to be faster; set dpa_min_tokens to 0 for products in FP8"
+        else:
+            return False
+        problem = f"{self.module_name} runs in high precision: context_parallel has no products of codes {reason}"
         if recipe.strict:
             raise RecipeError(f"strict: {problem}; leave roles of module type 'dpa' in high precision, or strict false")
         warnings.warn(problem, stacklevel=3)

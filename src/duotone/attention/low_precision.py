@@ -11,6 +11,7 @@ from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
+from duotone.attention.ranks import Ranks
 from duotone.numbered import ByName
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
@@ -36,6 +37,7 @@ class Call(NamedTuple):
     causal: bool
     dropout: float
     tracks: bool
+    ranks: Ranks | None
 
 
 class LowPrecision:
@@ -61,14 +63,16 @@ class LowPrecision:
         device = heads[0].device.type
         if is_autocast(device):
             heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
-        q, k = conditioned(recipe, heads[0], heads[1], token_axis(layout))
-        v = heads[2]
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
+        ranks, v = None if compiling else Ranks.now(), heads[2]
+        q, k = conditioned(recipe, heads[0], heads[1], token_axis(layout), ranks)
+        if ranks is not None and causal:
+            seen = ranks.triangle(q.shape[token_axis(layout)], q.device)
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
-        call = Call(*where, causal and seen is None, module.dropout, tracks)
+        call = Call(*where, causal and seen is None, module.dropout, tracks, ranks)
         stage = getattr(self.traced, _traced_stage(module._number, *call)) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
@@ -105,7 +109,7 @@ class LowPrecision:
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         slots = delayed_slots(module, formats, call)
         problem = formats.problem(module.channels, call.dropout, call.device)
-        heads = call.layout, module.num_gqa_groups
+        heads = call.layout, module.num_gqa_groups, call.ranks
         return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks, heads)
 
 

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
+from duotone.attention.ranks import Ranks
+from duotone.comm import ShardContext
 from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, SPANS_TOKENS, AttentionProblem
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
@@ -131,18 +133,23 @@ class AttentionFormats:
         scale: float,
         causal: bool,
         tracks: bool,
-        heads_lie: tuple[str, int],
+        heads_lie: tuple[str, int, Ranks | None],
     ) -> AttentionStage:
         """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow.
 
-        `heads_lie` is the layout of heads and the number of groups."""
+        `heads_lie` is the layout of heads, the number of groups, and the ranks that share the sequence."""
         propagate = recipe.propagate_nonfinite
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
+        layout, groups, ranks = heads_lie
+        shard = None if ranks is None else ShardContext(ranks.group)
+
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:
             context = QuantizeContext(slots=slots.get(tensor, NO_SLOTS), propagate=propagate)
             operand = HeadOperand.of(getattr(self, tensor), context, stream)
+            if tensor not in slots and operand.is_whole:
+                operand = replace(operand, context=replace(context, shard=shard))
             return replace(operand, serving=serving) if self.is_dequantized and serving else operand
 
         value, gradient = heads("value", 2, "columnwise"), heads("do", 3)
@@ -162,8 +169,9 @@ class AttentionFormats:
             forward_kernel=forward,
             backward_kernel=backward,
             fast=recipe.fprop_fast_accum,
-            layout=heads_lie[0],
-            groups=heads_lie[1],
+            layout=layout,
+            groups=groups,
+            ranks=ranks,
             tracks=tracks,
             is_stochastic=self.is_stochastic,
         )

@@ -95,3 +95,13 @@ RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 def in_context_parallel() -> bool:
     """Whether torch's `context_parallel` has replaced scaled_dot_product_attention."""
     return torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(RING), "_replaced_functions", ())
+
+
+def context_parallel() -> tuple[str, bool] | None:
+    """The group of torch's `context_parallel`, and whether its ranks have chunks of both ends. None outside of it."""
+    if not in_context_parallel():
+        return None
+    function = torch.nn.functional.scaled_dot_product_attention
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    group: str = cells["device_mesh"].cell_contents.get_group().group_name
+    return group, sys.modules[RING]._cp_options.enable_load_balance
