@@ -372,8 +372,8 @@ def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
 
 
 @check
-def codes_of_plain_weights_do_not_outlive_a_step(folder: Path) -> None:
-    """Each rank would keep half of the model in FP8 beside its shards."""
+def codes_of_plain_weights_outlive_no_gather(folder: Path) -> None:
+    """From a forward to its backward each rank would keep its half of the model in FP8 beside its shards."""
     m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
     split(m, init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
 
@@ -383,8 +383,11 @@ def codes_of_plain_weights_do_not_outlive_a_step(folder: Path) -> None:
         return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in live}.values())
 
     before = bytes_of_codes()
-    once(m)
-    assert bytes_of_codes() - before < 128 * 256 / 2
+    once(m)  # the first gathers differ: FSDP2 has no buffers yet
+    loss = m(torch.ones(16, 128).bfloat16()).float().square().mean()
+    between = bytes_of_codes()
+    loss.backward()
+    assert max(between, bytes_of_codes()) - before < 128 * 256 / 2
 
 
 @check

@@ -20,7 +20,7 @@ from duotone.state.region import active_recipe
 from duotone.tensor import QuantizeContext, QuantizedTensor
 from duotone.tensor.fsdp import BEFORE
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
-from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.plane import Planes, Usage
 from duotone.tensor.plane_tensor import PlaneTensor
 from duotone.tensor.shards import AnsweredShard, AskingShard, agree, ask, spans
 
@@ -98,8 +98,6 @@ class SentWeight:
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
-        self.row: Plane | None = None
-        """The rowwise plane from a forward to its backward, if both send it."""
         self.amaxes: dict[Usage, Tensor] = {}
         """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
@@ -119,7 +117,7 @@ class SentWeight:
             agree_on_amaxes([*self.of_model()])
         if not self.gathers.derives:
             self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
-        return self.gathers.send(mesh, self.planes), self
+        return self.gathers.send(mesh, self.planes, self.amaxes.get(ROWWISE)), self
 
     def after_gather(
         self,
@@ -176,11 +174,10 @@ class SentWeight:
         return self.plane(side, self.answered)
 
     def planes(self, usage: Usage) -> Planes:
-        if self.gathers.derives:
-            row = self.row or self.agreed(ROWWISE).rowwise
-            self.row = None if self.gathers.is_backward else row
-            return Planes(row, row.transposed() if row is not None and usage.columnwise else None)
-        row = self.agreed(ROWWISE).rowwise if usage.rowwise else None
+        derives = self.gathers.derives
+        row = self.agreed(ROWWISE).rowwise if usage.rowwise or derives else None
+        if derives and row is not None:
+            return Planes(row, row.transposed() if usage.columnwise else None)
         return Planes(row, self.agreed(COLUMNWISE).columnwise if usage.columnwise else None)
 
     @property
@@ -197,7 +194,7 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
     asked: list[tuple[SentWeight, Usage, Tensor]] = []
     for weight in weights:
-        weight.stamp, weight.row = weight.writes, None
+        weight.stamp = weight.writes
         for side in weight.sides:
             amax = ask(lambda _, of=weight, side=side: of.plane(side, of.asking))
             assert amax is not None

@@ -52,7 +52,7 @@ class BeforeGather:
         gathers.find(shard)
         if not gathers.derives:
             gathers.keeps_rowwise |= getattr(module, "differentiates_rowwise", False)
-        return gathers.send(mesh, lambda usage: shard.planes), (shard, gathers)
+        return gathers.send(mesh, lambda usage: shard.planes, shard._rowwise), (shard, gathers)
 
 
 class ShardHooks(PlaneTensor):

@@ -59,8 +59,8 @@ class Gathers:
         """The planes that the last gather sent, and those that hold values since."""
         self.shard = self.whole = NOTHING
         """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
-        self.encoded: Plane | None = None
-        """The rowwise plane that a forward sent last, of formats whose backward sends it again."""
+        self.source: object = None
+        """Of what a forward sent last, of formats whose backward sends it again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
         self.names: dict[int, list[str]] = {}
@@ -80,8 +80,11 @@ class Gathers:
             parts = [pair for root in self.group.modules for pair in root.named_modules()]  # type: ignore
             self.keeps_rowwise |= any(part is module and CHECKPOINT in name for name, part in parts)
 
-    def send(self, mesh: "DeviceMesh", encode: Callable[[Usage], Planes]) -> tuple[Tensor, ...]:
-        """The buffers of this rank for a gather over a mesh. `encode` gives planes of the shard."""
+    def send(self, mesh: "DeviceMesh", encode: Callable[[Usage], Planes], source: object | None) -> tuple[Tensor, ...]:
+        """The buffers of this rank for a gather over a mesh. `encode` gives planes of the shard.
+
+        A `source` that is the object of the last forward has the scales that this forward sent.
+        """
         is_first = self.whole == NOTHING
         if is_first:
             self.count = mesh.size()
@@ -94,8 +97,8 @@ class Gathers:
         rowwise, columnwise = self.sent
         self.valid = Usage(rowwise, columnwise or (self.derives and (not self.derived or self._needs_columnwise)))
         self.shard = row, col = encode(BOTH if is_first or self.count == 1 else self.sent)
-        self.is_repeated = self.derives and row is self.encoded
-        self.encoded = row if self.derives and not self.is_backward else None
+        self.is_repeated = self.derives and source is not None and source is self.source
+        self.source = None if self.is_backward else source
         if self.count == 1:  # the shard is the whole, and FSDP2 would copy its first buffer alone
             return (torch.empty(0, dtype=torch.uint8, device=_codes(self.shard).device),)
         if self.param is not None and not is_first:
