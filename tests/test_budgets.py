@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37490
+LIBRARY_LINES = 37570
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,11 +25,11 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3246, 1, 0),
+    "dispatch": (3257, 1, 0),
     "distributed": (452, 3, 1),
-    "formats": (1490, 0, 0),
+    "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4912, 0, 0),
+    "kernels": (4950, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1947, 5, 0),
     "modules": (655, 1, 0),
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (747, 2, 0),
     "package": (330, 1, 0),
     "pipeline": (1455, 5, 2),
-    "planned": (2990, 15, 5),
+    "planned": (3002, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
     "state": (1769, 10, 0),
-    "tensor": (2499, 15, 0),
+    "tensor": (2515, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

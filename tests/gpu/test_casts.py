@@ -8,7 +8,7 @@ from comparing import awkward_matrix, bits, same
 from torch import Tensor
 
 from duotone import formats
-from duotone.dispatch import casts, gemms
+from duotone.dispatch import casts, gemms, stages
 from duotone.dispatch.products import factors
 from duotone.dispatch.target import target
 from duotone.state.delayed import DelayedState
@@ -68,6 +68,19 @@ def test_one_read_has_the_bits_of_the_stages(pair, shape, dtype) -> None:
             there = quantizer.encode(x.cuda(), usage, QuantizeContext(propagate=propagate))
             same(here[0] if usage.rowwise else None, there.rowwise)
             same(here[1] if usage.columnwise else None, there.columnwise)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
+def test_one_launch_has_the_amaxes_of_many(dtype) -> None:
+    from duotone.kernels import amax
+
+    many = [awkward_matrix(rows, 64, dtype).cuda() for rows in (1, 3, 128, 130, 4096, 28672)]
+    many.append(torch.full((8, 8), float("nan"), device="cuda", dtype=dtype))
+    want = torch.cat([stages.amax_of(x) for x in many])
+    for _ in range(2):  # the second finds the table of addresses
+        assert torch.equal(amax.amaxes(many), want)
+    shifted = [x.flatten()[1:] for x in many]
+    assert torch.equal(torch.cat(stages.amaxes_of(shifted)), torch.cat([stages.amax_of(x) for x in shifted]))
 
 
 def plain(quantizer: Quantizer, x: Tensor, propagate: bool = True) -> tuple[Plane, Plane]:

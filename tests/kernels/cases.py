@@ -491,4 +491,5 @@ CASES += [
     *differentiate("S and dV in FP8, masked", 128, False, True, "S dV", None),
     *differentiate("all in FP8, masked", 128, False, True, "S dV dP dQ dK", torch.float8_e5m2),
 ]
+CASES += launched("amaxes of matrices", lambda: amax.amaxes([matrix(256, 512), matrix(128, 64)]))
 CASES += launched("census of a matrix", lambda: amax.tensor_census(matrix(256, 512), torch.empty(3, dtype=torch.int64)))

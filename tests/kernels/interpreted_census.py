@@ -34,3 +34,8 @@ def checks(everything: bool) -> Check:
             x.view(-1)[:: max(1, x.numel() // 7)] = NAN
             x.view(-1)[1 :: max(1, x.numel() // 5)] = -INF
             yield f"not finite {dtype} {rows} {cols}", census(x), expected(x)
+        many = [torch.randn(n, generator=generator).to(dtype) for n in (1, 7, 8192, 20000)]
+        many += [torch.full((5,), NAN, dtype=dtype), torch.tensor([1.0, -INF, NAN], dtype=dtype)]
+        many[3][17] = NAN
+        want = torch.stack([x.float().abs().nan_to_num(0.0, INF).max() for x in many])
+        yield f"amaxes {dtype}", amax.amaxes(many), want

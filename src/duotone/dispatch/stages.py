@@ -5,7 +5,7 @@ Candidates are asked in order; the first without a reason against it runs. All g
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType, FunctionType
 from typing import TypeVar
@@ -55,6 +55,17 @@ def amax_of(x: Tensor) -> Tensor:
 
         return tensor_amax(x.contiguous()).max().reshape(1)
     return stages_for(x).amax(TENSOR.view(x)).reshape(1)
+
+
+def amaxes_of(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """`amax_of` each matrix, in one launch on CUDA if they are contiguous, aligned and of one dtype."""
+    kind = matrices[0].dtype, matrices[0].device
+    plain = all([has_kernels(x) and x.is_contiguous() and (x.dtype, x.device) == kind for x in matrices])
+    if plain and not any([x.data_ptr() % 16 for x in matrices]):
+        from duotone.kernels.amax import amaxes
+
+        return [*torch.split(amaxes(matrices), 1)]
+    return [amax_of(x) for x in matrices]
 
 
 def compiled_casts() -> bool:

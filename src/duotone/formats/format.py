@@ -39,6 +39,8 @@ class Format:
     is_stochastic: bool = False
     is_delayed: bool = False
     """Whether the scale follows from a history of amaxes instead of from the matrix."""
+    scales_by_tensor: bool = False
+    """Whether the one scale follows from the largest magnitude of the tensor, NaN ignored."""
     is_derivable: bool = True
     """Whether `derive` makes the parts of the transpose."""
     spans_rows: bool = False

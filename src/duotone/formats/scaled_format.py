@@ -49,6 +49,7 @@ class ScaledFormat(Format):
             "transform": hadamard.NAME * self.hadamard,
             "alignment": (block.rows or 1, math.lcm(block.cols or 1, element.codes_per_byte)),
             "is_derivable": block.transposes and not self.hadamard,
+            "scales_by_tensor": block == TENSOR and element.has_nan and not (self.hadamard or self.is_delayed),
             "spans_rows": any(spec.rows_per_entry is None for spec in specs.values()),
             "stored": (element, block, self.hadamard, self.is_stochastic, rule.stored),
         }

@@ -3,7 +3,8 @@
 `tensor_census` counts NaN and infinities in the same read.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -15,7 +16,7 @@ from duotone.kernels.launch import Launch, kernel
 
 PARTIALS = 512
 """Programs of `tensor_amax` at most; whoever uses the result takes the maximum of its partial ones."""
-CHUNK = 8192
+CHUNK, WALKS = 8192, 64
 CENSUS_PROGRAMS, CENSUS_CHUNK = 1024, 4096
 LINES, ACROSS, WARPS = 16, 256, 2
 ALIGNED = 4
@@ -76,6 +77,28 @@ def tensor_amax_kernel(x, partial, N, CHUNK: tl.constexpr, NAN: tl.constexpr):
 
 
 @kernel
+def amaxes_kernel(first, table, largest, WALKS: tl.constexpr, CHUNK: tl.constexpr):
+    """The amax of each matrix of `table` (n, 2), its address and its elements, into int32 bits that start at 0.
+
+    WALKS programs share a matrix. All have the dtype of `first`, which is not read. NaN counts as 0.
+    """
+    matrix, part = tl.program_id(0) // WALKS, (tl.program_id(0) % WALKS).to(tl.int64)
+    x = tl.multiple_of(tl.load(table + 2 * matrix).to(first.dtype), 16)
+    N = tl.load(table + 2 * matrix + 1)
+    i = tl.arange(0, CHUNK)
+    below = tl.zeros([CHUNK], tl.float32)
+    whole = N // CHUNK
+    for chunk in range(part, whole, WALKS):  # without a mask, threads load 16 bytes at once
+        below = larger(below, tl.abs(tl.load(x + chunk * CHUNK + i).to(tl.float32)), False)
+    if part == whole % WALKS:
+        start = whole * CHUNK
+        rest = tl.load(x + start + i, mask=start + i < N, other=0.0).to(tl.float32)
+        below = larger(below, tl.abs(rest), False)
+    bits = known(tl.max(below, axis=0)).to(tl.int32, bitcast=True)
+    tl.atomic_max(largest + matrix, bits, sem="relaxed")
+
+
+@kernel
 def tensor_census_kernel(x, counts, N, CHUNK: tl.constexpr):
     """Each program walks over every P-th chunk of N elements and adds to the three numbers of `tensor_census`."""
     i = tl.arange(0, CHUNK)
@@ -119,6 +142,7 @@ def line_amax_kernel(x, rows, cols, M, K, TM: tl.constexpr, TK: tl.constexpr, SP
 
 
 _TENSOR = {nan: tensor_amax_kernel.bind({"CHUNK": CHUNK, "NAN": nan}, warps=8) for nan in (False, True)}
+_AMAXES = amaxes_kernel.bind({"WALKS": WALKS, "CHUNK": CHUNK}, warps=8)
 _CENSUS = tensor_census_kernel.bind({"CHUNK": CENSUS_CHUNK}, warps=8)
 _LINES = {
     (span, nan): line_amax_kernel.bind({"TM": LINES, "TK": ACROSS, "SPAN": span, "NAN": nan}, WARPS)
@@ -134,6 +158,20 @@ def tensor_amax(x: Tensor, nan: bool = False) -> Tensor:
     partial = allocator(x)((programs,), (1,), torch.float32)
     _TENSOR[nan](programs, (x, partial), (count,))
     return partial
+
+
+def amaxes(matrices: Sequence[Tensor]) -> Tensor:
+    """fp32 (n,): the amax of each contiguous matrix, all of one dtype. NaN counts as 0."""
+    table = _table(tuple([(x.data_ptr(), x.numel()) for x in matrices]), matrices[0].device)
+    bits = torch.zeros(len(matrices), dtype=torch.int32, device=table.device)
+    _AMAXES(WALKS * len(matrices), (matrices[0], table, bits))
+    return bits.view(torch.float32)
+
+
+@functools.lru_cache(maxsize=32)
+def _table(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Addresses and sizes on the device. Parameters keep theirs, so that a copy, which waits, is rare."""
+    return torch.tensor(places, dtype=torch.int64, device=device)
 
 
 def tensor_census(x: Tensor, counts: Tensor) -> None:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from duotone.dispatch.stages import amaxes_of
 from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
 from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
-from duotone.tensor import QuantizeContext, QuantizedTensor
+from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
 from duotone.tensor.fsdp import BEFORE
 from duotone.tensor.gathers import COLUMNWISE, ROWWISE, Gathers, fsdp_groups
 from duotone.tensor.plane import Planes, Usage
@@ -146,6 +147,12 @@ class SentWeight:
         self.gathers.find(self.shard)
 
     @property
+    def repeats(self) -> bool:
+        """Whether planes encode the shard itself, by Quantizer's own encode."""
+        quantizer = self.weight and self.weight.quantizer
+        return type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
+
+    @property
     def writes(self) -> tuple[int, ...]:
         """Changes with every write that leaves a version, and every step of an optimizer."""
         param = self.gathers.param
@@ -193,12 +200,20 @@ class SentWeight:
 def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
     asked: list[tuple[SentWeight, Usage, Tensor]] = []
+    direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
         weight.stamp = weight.writes
         for side in weight.sides:
+            fmt = weight.gathers.formats[0 if side is ROWWISE else 1]
+            if fmt is not None and fmt.scales_by_tensor and weight.repeats:
+                direct.setdefault(weight.dtype, []).append((weight, side))
+                continue
             amax = ask(lambda _, of=weight, side=side: of.plane(side, of.asking))
             assert amax is not None
             asked.append((weight, side, amax))
+    for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
+        amaxes = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
+        asked += [(weight, side, amax) for (weight, side), amax in zip(of_dtype, amaxes.split(1), strict=True)]
     agreed = agree([weight.answers.group for weight, *_ in asked], [amax for *_, amax in asked])
     for (weight, side, _), amax in zip(asked, agreed, strict=True):
         weight.amaxes[side] = amax

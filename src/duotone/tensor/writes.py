@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from duotone.comm import ShardContext
-from duotone.dispatch.stages import amax_of
+from duotone.dispatch.stages import amax_of, amaxes_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
 from duotone.tensor.context import LOCAL, FixedScale, QuantizeContext, Slot
@@ -105,6 +105,12 @@ class Writes(PlaneTensor):
     def shares_scale(self) -> bool:
         """Whether this is a piece under a scale that the rest of its tensor needs too."""
         return self.is_piece and any(p is not None and (p.spans(0) or p.spans(1)) for p in self.planes)
+
+    @property
+    def scales_by_tensor(self) -> bool:
+        """Whether a write makes one plane's codes, under a scale that follows from the largest magnitude."""
+        fmt = self.formats[0] or self.formats[1]
+        return fmt is not None and fmt.scales_by_tensor and self.quantizer.derives_columnwise
 
     def require_writable(self) -> None:
         """MissingPlaneError if a write would be lost, or would change the scale of other pieces."""
@@ -223,14 +229,21 @@ def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[
 def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
     """`quantize_` each tensor from its values. All shards of a group agree on their scales in one collective."""
     asked: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
+    direct: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     for target, value in writes:
         shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH)
         if shard is None or len(writes) == 1:
             write(LOCAL)
             continue
+        if target.scales_by_tensor and not isinstance(value, PlaneTensor):
+            direct.append((write, shard, value.detach()))
+            continue
         amax = ask(lambda asking, write=write: write(QuantizeContext(asking)))
         if amax is not None:
             asked.append((write, shard, amax))
+    if direct:
+        amaxes = amaxes_of([value for *_, value in direct])
+        asked += [(write, shard, amax) for (write, shard, _), amax in zip(direct, amaxes, strict=True)]
     agreed = agree([shard.group for _, shard, _ in asked], [amax for *_, amax in asked])
     for (write, shard, _), amax in zip(asked, agreed, strict=True):
         write(QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
