@@ -41,7 +41,7 @@ from duotone.observe.wire import Wire
 
 FORMS = ("plain", "gathered", "quantized", "masterless")
 """Weights that travel in bf16, that each rank encodes for a gather, and that are quantized parameters: with moments and
-masters in fp32, or with moments in bf16 and no masters, as the others."""
+masters in fp32, or with first moments in FP8 and no masters."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -100,7 +100,7 @@ def fsdp_step(m: Decoder, form: str, options: argparse.Namespace, device: torch.
     fused = {"fused": True} if options.optimizer == "adamw" else {"foreach": True}
     optimizer: torch.optim.Optimizer
     if options.optimizer == "adamw" and form in ("quantized", "masterless"):
-        state = {"master_dtype": None, "moment_dtype": torch.bfloat16} if form == "masterless" else {}
+        state = {"master_dtype": None, "moment_dtype": torch.float8_e4m3fn} if form == "masterless" else {}
         optimizer = duotone.optim.AdamW(m.parameters(), lr=LEARNING_RATE, **state)
     else:
         optimizer = OPTIMIZERS[options.optimizer](m.parameters(), lr=LEARNING_RATE, **fused)

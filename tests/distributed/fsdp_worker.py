@@ -25,7 +25,7 @@ import duotone
 from duotone import recipes
 from duotone.comm import collectives
 from duotone.dispatch import stages
-from duotone.errors import MissingPlaneError
+from duotone.errors import MissingPlaneError, UserError
 from duotone.recipes import Recipe, Rule, RuleRecipe
 
 
@@ -155,6 +155,53 @@ def adamw_updates_shards_as_one_process_updates_the_whole(folder: Path) -> None:
         with mock.patch.object(collectives, "all_reduce", wraps=collectives.all_reduce) as agreed:
             optimizers[0].step()
         assert agreed.call_count == agreements, (name, agreed.call_count)
+
+
+@check
+def masters_cut_anywhere_write_the_bits_of_whole_ones(folder: Path) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    names = ("mxfp8", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "nvfp4", "mxfp8-fwd-nvfp4-bwd")
+    weights: list[Tensor] = []
+    for name in (*names, ""):
+        m = nn.Sequential(nn.Linear(129, 67, bias=False)).bfloat16()
+        if name:
+            duotone.convert(m, recipes.load(name), rules=())
+            duotone.convert_parameters(m, recipes.load(name))
+        weights.append(next(m.parameters()).detach())
+    masters = [torch.randn(67 * 129) * 4 for _ in weights]
+    masters[0][:7] = -0.0
+    cuts = [0, 1, 129, 130, 5001, 67 * 129, 64, 8000]
+    want = [
+        weight.clone().copy_(master.bfloat16().view(67, 129)) for weight, master in zip(weights, masters, strict=True)
+    ]
+
+    def write(cuts: list[int], gap: int = 0) -> None:
+        starts = [0 if rank == 0 else cut + gap for cut in cuts]
+        ends = [cut if rank == 0 else 67 * 129 for cut in cuts]
+        pieces = [m[a:b] if a < b and rank < 2 else None for m, a, b in zip(masters, starts, ends, strict=True)]
+        offsets = [None if piece is None else start for piece, start in zip(pieces, starts, strict=True)]
+        duotone.optim.quantize_master_weights(weights, pieces, offsets, dist.group.WORLD)
+
+    before = [weight.clone() for weight in weights]
+    for gap in (1, -1):
+        try:
+            write([64] * len(weights), gap)
+        except UserError as error:
+            assert "the pieces of master 0" in str(error) and "\n" not in str(error), error
+        else:
+            raise AssertionError("pieces that do not cover the weight once were taken")
+    for weight, same_as in zip(weights, before, strict=True):
+        equal_parts(weight, same_as)
+    write(cuts)
+    assert size == 2
+    for weight, same_as in zip(weights, want, strict=True):
+        equal_parts(weight, same_as)
+
+
+def equal_parts(got: Tensor, want: Tensor) -> None:
+    for a, b in zip(getattr(got, "parts", [got]), getattr(want, "parts", [want]), strict=True):
+        same(a, b)
 
 
 @check

@@ -265,3 +265,22 @@ def test_state_is_stored_in_its_dtype_and_computed_in_fp32(masters, moments) -> 
     again = AdamW([p], **options)
     again.load_state_dict(optimizer.state_dict())
     assert {name: value.dtype for name, value in again.state[p].items()} == {k: v.dtype for k, v in state.items()}
+
+
+@pytest.mark.parametrize("name", ["current", "row", "128x128", "mxfp8", "nvfp4_16x16"])
+def test_an_optimizer_of_whole_matrices_works_on_dequantized_weights(name) -> None:
+    """Muon orthogonalizes. Its update of a weight of zeros is exact in bf16, and is the oracle here."""
+    p = held(QUANTIZERS[name], (64, 64))
+    twin = nn.Parameter(torch.zeros(64, 64).bfloat16())
+    options = {"lr": 2**-4, "weight_decay": 0.0}
+    muon, oracle = torch.optim.Muon([p], **options), torch.optim.Muon([twin], **options)
+    for _ in range(3):
+        p.grad = torch.randn(64, 64).bfloat16()
+        twin.grad = p.grad.clone()
+        with torch.no_grad():
+            twin.zero_()
+        want = p.detach().clone()
+        muon.step(), oracle.step()
+        want.copy_(want.dequantize(torch.float32))  # the decay, by 1
+        want.copy_(want.dequantize(torch.float32) + twin.detach().float())
+        assert all(same_bits(part, parts(want)[key]) for key, part in parts(p).items())

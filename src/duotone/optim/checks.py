@@ -53,12 +53,16 @@ def check_step(parameter: Tensor, group: Group) -> None:
     grad = parameter.grad
     if grad is not None and grad.layout != torch.strided:
         raise UserError("AdamW takes dense gradients; got a sparse one: use torch.optim.SparseAdam for its parameter")
-    parameter = shard_of(parameter)
     if group["moment_dtype"] is not None and parameter.dtype not in COMPUTED:
         raise UserError(
             f"AdamW stores moments of another dtype for parameters up to 32 bits; put that in {parameter.dtype} into a "
             "group with moment_dtype=None"
         )
+    check_writable(shard_of(parameter))
+
+
+def check_writable(parameter: Tensor) -> None:
+    """UserError or MissingPlaneError if a quantized parameter cannot be written."""
     if not isinstance(parameter, QuantizedTensor):
         return
     parameter.require_writable()
