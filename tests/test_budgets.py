@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37655
+LIBRARY_LINES = 37657
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3277, 1, 0),
+    "dispatch": (3278, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1426, 0, 0),
-    "optim": (812, 2, 0),
+    "optim": (813, 2, 0),
     "package": (330, 1, 0),
     "pipeline": (1455, 5, 2),
     "planned": (3002, 15, 5),

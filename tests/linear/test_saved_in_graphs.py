@@ -76,18 +76,14 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-<<<<<<< HEAD
-def compile_block(recipe: recipes.Recipe) -> None:
-    compile_module(duotone.convert(Block().bfloat16(), recipe))
-
-
-def compile_module(module: nn.Module) -> None:
-=======
 def compile_block(recipe: recipes.Recipe, *, quantized: bool = False) -> None:
     block = duotone.convert(Block().bfloat16(), recipe)
     if quantized:
         duotone.convert_parameters(block, recipe)
->>>>>>> cf7cde4 (dispatch: turn codes of weights in backward, save no copy of them)
+    compile_module(block)
+
+
+def compile_module(module: nn.Module) -> None:
     x = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     with pytest.raises(Exception, match="Partitioned"):
         torch.compile(module, fullgraph=True)(x)

@@ -270,12 +270,13 @@ def _turned_codes(codes: Tensor, other: Tensor) -> Tensor:
     return codes.clone(memory_format=torch.contiguous_format) if codes.is_contiguous() else contiguous_rows(codes)
 
 
+def _fake_turned_codes(codes: Tensor, other: Tensor) -> Tensor:
+    del other
+    return torch.empty_like(codes, memory_format=torch.contiguous_format)
+
+
 # Backward's copy of a weight's codes depends on its gradient. Else the partitioner would make and save it in forward.
-define_op(
-    "turned_codes(Tensor codes, Tensor other) -> Tensor",
-    _turned_codes,
-    lambda codes, other: torch.empty_like(codes, memory_format=torch.contiguous_format),
-)
+define_op("turned_codes(Tensor codes, Tensor other) -> Tensor", _turned_codes, _fake_turned_codes)
 
 
 def _per_row(scale: Tensor, rows: int) -> Tensor:

@@ -156,8 +156,8 @@ def _cut_of(value: object, parameter: Tensor) -> Cut | None:
 
 def empty_state(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """What a load fills with one tensor of the state of a parameter. The last dimensions of both may differ."""
-    is_cut = isinstance(parameter, DTensor) and 0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1]
-    if is_cut or (isinstance(parameter, DTensor) and size == parameter.shape):
+    is_alike = size == parameter.shape or (0 < len(size) == parameter.dim() and size[:-1] == parameter.shape[:-1])
+    if isinstance(parameter, DTensor) and is_alike:
         mine, ranks = local(parameter).shape, ranks_across(parameter)
         shape = mine if size == parameter.shape else (*mine[:-1], size[-1] // ranks)
         return laid_like(parameter, torch.empty(shape, dtype=dtype, device=parameter.device))

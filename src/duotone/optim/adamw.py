@@ -112,7 +112,8 @@ class AdamW(Optimizer):
             self._update_plain(group, [p for p in parameters if p in plain])
             masters = [self._master(group, p) for p in computed]
             numbers = numbers_of(group, [self.state[p]["step"] for p in computed])
-            steps = [(p, self._update(p, *of)) for p, *of in zip(computed, masters, numbers, strict=True)]
+            each = zip(computed, masters, numbers, strict=True)
+            steps = [(p, self._update(p, master, of)) for p, master, of in each]
             encoded += [(p, master) for p, master in steps if master is not None]
         shards = [(shard_of(p), master) for p, master in encoded]
         write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])

@@ -78,7 +78,7 @@ def numbers_of(group: Group, steps: Sequence[Tensor]) -> Sequence[Numbers]:
     lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
     step_size, correction = lr / (1 - beta1**t), (1 - beta2**t) ** -0.5
     sign, decay = -1.0 if group["maximize"] else 1.0, 1 - lr * group["weight_decay"]
-    columns = Rates(sign, decay, 1 - beta1, beta2, 1 - beta2, step_size, correction, float(group["eps"]))
+    columns = sign, decay, 1 - beta1, beta2, 1 - beta2, step_size, correction, float(group["eps"])
     return torch.stack([torch.zeros_like(t) + column for column in columns], 1).to(torch.float32).unbind()
 
 
