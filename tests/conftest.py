@@ -15,6 +15,7 @@ from duotone.observe.census import PipelineCall
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # garbage is collected as often as set below
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
@@ -22,7 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for th
 for device in (torch.cuda, torch.xpu, torch.mtia):  # else torch.manual_seed stores formatted stacks
     if not device.is_available():
         device.manual_seed_all = lambda seed: None
+torch._C._dynamo.guards.profile_guard_manager = lambda *arguments: 0.0  # of no use here: it flushes caches
 gc.disable()  # until all tests are collected: what imports and collection make stays
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than the cores that it may use, because tests also wait for processes that they start."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:

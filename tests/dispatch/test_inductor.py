@@ -53,11 +53,14 @@ def compare_planes(names: list[str], dtype: torch.dtype) -> None:
 
 
 TURNS = {
-    torch.float32: ["fp8_e4m3_128x128", "mxfp8_e4m3", "nvfp4_rht_sr"],
+    torch.float32: ["nvfp4_rht_sr"],
     torch.bfloat16: ["mxfp8_e4m3"],
     torch.float16: ["fp8_e4m3_128x128"],
 }
-"""Scales in fp32, as powers of two, and on two levels with a rotation, which loses most where it starts from fp32."""
+"""Scales in fp32, as powers of two, and on two levels with a rotation, which loses most where it starts from fp32.
+
+The linears below meet the others in fp32.
+"""
 
 
 @pytest.mark.parametrize(("dtype", "names"), TURNS.items(), ids=str)
