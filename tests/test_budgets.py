@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37657
+LIBRARY_LINES = 37760
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3278, 1, 0),
+    "dispatch": (3279, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1737, 0, 0),
     "serving": (1388, 0, 0),
     "state": (1769, 10, 0),
-    "tensor": (2515, 15, 0),
+    "tensor": (2617, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -34,6 +34,18 @@ def test_quantizers(name) -> None:
     assert torch.equal(compiled(lambda x: (q(x).dequantize() + 1) @ x.t())(X), want)
 
 
+@pytest.mark.parametrize("name", ["identity", "fp8", "fp8_delayed", "128x128", "mxfp8", "nvfp4_rht", "mxfp8>nvfp4"])
+def test_a_write_has_the_bytes_of_eager(name: str) -> None:
+    """As a compiled step of an optimizer writes its parameter. Planes that share memory are written once."""
+    source = X.repeat(8, 4)  # large enough for casts in pieces
+    for usage in (BOTH, ROW, COLUMN):
+        ours, theirs = (QUANTIZERS[name].quantize(source, usage=usage) for _ in range(2))
+        buffers = [part.data_ptr() for part in ours.parts]
+        compiled(lambda t, x: t.copy_(t.float() * 0.9 + x))(ours, source)
+        theirs.copy_(theirs.float() * 0.9 + source)
+        assert same(ours, theirs) and buffers == [part.data_ptr() for part in ours.parts]
+
+
 @pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])
 def test_handles(make) -> None:
     handle = make(columnwise=False)

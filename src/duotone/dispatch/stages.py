@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 import torch.fx.experimental._config as shapes_config
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.compiler import backend, compiler_reason
@@ -29,7 +30,7 @@ COMPILE_FROM = 1 << 15
 
 def stages_for(x: Tensor) -> Stages:
     """The backend for a tensor of this device and size."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() or isinstance(x, FunctionalTensor):
         return TRACED if x.device.type == "cpu" else PLAIN
     if x.device.type != "cpu":
         return PLAIN

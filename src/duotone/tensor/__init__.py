@@ -1,7 +1,7 @@
 """Planes, quantizers and the one tensor subclass that carries two planes."""
 
 from duotone.renamed import keep_old_names
-from duotone.tensor import ops, pickling  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
+from duotone.tensor import ops, pickling, traced_writes  # noqa: F401 (fill tables)  # pyright: ignore[reportUnusedImport]
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage

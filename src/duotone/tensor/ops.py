@@ -96,7 +96,8 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     alike = _with_usages_of(source, target)
     if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
         return target.quantize_(source)
-    for mine, theirs in zip(target.planes, alike.planes, strict=True):
+    planes = (target.planes.rowwise, None) if target.planes.aliased else target.planes
+    for mine, theirs in zip(planes, alike.planes, strict=True):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
     return target

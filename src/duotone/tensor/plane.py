@@ -120,8 +120,8 @@ class Plane:
         """Take over the bytes of a plane with the same parts and shape. If `keep` is true on the device, stay."""
         for name, part in self.parts.items():
             new = other.parts[name]
-            if new.dtype is torch.uint8:  # where this plane's codes may have the dtype of their element
-                part = part.view(torch.uint8)
+            if new.dtype is torch.uint8 is not part.dtype:  # this plane's codes have the dtype of their element
+                part = part.view(torch.uint8)  # no view else: a graph could not write it
             part.copy_(new if keep is None else torch.where(keep, part, new))
 
 

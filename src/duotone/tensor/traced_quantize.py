@@ -9,11 +9,12 @@ from torch import Tensor
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError
 from duotone.formats import get
-from duotone.tensor.context import FixedScale, QuantizeContext
+from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import Usage
 from duotone.tensor.quantized import QuantizedTensor
 from duotone.tensor.quantizer import Quantizer, encode_plane
+from duotone.tensor.traced_writes import delayed_scales, fixed
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
 
@@ -27,11 +28,7 @@ def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: Quantize
         if callable(history.amax_compute_algo) or history.scaling_factor_compute_algo is not None:
             raise MissingPlaneError("a history with functions of its own stays out of compiled code; quantize outside")
         fields = tuple([getattr(history, name) for name in HISTORY_FIELDS])
-    first, second = ctx.slots
-    wants_row = usage.rowwise and row is not None and row.is_delayed
-    wants_col = usage.columnwise and col is not None and col.is_delayed
-    of_row = first.scale_for(x) if first is not None and (wants_row or (wants_col and second is None)) else None
-    of_col = second.scale_for(x) if second is not None and wants_col else None
+    of_row, of_col = delayed_scales(quantizer, x, usage, ctx)
     shard = None if ctx.shard is None else (ctx.shard.group, ctx.shard.dim)
     value = (*names, quantizer.columnwise_source, fields, ctx.propagate)
     return _quantize(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
@@ -49,8 +46,7 @@ def _quantize(
 ) -> QuantizedTensor:
     row, col, source, history, propagate = value
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source, history and History(*history))
-    slots = None if of_row is None else FixedScale(of_row), None if of_col is None else FixedScale(of_col)
-    ctx = QuantizeContext(shard and ShardContext(*shard), slots, seed, propagate=propagate)
+    ctx = QuantizeContext(shard and ShardContext(*shard), fixed(of_row, of_col), seed, propagate=propagate)
     return quantizer.quantized(x, Usage(*usage), ctx)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_map
 
 from duotone.comm import ShardContext
@@ -69,7 +70,7 @@ class Writes(PlaneTensor):
             if keep is None or not self._encode_over(matrix, wanted, written, ctx, keep):
                 # Zeros record no amax.
                 values = matrix if keep is None else torch.where(keep, torch.zeros_like(matrix), matrix)
-                fresh = written.encode(values, wanted, ctx)
+                fresh = _encoded(written, values, wanted, ctx)
                 self._require_formats(fresh.formats, usage)
                 self._take(fresh, keep)
             if not self.is_inference():
@@ -196,6 +197,14 @@ class Writes(PlaneTensor):
         values = self.dequantize(torch.float32).clone()
         values[index] = plain(value)
         self.copy_(values)
+
+
+def _encoded(written: "Quantizer", values: Tensor, wanted: Usage, ctx: QuantizeContext) -> Planes:
+    if not isinstance(values, FunctionalTensor):
+        return written.encode(values, wanted, ctx)
+    from duotone.tensor.traced_writes import encode_traced  # needs quantizers
+
+    return encode_traced(written, values, wanted, ctx)
 
 
 class _AgreedSlot(Slot):

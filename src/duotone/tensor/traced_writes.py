@@ -1,0 +1,96 @@
+"""Writes of quantized tensors in a graph, as of a compiled optimizer step: one op, which runs the eager cast.
+
+Inductor's code for two planes of one matrix on a CPU fails for some shapes (torch 2.11 and 2.13).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from duotone.formats import Format, get
+from duotone.graph_ops import define_op
+from duotone.tensor.context import FixedScale, QuantizeContext
+from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.quantizer import Quantizer
+
+
+def delayed_scales(
+    quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scales that the slots of a context give to the planes that `usage` names."""
+    row, col = quantizer.rowwise, quantizer.columnwise
+    first, second = ctx.slots
+    wants_row = usage.rowwise and row is not None and row.is_delayed
+    wants_col = usage.columnwise and col is not None and col.is_delayed
+    of_row = first.scale_for(x) if first is not None and (wants_row or (wants_col and second is None)) else None
+    return of_row, second.scale_for(x) if second is not None and wants_col else None
+
+
+def fixed(*scales: Tensor | None) -> tuple[FixedScale | None, FixedScale | None]:
+    row, col = (None if scale is None else FixedScale(scale) for scale in scales)
+    return row, col
+
+
+def encode_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """`Quantizer.encode` of a write in a trace: one op, unless the graph has to see collectives or unknown formats."""
+    formats = quantizer.rowwise, quantizer.columnwise
+    if ctx.shard is not None or type(quantizer) is not Quantizer or not all(map(_is_registered, formats)):
+        return quantizer.encode(x, usage, ctx)
+    row, col = (fmt.name if fmt is not None else "" for fmt in formats)
+    tensors = *delayed_scales(quantizer, x, usage, ctx), ctx.seed
+    options = quantizer.columnwise_source, ctx.propagate, ctx.nominal or x.dtype
+    parts = iter(torch.ops.duotone.encode_planes(x, row, col, usage, *options, tensors))
+    planes = [
+        None if fmt is None or not wants else Plane(fmt, {name: next(parts) for name in fmt.part_names}, shape)
+        for fmt, wants, shape in zip(formats, usage, _shapes(x), strict=True)
+    ]
+    return Planes(*planes)
+
+
+def _is_registered(fmt: Format | None) -> bool:
+    return fmt is None or get(fmt.name) is fmt
+
+
+def _shapes(x: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+    rows, cols = x.shape
+    return (rows, cols), (cols, rows)
+
+
+def _encode_planes(
+    x: Tensor,
+    row: str,
+    col: str,
+    wanted: Sequence[bool],
+    source: str,
+    propagate: bool,
+    nominal: torch.dtype,
+    tensors: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The parts of the planes that are wanted, in the memory order of `Plane.empty`. They share no memory.
+
+    `tensors` are the delayed scales of both planes and the seed.
+    """
+    of_row, of_col, seed = tensors
+    quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source)
+    ctx = QuantizeContext(None, fixed(of_row, of_col), seed, propagate=propagate, nominal=nominal)
+    planes = quantizer.encode(x, Usage(*wanted), ctx)
+    parts = [part for plane in planes if plane is not None for part in plane.parts.values()]
+    return [new.copy_(part) for new, part in zip(_empty_planes(x, row, col, wanted), parts, strict=True)]
+
+
+def _empty_planes(x: Tensor, row: str, col: str, wanted: Sequence[bool], *_: object) -> list[Tensor]:
+    planes = [
+        Plane.empty(get(name), shape, x.new_empty, x.dtype, side)
+        for side, name, wants, shape in zip(("row", "col"), (row, col), wanted, _shapes(x), strict=True)
+        if name and wants
+    ]
+    return [part for plane in planes for part in plane.parts.values()]
+
+
+define_op(
+    "encode_planes(Tensor x, str row, str col, bool[] wanted, str source, bool propagate, ScalarType nominal, "
+    "Tensor?[] tensors) -> Tensor[]",
+    _encode_planes,
+    _empty_planes,
+)

@@ -1,0 +1,71 @@
+"""torchao's optimizers with low-bit states train quantized parameters. Their compiled steps write codes and scales."""
+
+from functools import partial
+
+import pytest
+import torch
+from packages import require
+from torch import nn
+
+import duotone
+from duotone.tensor import QuantizedTensor
+
+optim = require("torchao", "torchao.optim")
+WARNINGS = ["ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"]  # its own
+pytestmark = pytest.mark.filterwarnings(*WARNINGS)
+
+CASES = [
+    ("AdamW8bit", "mxfp8"),
+    ("AdamW4bit", "nvfp4"),
+    ("AdamWFp8", "fp8-current"),
+    ("AdamW8bit", "fp8-delayed"),
+    ("AdamW8bit", "fp8-block"),
+]
+
+
+def build(recipe: str) -> nn.Sequential:
+    """Weights of 256x160: large enough for casts in pieces. One side is no multiple of 128."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 256), nn.GELU(), nn.Linear(256, 160))
+    return duotone.convert_parameters(duotone.convert(model, recipe), recipe)
+
+
+def values_of(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter.detach()
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_a_step_writes_what_the_same_step_gives_plain_parameters(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A twin takes each step on plain copies of its parameters, and copies the results back in eager code."""
+    if recipe != "mxfp8":  # inductor takes 10 to 20 s for each
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model, twin = build(recipe), build(recipe)
+    plain = [nn.Parameter(values_of(p).clone()) for p in twin.parameters()]
+    optimizer, oracle = (getattr(optim, name)(params, lr=3e-2) for params in (model.parameters(), plain))
+    x, y = torch.randn(2, 64, 160, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for _ in range(3):
+        for one in (model, twin):
+            one.zero_grad()
+            loss = (one(x) - y).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        with torch.no_grad():
+            for copy, parameter in zip(plain, twin.parameters(), strict=True):
+                copy.copy_(values_of(parameter))
+                copy.grad = parameter.grad
+        version = model[0].weight._version
+        optimizer.step()
+        oracle.step()
+        assert model[0].weight._version > version
+        with torch.no_grad():
+            for copy, parameter in zip(plain, twin.parameters(), strict=True):
+                parameter.copy_(copy)
+        for (key, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert isinstance(ours, QuantizedTensor) == key.endswith("weight")
+            parts = (ours.parts, theirs.parts) if isinstance(ours, QuantizedTensor) else ([ours], [theirs])
+            assert all(map(torch.equal, *parts)), key
+    assert losses[::2] == losses[1::2]
+    assert losses[-1] < 0.8 * losses[0]
