@@ -138,35 +138,40 @@ def any_number_of_ranks_loads_what_any_other_number_saved(folder: Path) -> None:
             steps(m, optimizer, 2)
 
 
+STATES = {
+    "masters": {"master_weights": True},
+    "fp8": {"master_dtype": None, "moment_dtype": torch.float8_e4m3fn, "capturable": True},
+}
+
+
 @check
-def moments_in_fp8_go_to_any_number_of_ranks(folder: Path) -> None:
-    """Codes and scales. As many ranks as saved go on with the bits of a run that did not stop."""
-    options = {"lr": 1e-2, "master_dtype": None, "moment_dtype": torch.float8_e4m3fn, "capturable": True}
-    runs = {n: network("mxfp8", n) for n in RANKS if takes_part(n)}
-    pairs = {n: (m, duotone.optim.AdamW(m.parameters(), **options)) for n, m in runs.items()}
-    for saved_by in RANKS:
-        path = folder / "fp8" / f"step-{saved_by}"
+def states_of_adamw_go_to_any_number_of_ranks(folder: Path) -> None:
+    """Masters, moments and their scales. As many ranks as saved go on with the bits of a run that did not stop."""
+    for (kind, options), saved_by in itertools.product(STATES.items(), RANKS):
+        path = folder / kind / f"step-{saved_by}"
         if takes_part(saved_by):
-            steps(*pairs[saved_by], 0)
-            save(path, *pairs[saved_by], group=meshes()[saved_by].get_group())
-            moments = [
-                {key: part.full_tensor() if isinstance(part, DTensor) else part for key, part in of.items()}
-                for of in pairs[saved_by][1].state.values()
-            ]
+            m = network("mxfp8", saved_by)
+            went = m, duotone.optim.AdamW(m.parameters(), lr=1e-2, **options)
+            steps(*went, 0)
+            save(path, *went, group=meshes()[saved_by].get_group())
+            saved = [gathered(state) for state in went[1].state.values()]
             if dist.get_rank() == 0:
-                torch.save(moments, path / "whole.pt")
-            steps(*pairs[saved_by], 2)
+                torch.save(saved, path / "whole.pt")
+            steps(*went, 2)
         dist.barrier()
         for loaded_by in filter(takes_part, RANKS):
             m = network("mxfp8", loaded_by, seed=1)
-            optimizer = duotone.optim.AdamW(m.parameters(), **options)
+            optimizer = duotone.optim.AdamW(m.parameters(), lr=1e-2, **options)
             load(path, m, optimizer, group=meshes()[loaded_by].get_group())
             for got, want in zip(optimizer.state.values(), torch.load(path / "whole.pt"), strict=True):
-                whole = {key: part.full_tensor() if isinstance(part, DTensor) else part for key, part in got.items()}
-                alike(whole, want)
+                alike(gathered(got), want)
             if loaded_by == saved_by:
                 steps(m, optimizer, 2)
-                alike(state(m, optimizer), state(*pairs[saved_by]))
+                alike(state(m, optimizer), state(*went))
+
+
+def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: part.full_tensor() if isinstance(part, DTensor) else part.clone() for key, part in state.items()}
 
 
 @check
