@@ -1,6 +1,7 @@
 """How AdamW stores moments: for which parameters, what FP8 rounds, and steps whose numbers the device computes."""
 
 import copy
+import weakref
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from duotone.errors import UserError
 from duotone.optim import AdamW
+from duotone.optim.master import initial_master
 from duotone.optim.moments import encoded, first_moment
 
 FP8 = torch.float8_e4m3fn
@@ -107,6 +109,21 @@ def test_a_group_may_change_its_dtype(before, after) -> None:
         assert state["exp_avg"].dtype == (torch.float32 if after == FP8 and p.dim() == 1 else want)
         assert ("exp_avg_scale" in state) == (state["exp_avg"].dtype == torch.uint8)
         assert state["exp_avg_sq"].dtype == torch.float32 or p.dtype == torch.float32 == after
+
+
+def test_without_masters_one_weight_is_decoded_at_a_time() -> None:
+    parameters = [held(QUANTIZERS[name]) for name in ("mxfp8", "current", "nvfp4")]
+    decoded: list[weakref.ref[Tensor]] = []
+
+    def first_values(parameter: Tensor) -> Tensor:
+        assert all(reference() is None for reference in decoded)
+        values = initial_master(parameter)
+        decoded.append(weakref.ref(values))
+        return values
+
+    with mock.patch("duotone.optim.adamw.initial_master", first_values):
+        run(AdamW(parameters, master_dtype=None), range(2))
+    assert len(decoded) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)

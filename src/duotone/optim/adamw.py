@@ -110,10 +110,10 @@ class AdamW(Optimizer):
             computed = [p for p in parameters if is_computed(p, self.state[p], group)]
             plain = set(parameters).difference(computed)
             self._update_plain(group, [p for p in parameters if p in plain])
-            masters = [self._master(group, p) for p in computed]
+            for p in computed:
+                self._prepare(group, p)
             numbers = numbers_of(group, [self.state[p]["step"] for p in computed])
-            each = zip(computed, masters, numbers, strict=True)
-            steps = [(p, self._update(p, master, of)) for p, master, of in each]
+            steps = [(p, self._update(p, of)) for p, of in zip(computed, numbers, strict=True)]
             encoded += [(p, master) for p, master in steps if master is not None]
         shards = [(shard_of(p), master) for p, master in encoded]
         write_all([(shard, master) for shard, master in shards if isinstance(shard, QuantizedTensor)])
@@ -139,20 +139,19 @@ class AdamW(Optimizer):
         )
         torch.autograd.graph.increment_version([p for p in parameters if is_distributed(p)])
 
-    def _master(self, group: Group, parameter: Tensor) -> Tensor:
-        """What the step updates, of this rank. The state gets its dtypes, and counts the step."""
-        state, mark = self.state[parameter], self._marks.get(parameter)
+    def _prepare(self, group: Group, parameter: Tensor) -> None:
+        """Give the state of a parameter its dtypes and, if it is stored, a master. Count the step."""
+        state, mark, shard = self.state[parameter], self._marks.get(parameter), shard_of(parameter)
         stored = stored_dtypes(parameter, state, group)
         if "master" not in stored:
             state.pop("master", None)
-        if "master" in state and mark is not None:
+        elif "master" not in state:
+            state["master"] = laid_like(parameter, initial_master(shard, stored["master"]))
+        elif mark is not None:
             adopt_writes(parameter, shard_of(state["master"]), mark)
-        master = shard_of(state["master"]) if "master" in state else None
-        if master is None:
-            master = initial_master(shard_of(parameter), stored.get("master", torch.float32))
-        if "master" in stored:
-            state.setdefault("master", laid_like(parameter, master))
-        self._state_of(group, parameter, laid_like(parameter, master), torch.float32)
+        if "step" not in state:
+            like = torch.empty(shard.shape, device=parameter.device)
+            self._state_of(group, parameter, laid_like(parameter, like), torch.float32)
         for name, dtype in stored.items():  # moments may be from before the parameter had a master, or from torch
             if state[name].dtype == dtype and shard_of(state[name]).is_contiguous():
                 continue
@@ -160,16 +159,18 @@ class AdamW(Optimizer):
                 change_first_moment(state, parameter, dtype)
             else:
                 state[name] = laid_like(parameter, shard_of(state[name]).to(dtype).contiguous())
-        state["step"] += 1
-        return shard_of(state["master"]) if "master" in state else master
+        self._state_of(group, parameter, parameter)["step"] += 1
 
-    def _update(self, parameter: Tensor, master: Tensor, numbers: Numbers) -> Tensor | None:
-        """Update the master. Returns it if the parameter has still to be encoded from it."""
-        state = self.state[parameter]
-        first = first_moment(state)
+    def _update(self, parameter: Tensor, numbers: Numbers) -> Tensor | None:
+        """Update the master. Returns it if the parameter has still to be encoded from it, together with others."""
+        state, shard, first = self.state[parameter], shard_of(parameter), first_moment(self.state[parameter])
+        master = shard_of(state["master"]) if "master" in state else initial_master(shard)
         step = State(gradient(parameter), first, shard_of(state["exp_avg_sq"]), master)
-        is_written = write(shard_of(parameter), step, numbers)
+        is_written = write(shard, step, numbers)
         store_first_moment(state, first)
+        if not is_written and isinstance(shard, QuantizedTensor) and shard.context.shard is None:
+            write_all([(shard, master)])
+            is_written = True
         if is_distributed(parameter):
             torch.autograd.graph.increment_version(parameter)
         if is_written:
