@@ -5,7 +5,7 @@ The plan names the source; execution calls `planes`.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,57 +26,48 @@ from duotone.tensor.quantizer import Quantizer
 class PlaneSource:
     """How a tensor becomes planes."""
 
-    encodes = False
+    name: str
+    planes: Callable[[Tensor, Quantizer, Usage, QuantizeContext], Planes] = field(repr=False)
+    """The planes of a matrix that a usage names."""
+
+    encodes: bool = False
     """Whether the planes are those that the quantizer makes of a plain tensor, now or earlier."""
 
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        """The planes of the matrix `x` that `usage` names."""
-        raise NotImplementedError
+
+def _values(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """What the Identity quantizer gives, in less host time."""
+    rowwise, columnwise = usage
+    row = Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1])) if rowwise else None
+    return Planes(row, Plane(IDENTITY, {"codes": x.t()}, (x.shape[1], x.shape[0])) if columnwise else None)
 
 
-@dataclass(frozen=True, eq=False)
-class EncodeNow(PlaneSource):
-    """A plain tensor, for which `OperandPlan.encode` asks the quantizer itself."""
-
-    encodes = True
-
-
-@dataclass(frozen=True, eq=False)
-class HighPrecision(PlaneSource):
-    """A plain tensor that stays in high precision: what the Identity quantizer gives, in less host time."""
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        rowwise, columnwise = usage
-        row = Plane(IDENTITY, {"codes": x}, (x.shape[0], x.shape[1])) if rowwise else None
-        return Planes(row, Plane(IDENTITY, {"codes": x.t()}, (x.shape[1], x.shape[0])) if columnwise else None)
-
-
-@dataclass(frozen=True, eq=False)
-class UseHeld(PlaneSource):
-    """The planes of a quantized tensor. One that it lacks is derived if that is lossless, and stays with the tensor."""
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        assert isinstance(x, QuantizedTensor)
+def _held(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+    """A plane that the tensor lacks is derived if that is lossless, and stays with the tensor."""
+    assert isinstance(x, QuantizedTensor)
+    row, col = x.planes
+    if not torch.compiler.is_dynamo_compiling() and x.gathers is not None:
+        row, col = x.gathers.readable(x.planes, ROWWISE)
+    if (usage.rowwise and row is None) or (usage.columnwise and col is None):
+        with torch.inference_mode(False):  # an inference tensor could not be written in training
+            x.update_usage(usage.rowwise or None, usage.columnwise or None)
         row, col = x.planes
-        if not torch.compiler.is_dynamo_compiling() and x.gathers is not None:
-            row, col = x.gathers.readable(x.planes, ROWWISE)
-        if (usage.rowwise and row is None) or (usage.columnwise and col is None):
-            with torch.inference_mode(False):  # an inference tensor could not be written in training
-                x.update_usage(usage.rowwise or None, usage.columnwise or None)
-            row, col = x.planes
-        return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+    return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
-@dataclass(frozen=True, eq=False)
-class DequantizeHeld(PlaneSource):
-    """The values of a quantized tensor in a plan that computes in high precision."""
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        assert isinstance(x, QuantizedTensor)
-        return quantizer.encode(x.values(x.dtype), usage, ctx)
+def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+    assert isinstance(x, QuantizedTensor)
+    return quantizer.encode(x.values(x.dtype), usage, ctx)
 
 
-ENCODE_NOW, HIGH_PRECISION, USE_HELD, DEQUANTIZE_HELD = EncodeNow(), HighPrecision(), UseHeld(), DequantizeHeld()
+ENCODE_NOW = PlaneSource("now", lambda x, quantizer, usage, ctx: quantizer.encode(x, usage, ctx), encodes=True)
+"""A plain tensor, for which `OperandPlan.encode` asks the quantizer itself."""
+HIGH_PRECISION = PlaneSource("high precision", _values)
+"""A plain tensor that stays in high precision."""
+USE_HELD = PlaneSource("held", _held)
+"""The planes of a quantized tensor."""
+DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)
+"""The values of a quantized tensor in a plan that computes in high precision."""
+
 IN_HIGH_PRECISION = Quantizer()
 
 
@@ -125,7 +116,10 @@ class WeightCache:
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
         """What graphs read: it must stay in memory."""
-        self.reused, self.refreshed = Reused(self), Refreshed(self)
+        self.reused, self.refreshed = (
+            PlaneSource("cache", self.reuse, True),
+            PlaneSource("to cache", self.refresh, True),
+        )
         STEPS.register()
 
     def clear(self) -> None:
@@ -155,6 +149,16 @@ class WeightCache:
             both = Usage(usage.rowwise or row is not None, usage.columnwise or col is not None)
             return self.refresh(x, quantizer, both, ctx)
         return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
+
+    def flagged(self, flag: Callable[[], Tensor | None]) -> PlaneSource:
+        """The source of a microbatch that is a first one if the call's flag, one element on the device, is not 0."""
+
+        def planes(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+            noop = flag()
+            assert noop is not None
+            return self.rewrite(x, quantizer, usage, ctx, noop)
+
+        return PlaneSource("flagged cache", planes, True)
 
     def rewrite(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext, flag: Tensor) -> Planes:
         """The remembered planes, encoded anew in their memory if `flag` is not 0 on the device, or the weight changed.
@@ -198,39 +202,3 @@ class WeightCache:
             return None
         versions = tuple((id(owner), owner._version) for owner in owners)
         return quantizer, x.dtype, x.device, x.shape, STEPS.count, versions
-
-
-@dataclass(frozen=True, eq=False)
-class Refreshed(PlaneSource):
-    """The weight of a first microbatch: encoded and remembered."""
-
-    cache: WeightCache
-    encodes = True
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return self.cache.refresh(x, quantizer, usage, ctx)
-
-
-@dataclass(frozen=True, eq=False)
-class Flagged(PlaneSource):
-    """The weight of a microbatch that is a first one if the call's flag, one element on the device, is not 0."""
-
-    cache: WeightCache
-    flag: Callable[[], Tensor | None]
-    encodes = True
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        flag = self.flag()
-        assert flag is not None
-        return self.cache.rewrite(x, quantizer, usage, ctx, flag)
-
-
-@dataclass(frozen=True, eq=False)
-class Reused(PlaneSource):
-    """The weight of a later microbatch: what is remembered, while that is the weight."""
-
-    cache: WeightCache
-    encodes = True
-
-    def planes(self, x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-        return self.cache.reuse(x, quantizer, usage, ctx)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from duotone.errors import MissingPlaneError
 from duotone.linear.core import LinearStage
-from duotone.linear.plane_source import ENCODE_NOW, Flagged, PlaneSource, WeightCache
+from duotone.linear.plane_source import ENCODE_NOW, WeightCache
 from duotone.linear.sink import GRADIENT, Deferred, Product, Sink, ToMainGrad
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class WeightOptions:
         if first is not None and plan.weight.source is ENCODE_NOW:
             cache = self._cache(member)
             if isinstance(first, Tensor):
-                source: PlaneSource = Flagged(cache, lambda: self.flag)
+                source = cache.flagged(lambda: self.flag)
             else:
                 source = cache.refreshed if first else cache.reused
             plan = replace(plan, weight=plan.weight.from_cache(source, plan.input_grad))
