@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37729
+LIBRARY_LINES = 37730
 TOOL_LINES = 7576
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -37,7 +37,7 @@ BUDGETS = {
     "ops": (1426, 0, 0),
     "optim": (814, 2, 0),
     "package": (330, 1, 0),
-    "pipeline": (1455, 5, 2),
+    "pipeline": (1456, 15, 2),
     "planned": (3002, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from duotone.errors import UserError
-from duotone.pipeline.stage import Gradients, Saved, Stages, Value
+from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
 from duotone.tensor.plane import DeferredPlane, Plane
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from duotone.pipeline.second_order import Exact
 
 T = TypeVar("T")
-Outputs = Tensor | tuple[Value, ...]
+Outputs = Tensor | tuple[Any, ...]
 """y, or (y, *extra outputs)."""
 
-Shell = Value
+Shells = list[list[Any]]
 """What is left of a saved value without its buffers: (format, shape, part names) of a plane, TENSOR of a tensor,
 (DEFERRED, make, number of tensors) of a deferred plane. None and tuples of one element stand for themselves."""
 
@@ -35,11 +35,11 @@ class PipelineContext(FunctionCtx):
 
     backward_of: "Backward"
     extra: int  # outputs after y
-    shells: list[list[Shell]]  # of what each basic stage saved, then `backward_of.again`
+    shells: Shells  # of what each basic stage saved, then `backward_of.again`
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[Tensor, ...]
     maybe_clear_saved_tensors: Callable[[], None]
-    _input_metadata: Sequence[Value]  # the shape, dtype and device of each output
+    _input_metadata: Sequence[Tensor]  # the shape, dtype and device of each output
 
 
 class Backward(NamedTuple):
@@ -58,7 +58,7 @@ class PipelineFunction(torch.autograd.Function):
     """x and the operands of all stages -> y, or (y, *extra outputs) where stages or `backward.again` have such."""
 
     @staticmethod
-    def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+    def forward(ctx: PipelineContext, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
         saved: list[Saved] = []
         outputs: list[Tensor] = []
         y, at = x, 0
@@ -109,7 +109,7 @@ def run_backward(
     if tensors is None and not torch.compiler.is_dynamo_compiling():
         # Unless the graph is kept, what a stage saved is freed before the next one runs.
         ctx.maybe_clear_saved_tensors()
-    handed: list[Value] = [gradients[0]]
+    handed: list[Any] = [gradients[0]]
     of_operands: list[Tensor | None] = []
     for stage in reversed(stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
@@ -132,7 +132,7 @@ _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[
 _unwrap = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
 
 
-def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
     """`PipelineFunction.apply` where neither a trace nor a transform of torch.func runs, in less host time."""
     around, FORWARD.is_alone = FORWARD.is_alone, backward.alone
     try:
@@ -163,12 +163,12 @@ FIXED = 3
 """Arguments before the operands: the stages of both passes, and x."""
 
 
-def pack(saved: Sequence[Saved]) -> tuple[list[list[Shell]], list[Tensor | None]]:
+def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
     """What each basic stage saved, as shells and a flat list of buffers."""
-    shells: list[list[Shell]] = []
+    shells: Shells = []
     tensors: list[Tensor | None] = []
     for each in saved:
-        here: list[Shell] = []
+        here: list[object] = []
         shells.append(here)
         for one in each:
             if isinstance(one, Plane):
@@ -185,12 +185,12 @@ def pack(saved: Sequence[Saved]) -> tuple[list[list[Shell]], list[Tensor | None]
     return shells, tensors
 
 
-def unpack(shells: Sequence[Sequence[Shell]], tensors: Sequence[Value]) -> list[Saved]:
+def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
     """The inverse of `pack`. A second backward may call it again."""
     at = 0
     saved: list[Saved] = []
     for each in shells:
-        here: list[Value] = []
+        here: list[object] = []
         for shell in each:
             if shell is None or len(shell) == 1:
                 here.append(shell)
@@ -262,7 +262,7 @@ class Refused:
     def check(self, *gradients: Tensor) -> NoReturn:
         raise UserError(self.message)
 
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> NoReturn:
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> NoReturn:
         self.check()
 
 

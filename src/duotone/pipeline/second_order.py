@@ -1,12 +1,13 @@
 """Second derivatives of a pipeline, torch.func and forward-mode AD: exact in high precision, one error elsewhere."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from duotone.pipeline.autograd import Backward, Outputs, PipelineContext, Refused, unpack
-from duotone.pipeline.stage import Gradients, Saved, Stage, Stages, Value
+from duotone.pipeline.stage import Gradients, Saved, Stage, Stages
 from duotone.tensor import QuantizedTensor
 
 
@@ -31,7 +32,7 @@ class Exact:
 
     def save(self, x: Tensor, operands: tuple[object, ...], outputs: list[Tensor]) -> Saved:
         """What a second backward needs besides what the stages saved; or it is added to the outputs."""
-        saved: list[Value] = []
+        saved: list[object] = []
         for value, reads in zip((x, *operands), self.reads, strict=True):
             if isinstance(value, Tensor):
                 saved.append(value if reads else (value.shape,))
@@ -53,7 +54,7 @@ class Exact:
         of_inputs = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, **options))
         return None, None, *[next(of_inputs) if needed else None for needed in needs]
 
-    def run(self, x: Tensor, operands: Sequence[Value], saved: Sequence[Saved | None]) -> list[Tensor]:
+    def run(self, x: Tensor, operands: Sequence[object], saved: Sequence[Saved | None]) -> list[Tensor]:
         """y and the extra outputs, from the operands of all stages and what each saved, None if none did."""
         extras: list[Tensor] = []
         at = 0
@@ -67,7 +68,7 @@ class Exact:
     def check(self) -> None:
         """UserError where torch.func and forward-mode AD cannot go through."""
 
-    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: Value) -> Outputs:
+    def transformed(self, forward: Stages, backward: Backward, x: Tensor, *operands: object) -> Outputs:
         """What the pipeline gives under such a transform; called as `PipelineFunction.apply` is."""
         plain = [t.dequantize(x.dtype) if isinstance(t, QuantizedTensor) else t for t in operands]
         y, *extra = self.run(x, plain, [None] * len(self.stages))
@@ -85,7 +86,7 @@ def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
     return later, *values
 
 
-def _input(value: Value, needed: bool, like: Tensor) -> Value:
+def _input(value: Any, needed: bool, like: Tensor) -> Any:
     """A saved input as a tensor apart from all others that stand for the same, so that gradients stay apart too."""
     if isinstance(value, Tensor):
         plain = value.dequantize(like.dtype) if isinstance(value, QuantizedTensor) else value

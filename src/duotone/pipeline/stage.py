@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-Value = Any
-"""A tensor, a plane or None. What a stage takes and saves is in its own signatures."""
+Saved = tuple[Any, ...]
+"""What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace.
 
-Saved = tuple[Value, ...]
-"""What backward needs: planes and tensors, which autograd holds, or a 1-tuple of something that it must not replace."""
+Its types, and those of operands, are in the signatures of each stage.
+"""
 
 Needs = tuple[bool, ...]
 """Which gradients autograd asks for: of the input first, then of the operands."""
@@ -44,14 +44,14 @@ class Stage:
         """Whether delayed scales of forward roll at the end of the backward because nothing else asks for it."""
         return False
 
-    def replay(self, x: Tensor, operands: Sequence[Value], saved: Saved | None) -> tuple[Tensor, ...]:
+    def replay(self, x: Tensor, operands: Sequence[Any], saved: Saved | None) -> tuple[Tensor, ...]:
         """(y, *extra outputs) in operations that autograd differentiates any number of times.
 
         `saved` is what `forward` saved, None if it did not run.
         """
         raise NotImplementedError
 
-    def forward(self, x: Tensor, *operands: Value) -> tuple[Value, ...]:
+    def forward(self, x: Tensor, *operands: Any) -> tuple[Any, ...]:
         """(y, saved, *extra outputs) of the input and the operands."""
         raise NotImplementedError
 
@@ -59,7 +59,7 @@ class Stage:
         """(dx, gradients of the operands...). `needs` says which of those autograd asks for, dx first."""
         raise NotImplementedError
 
-    def run(self, x: Tensor, operands: Sequence[Value]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
+    def run(self, x: Tensor, operands: Sequence[Any]) -> tuple[Tensor, Sequence[Saved], Sequence[Tensor]]:
         """Forward over the operands of all basic stages: y, what each of those keeps, the extra outputs."""
         y, saved, *extra = self.forward(x, *operands)
         return y, (saved,), extra
