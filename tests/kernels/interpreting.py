@@ -65,6 +65,11 @@ def saturating(data: Any, source: Any, target: Any, rounding: Any) -> Any:
     return convert(data, source, target, rounding)
 
 
+def splat(self: Any, type: Any, scalar: Any) -> Any:
+    """Conditions stay conditions; Triton 3.9 makes integers of them, which its loads and stores then refuse."""
+    return interpreter.TensorHandle(np.full(type.shape, scalar.data.item(), scalar.data.dtype), scalar.dtype.scalar)
+
+
 def patched(tensor: Any, scope: Any, patch: Any = interpreter._patch_lang_tensor) -> None:
     """numpy 2 makes no integer of the one-element arrays that scalars are here."""
     patch(tensor, scope)
@@ -118,6 +123,7 @@ def replace() -> None:
     builder = interpreter.InterpreterBuilder
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_splat = splat
     interpreter._convert_float = saturating
     interpreter._patch_lang_tensor, interpreter._implicit_cvt = patched, scalar
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
