@@ -45,6 +45,7 @@ ALLOWED = {
     "dispatch.compiler._FAILURES": "why the C++ compiler failed after its probe worked; it is not asked again",
     "dispatch.compiler.cache_folder": MACHINE,
     "dispatch.compiler.probe": MACHINE,
+    "dispatch.compiler._refuse_cut_libraries": "the cache of compiled casts is looked at once a process",
     "dispatch.segment_products._calls_cublas": MACHINE,
     "dispatch.segment_products._grouped_product": LAUNCH,
     "dispatch.segments._TABLES": "row offsets on the device, so that a step with the same splits copies nothing",

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
@@ -31,6 +32,8 @@ PATIENCE = 60.0
 """Seconds after which a compiler counts as one that hangs; building the probe takes less than one."""
 LIMIT = 300.0
 """Seconds for all that the compiler does for one graph; most take 5 to 20."""
+WRITING = 5.0
+"""Seconds in which another process ends a library of the cache that it writes."""
 
 _SOURCE = '#include <cmath>\n#include <omp.h>\nextern "C" int f() { return 41 + (omp_get_max_threads() > 0); }\n'
 _FAILURES: list[str] = []
@@ -88,6 +91,7 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
     if not _FAILURES:
         try:
             with _own_cache(), _limited():
+                _refuse_cut_libraries(cache_folder())
                 return compile_fx(graph, inputs, config_patches=OPTIONS)  # type: ignore[return-value]
         except RestartAnalysis:  # no failure: Dynamo traces again and comes back
             raise
@@ -97,6 +101,27 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
             _FAILURES.append(f"inductor failed with {type(error).__name__}: {detail[0] if detail else ''}")
             _warn(_FAILURES[0])
     return graph.forward
+
+
+@functools.cache
+def _refuse_cut_libraries(folder: str) -> None:
+    """Raise where the cache has a library that was not written to its end: to load it would kill the process."""
+    end = time.monotonic() + WRITING
+    for library in Path(folder).rglob("*.so"):
+        while _is_cut(library):
+            if time.monotonic() > end:
+                raise OSError(f"{library} is cut short; remove it")
+            time.sleep(0.05)
+
+
+def _is_cut(library: Path) -> bool:
+    """Whether an ELF file of 64 bits ends before its section headers do, which come last."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF\x02"):  # to load it is an error
+        return False
+    (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return library.stat().st_size < start + size * count
 
 
 class _Limited:
