@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CONSTRAINTS := constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 # For torch without CUDA, which brings none: tests/kernels/budgets.json is recorded with it.
 TRITON := triton==3.6.0; platform_system == 'Linux' and platform_machine == 'x86_64'
 NEWEST := $(CURDIR)/build/newest-triton
 
-.PHONY: demo test test-newest-triton lint wheel site docs clean
+.PHONY: demo test test-newest-triton test-torch lint wheel site docs clean
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --force --out runs/demo
@@ -21,6 +22,13 @@ test: $(VENV)/.installed-dev
 test-newest-triton: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST) triton
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n auto --maxprocesses 8 -W default -m "slow or not slow" tests/kernels
+
+# The wheel and all tests with the newest torch in an environment of several GB.
+# For others: make test-torch TORCH=2.11.0 PYTHON=python3.12
+test-torch:
+	mkdir -p build
+	sed 's/^torch==.*/torch$(addprefix ==,$(TORCH))/' constraints.txt > build/torch$(TORCH).txt
+	$(MAKE) wheel test VENV=build/torch$(TORCH) CONSTRAINTS=build/torch$(TORCH).txt
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check src tests bench docs
@@ -43,13 +51,13 @@ docs: $(VENV)/.installed-dev
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-cli: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed-cli: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing duotone and torch into $(VENV)"
 	$(INSTALL) torch
 	$(INSTALL) -e '.[cli]'
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing duotone with its test tools into $(VENV)"
 	$(INSTALL) torch
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(INSTALL) "$(TRITON)"

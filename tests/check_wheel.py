@@ -1,4 +1,4 @@
-"""A script: what the wheel of this tree holds, how large it is, and that it runs without Triton and a compiler.
+"""A script: what the wheel of this tree holds, how large it is, and that it runs without Triton and a C++ compiler.
 
 python tests/check_wheel.py dist/duotone-*.whl
 """
@@ -20,9 +20,15 @@ import sys
 sys.modules["triton"] = None
 import torch, duotone
 assert duotone.__file__.startswith(sys.argv[1]), duotone.__file__
-model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), "nvfp4", rules=())
-model(torch.randn(32, 64)).sum().backward()
-print(f"duotone {duotone.__version__}: {len(duotone.recipes.names())} recipes, {len(duotone.formats.names())} formats")
+for recipe in ("nvfp4", "mxfp8"):
+    model = duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 64)), recipe, rules=())
+    x = torch.randn(32, 64, requires_grad=True)
+    model(x).sum().backward()
+wanted, x.grad = x.grad, None
+torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
+assert torch.equal(x.grad, wanted), "a compiled gradient differs"
+print(f"duotone {duotone.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+print(f"{len(duotone.recipes.names())} recipes, {len(duotone.formats.names())} formats")
 """
 
 
