@@ -19,7 +19,7 @@ from duotone.conversion import forwards
 from duotone.errors import UserError
 from duotone.modules.moe import Routing
 from duotone.pipeline.op import is_distributed
-from duotone.planned.grouped_linear import PlannedGroup
+from duotone.planned.planned_group import PlannedGroup
 from duotone.planned.weights import mark_entries
 from duotone.recipes.roles import Site
 from duotone.tensor import QuantizedTensor

@@ -8,176 +8,21 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.linear.core import LinearStage
 from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import local_sizes, parallel_layout
-from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.linear.row_counts import Rows, device_splits, host_splits
-from duotone.linear.sink import GRADIENT
 from duotone.pipeline.autograd import is_transformed
-from duotone.pipeline.op import Op, TensorInfo, info_of, require_fit, run
-from duotone.pipeline.stage import Stage
+from duotone.pipeline.op import Op, info_of, run
 from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
-from duotone.planned.planned import Planned, holds_codes
+from duotone.planned.planned_group import PlannedGroup, Splits, leaves_splits
 from duotone.planned.split_parameters import tensors_of
 from duotone.planned.weights import initialise, keep_initialiser, quantize_weights
 from duotone.recipes.recipe import RecipeLike
-from duotone.recipes.roles import QuantizerRole
-from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION
-from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.quantizer import quantizer_of
+from duotone.tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-Splits = Rows | Tensor | Sequence[int]
-"""The rows of each linear."""
-
-
-class PlannedGroup(Planned):
-    """`num_gemms` linears under one plan. `weights` and `biases` say where their parameters are."""
-
-    module_type = "grouped_linear"
-    extra_inputs = 1
-    num_gemms: int
-    first_gemm = all_gemms = 0
-    """The number of the first linear among those of all ranks, and how many these are; 0 if one rank has all."""
-
-    return_bias = False
-    single_grouped_weight = single_grouped_bias = True
-    """Whether one packed parameter holds those of all experts."""
-
-    @property
-    def biases(self) -> tuple[Tensor | None, ...]:
-        return (None,) * self.num_gemms
-
-    def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """`weights` as autograd sees them."""
-        return weights
-
-    @property
-    def weight_held(self) -> Quantizer | None:
-        return self._quantizer_of(self.weights)
-
-    def _quantizer_of(self, weights: Sequence[Tensor]) -> Quantizer | None:
-        """The quantizer of all weights, None if they are plain. UserError if they differ."""
-        first = quantizer_of(weights[0])
-        for i, weight in enumerate(weights):
-            quantizer = quantizer_of(weight) if isinstance(weight, QuantizedTensor) else None
-            if quantizer != first or weight.dtype is not weights[0].dtype:
-                formats = f"{_formats(weight)} where expert 0 has {_formats(weights[0])}"
-                raise UserError(f"{self.module_name}: the weight of expert {i} is {formats}; hold all experts alike")
-        return first
-
-    def link(
-        self, signal: TensorInfo, is_first_microbatch: bool | Tensor | None
-    ) -> tuple[Stage, TensorInfo, Sequence[Tensor], Sequence[Tensor | None]]:
-        if signal.quantizer is not None:
-            raise UserError(
-                f"{self.module_name} takes a plain tensor; got one quantized to {signal.quantizer}: dequantize it"
-            )
-        weights, biases = self.weights, self.biases
-        require_fit(self, signal, weights[0])
-        if len(weights) != self.num_gemms:
-            raise UserError(f"{self.module_name} has weights of {len(weights)} experts for num_gemms {self.num_gemms}")
-        if not self.single_grouped_weight:
-            self._require_alike("weight", weights, weights[0].shape, weights[0].device)
-        checked = biases[:1] if self.single_grouped_bias else biases
-        self._require_alike("bias", checked, weights[0].shape[:1], weights[0].device)
-        out = weights[0].shape[0]
-        stage = self.plans.stage(signal, any([w.requires_grad for w in weights]), self._quantizer_of(weights))
-        compiling = torch.compiler.is_dynamo_compiling()
-        if is_first_microbatch is not None or self.fuse_wgrad_accumulation or self.delay_wgrad_compute or compiling:
-            stage = self.plans.variant(stage, is_first_microbatch)
-        trained = any(p is not None and p.requires_grad for p in (*weights, *biases))
-        tracked = torch.is_grad_enabled() and trained
-        rows = None if self.layout.sequence_parallel else signal.rows
-        if rows is None and compiling:
-            raise UserError(f"{self.module_name}: sequence_parallel runs in eager code; leave it out of compiled code")
-        output = signal._replace(width=out, rows=rows, requires_grad=signal.requires_grad or tracked)
-        return stage, output, weights, biases
-
-    def _require_alike(
-        self, kind: str, parameters: Sequence[Tensor | None], shape: Sequence[int], device: torch.device
-    ) -> None:
-        """UserError unless those that are given have this shape, on this device: kernels see addresses."""
-        if all([p is None or (p.shape == shape and p.device == device) for p in parameters]):
-            return
-        for i, p in enumerate(parameters):
-            if p is not None and (p.shape != shape or p.device != device):
-                raise UserError(
-                    f"{self.module_name}: the {kind} of expert {i} is {tuple(p.shape)} on {p.device}; "
-                    f"those of expert 0 ask for {tuple(shape)} on {device}"
-                )
-
-    def kernel_of(self, plan: LinearPlan, gemm: GemmPlan) -> tuple[str, str]:
-        stage = GroupedStage.of([LinearStage(plan, GRADIENT)] * self.num_gemms, self.weights[0].shape)
-        why = "weight gradients are put off" if self.delay_wgrad_compute else stage.why_apart
-        if not why:
-            return gemm.rule.name.replace("cuBLAS", "grouped"), "one launch for all experts"
-        kernel, reason = super().kernel_of(plan, gemm)
-        could = gemm.rule.groups_segments(gemm.problem, self.num_gemms)
-        return kernel, f"a product for each expert: {why}" if could else reason
-
-    def accept(self, stage: GroupedStage, signal: TensorInfo, extra: Sequence[Splits]) -> Sequence[Splits]:
-        (splits,) = extra
-        if torch.compiler.is_dynamo_compiling():  # the op checks them
-            splits = splits.count() if isinstance(splits, Rows) else splits
-            return (splits.detach() if isinstance(splits, Tensor) else splits,)  # Dynamo takes no tensor twice
-        stays = _leaves_splits(stage, signal)
-        if isinstance(splits, Rows):
-            fits = splits.experts == self.num_gemms and splits.total == signal.rows
-            splits = splits.counts if stays and fits and stage.grouped else splits.splits
-        if isinstance(splits, Tensor) and splits.is_cuda and stays:
-            return (device_splits(splits, self.num_gemms),)
-        return (host_splits(splits, self.num_gemms, signal.rows),)
-
-    def operands(
-        self,
-        stage: GroupedStage,
-        signal: TensorInfo,
-        extra: Sequence[Splits],
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor | None],
-    ) -> Sequence[object]:
-        (splits,), dtype = extra, signal.dtype
-        if stage.plan.layout.group:
-            self.require_alike(stage.plan, signal.device)
-        if self.return_bias:
-            biases = (None,) * self.num_gemms
-        weights = self.whole_weights(weights)
-        weights = [w if w.dtype is dtype or holds_codes(w) else w.to(dtype) for w in weights]
-        biases = [b if b is None or b.dtype is dtype else b.to(dtype) for b in biases]
-        count = stage.plan.seeds * (self.all_gemms or self.num_gemms)
-        seed = seeds.take(getattr(self, seeds.BUFFER), count) if count else None
-        if seed is not None and self.first_gemm:
-            seed = seed + self.first_gemm * stage.plan.seeds
-        return splits, seed, *weights, *biases
-
-    def make_stage(self, linears: list[LinearStage]) -> Stage:
-        return GroupedStage.of(linears, self.weights[0].shape)
-
-    def make_variant(self, stage: Stage, first: bool | Tensor | None, overwrites: bool) -> Stage:
-        assert isinstance(stage, GroupedStage)
-        linears = [self.plans.options.stage(one, i, first, overwrites) for i, one in enumerate(stage.linears)]
-        return self.make_stage(linears)
-
-    def refuse_held(self, weight: nn.Parameter) -> None:
-        """UserError where a scale or a block of a packed weight would belong to two experts."""
-        if not self.single_grouped_weight or not isinstance(weight, QuantizedTensor):
-            return
-        for dim, plane in enumerate(weight.planes):
-            if plane is not None and (plane.spans(dim) or weight.shape[1] % plane.format.alignment[dim]):
-                raise UserError(
-                    f"{self.module_name}: a scale of {plane.format.name} would span experts in one packed weight; "
-                    "use separate weights, or a format whose blocks divide out_features"
-                )
-
-    def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
-        """The slots of each expert, `<slot>.<expert>`."""
-        slots = super().roles_of(mode).items()
-        return {f"{slot}.{i}": role for i in range(self.num_gemms) for slot, role in slots}
 
 
 class GroupedLinear(PlannedGroup, nn.Module):
@@ -284,7 +129,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             check_place("dgrad_out", dgrad_out, x, x.dtype, tuple(x.shape))
         total, counted = x.shape[:-1].numel(), None
         splits = m_splits.splits if isinstance(m_splits, Rows) else m_splits
-        if isinstance(splits, Tensor) and splits.is_cuda and _leaves_splits(stage, signal):
+        if isinstance(splits, Tensor) and splits.is_cuda and leaves_splits(stage, signal):
             counted = device_splits(splits, self.num_gemms).sum()
         else:
             splits = host_splits(splits, self.num_gemms, total if out is None else None)
@@ -386,15 +231,3 @@ def _packed(like: Tensor | None, members: list[Tensor]) -> Tensor:
     for piece, member in zip(whole.unbind(0), members, strict=True):
         piece.copy_(member)
     return whole
-
-
-def _leaves_splits(stage: GroupedStage, signal: TensorInfo) -> bool:
-    """Whether row counts that lie on the device are left there."""
-    return signal.device == "cuda" and stage.takes_device_splits
-
-
-def _formats(weight: Tensor) -> str:
-    held = quantizer_of(weight)
-    if held is None:
-        return f"plain {weight.dtype}"
-    return "/".join(fmt.name if fmt else "none" for fmt in (held.rowwise, held.columnwise))
