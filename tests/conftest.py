@@ -15,6 +15,7 @@ from duotone.observe.census import PipelineCall
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # what the processor has; else six programs are compiled first
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # garbage is collected as often as set below
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and by all processes that tests start
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -21,7 +21,7 @@ def folders(tmp_path_factory):
         "slow": ["--lr", "1e-4"],
         "fast": [],
         "long": longer,
-        "moe": ["--model", "moe", "--seeds", "1"],
+        "moe": ["--model", "moe", "--seeds", "1", "--steps", "1"],
     }.items():
         assert run([*arguments, *more, "--out", str(root / name)]) == 0
     return root
