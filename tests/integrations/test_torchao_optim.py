@@ -14,6 +14,7 @@ optim = require("torchao", "torchao.optim")
 WARNINGS = ["ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"]  # its own
 pytestmark = pytest.mark.filterwarnings(*WARNINGS)
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
     ("AdamW8bit", "mxfp8"),
     ("AdamW4bit", "nvfp4"),
@@ -27,7 +28,7 @@ def build(recipe: str) -> nn.Sequential:
     """Weights of 256x160: large enough for casts in pieces. One side is no multiple of 128."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(160, 256), nn.GELU(), nn.Linear(256, 160))
-    return duotone.convert_parameters(duotone.convert(model, recipe), recipe)
+    return duotone.convert_parameters(duotone.convert(model.to(DEVICE), recipe), recipe)
 
 
 def values_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -44,7 +45,7 @@ def test_a_step_writes_what_the_same_step_gives_plain_parameters(
     model, twin = build(recipe), build(recipe)
     plain = [nn.Parameter(values_of(p).clone()) for p in twin.parameters()]
     optimizer, oracle = (getattr(optim, name)(params, lr=3e-2) for params in (model.parameters(), plain))
-    x, y = torch.randn(2, 64, 160, generator=torch.Generator().manual_seed(1))
+    x, y = torch.randn(2, 64, 160, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     losses = []
     for _ in range(3):
         for one in (model, twin):

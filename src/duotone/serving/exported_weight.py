@@ -102,12 +102,8 @@ class ExportedWeight:
         """The most precise values of the weight, (N, K)."""
         return plain(self.weight if self.master is None else self.master).detach()
 
-    def global_amax(self) -> Tensor:
-        """fp32 (1,) on the CPU: the amax of the plane, or of the values if there is none."""
-        plane = self.plane
-        return (self.values_amax() if plane is None else plane.parts["amax"]).cpu()
-
     def values_amax(self) -> Tensor:
+        """fp32 (1,) on the device of the values."""
         amaxes = [torch.stack(torch.aminmax(rows)).abs().amax().float() for rows in self.rows() if rows.numel()]
         return torch.stack(amaxes).amax().reshape(1)
 
@@ -206,8 +202,8 @@ def share_global_scales(weights: Mapping[str, ExportedWeight]) -> None:
             if child in members and weight.scheme.has_global_scale:
                 groups[owner, kind].append(weight)
     for group in (group for group in groups.values() if len(group) > 1):
-        amaxes = torch.cat([one.global_amax() for one in group])
-        if any(one.plane is None for one in group) or bool((amaxes != amaxes[0]).any()):
+        amaxes = [None if one.plane is None else float(one.plane.parts["amax"]) for one in group]
+        if None in amaxes or len(set(amaxes)) > 1:
             shared = torch.cat([one.values_amax().cpu() for one in group]).amax().reshape(1)
             for one in group:
                 one.amax = shared
