@@ -14,14 +14,14 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37768
-TOOL_LINES = 7576
+LIBRARY_LINES = 37764
+TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2580, 20, 0),
-    "cli": (1524, 2, 0),
+    "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
     "conversion": (2644, 5, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (3015, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
-    "serving": (1388, 0, 0),
+    "serving": (1384, 0, 0),
     "state": (1769, 10, 0),
     "tensor": (2617, 15, 0),
 }

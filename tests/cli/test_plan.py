@@ -1,12 +1,23 @@
+import re
+
 import pytest
 
 from duotone.formats import TENSOR
 
 
+def paragraphs(out):
+    """The lines below the title, with notes and advice in one line each. None has more than 80 characters."""
+    assert max(map(len, out.splitlines())) <= 80
+    table, is_advised, advice = out.split("\n", 1)[1].partition("\nmodules with ")
+    lines = table.replace("\n   ", " ").splitlines()
+    return [*lines, f"modules with {advice}".replace("\n", " ").strip()] if is_advised else lines
+
+
 def rows_of(out):
-    """(module, gemm) -> the rest of the line."""
-    lines = [line.split(None, 2) for line in out.splitlines()[2:]]
-    return {(module, gemm): rest for module, gemm, rest in lines}
+    """(module, gemm) -> the rest of the line, and its note."""
+    notes = dict(line.split("  ", 1) for line in paragraphs(out) if line[0].isdigit())
+    rows = [re.fullmatch(r"(\S+) +(\S+) +(.*) +(\d+)", line) for line in paragraphs(out) if not line[0].isdigit()]
+    return {(row[1], row[2]): f"{row[3]} {notes[row[4]]}" for row in rows if row}
 
 
 def test_each_gemm_has_a_row_with_formats_kernel_and_reason(duotone):
@@ -18,6 +29,16 @@ def test_each_gemm_has_a_row_with_formats_kernel_and_reason(duotone):
         rows["layers.1.mlp.down", "fprop"].startswith("mxfp8_e4m3") and "emulated" in rows["layers.1.mlp.down", "fprop"]
     )
     assert "nvfp4_rht_sr" in rows["layers.0.attention.qkv", "wgrad"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4-linear-fp8-dpa"])
+def test_names_are_shortened_to_fit_a_terminal(duotone, recipe, monkeypatch):
+    out = duotone("plan", "--preset", "tiny", "--recipe", recipe)[1]
+    assert all("…" in module for module, _ in rows_of(out) if module.startswith("layers.0.attention"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", duotone("plan", "--preset", "tiny", "--recipe", recipe)[1])
+    assert max(map(len, drawn.splitlines())) <= 80 and "attention runs in high precision" in drawn
 
 
 def test_what_stays_in_high_precision_says_why(duotone):
@@ -67,7 +88,7 @@ ADVICE = "modules with a K x N too small for {} to pay on this device: 8; min_we
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-rowwise", "fp8-block"])
 def test_a_line_below_the_table_says_where_bf16_would_be_faster(duotone, recipe):
     code, out, err = duotone("plan", "--preset", "tiny", "--arch", "sm90", "--recipe", recipe)
-    *table, advice = out.splitlines()
+    *table, advice = paragraphs(out)
     assert (code, err) == (0, "") and advice.startswith(ADVICE.format(recipe))
     assert sum("native" in line for line in table) == 2 * 4 * 3 and "min_weight_elements" not in "".join(table)
 
@@ -77,7 +98,7 @@ def test_the_advice_concerns_modules_below_the_entry_alone(duotone, monkeypatch)
     sizes = set()
     for least in (1, 10**4, 10**9):
         monkeypatch.setattr("duotone.dispatch.target.LEAST_WORK", {((9, 0), TENSOR): least})
-        last = duotone(*arguments)[1].splitlines()[-1]
+        last = paragraphs(duotone(*arguments)[1])[-1]
         sizes.add(int(last.split(": ")[1].split(";")[0]) if "min_weight_elements" in last else 0)
     assert {0, 8} < sizes and len(sizes) == 3
 

@@ -43,7 +43,7 @@ def advise(
 
     from duotone import observe
     from duotone.cli.inputs import config_from
-    from duotone.cli.summary import echo
+    from duotone.cli.table import echo
     from duotone.lab import data, files, models, texts
     from duotone.lab.model import to_dtype
 

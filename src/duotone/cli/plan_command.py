@@ -16,16 +16,15 @@ from duotone.cli import command_options as options
 @options.strict
 @options.parallel
 def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **typed: str | None) -> None:
-    """Print one row per module and GEMM: the formats of both operands, the kernel, and why.
+    """Print one row per module and GEMM: the formats of both operands, how it runs, and why.
 
-    `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. A line below
-    the table says where bf16 would be faster. With --parallel, a line predicts what each rank holds, and sends in a
-    step of training.
+    `native` means that the kernel multiplies the codes themselves, `emulated` that it decodes them first. The numbers
+    under `why` stand for lines below the table: kernels and reasons. A line there says where bf16 would be faster.
+    With --parallel, a line predicts what each rank holds, and sends in a step of training.
     """
     from duotone import recipes
     from duotone.cli.inputs import config_from, make_strict
-    from duotone.cli.table import print_table
-    from duotone.conversion.model_plan import COLUMNS
+    from duotone.cli.table import echo, print_table
     from duotone.lab.comparison import planned
     from duotone.recipes.recipe import MEASURED
 
@@ -33,11 +32,16 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     chosen = make_strict(recipes.load(recipe), strict)
     device = arch or config.device
     rows = planned(config, chosen, device)
-    print_table(
-        COLUMNS,
-        [row.cells for row in rows],
-        title=f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}",
-    )
+    notes: dict[str, int] = {}  # the number of each
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        note = f"{row.kernel}: {row.reason}" if row.reason else row.kernel
+        number = notes.setdefault(note, len(notes) + 1)
+        cells.append((row.module, row.gemm, row.a, row.b, row.runs, str(number)))
+    title = f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}"
+    print_table(("module", "gemm", "a", "b", "runs", "why"), cells, title=title, fit=0)
+    for note, number in notes.items():
+        echo(f"{number}  {note}", "   ")
     if parallel is not None:
         from duotone.lab.forecast import Parallel, forecast
 
@@ -47,7 +51,7 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     # How many modules the entries of this device for `min_weight_elements` would leave in bf16.
     left = planned(config, dataclasses.replace(chosen, min_weight_elements=MEASURED), device)
     if small := len({row.module for row, other in zip(rows, left, strict=True) if row != other}):
-        click.echo(
+        echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
             'min_weight_elements = "measured" in a recipe file leaves them in bf16'
         )

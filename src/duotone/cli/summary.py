@@ -2,23 +2,21 @@
 
 import csv
 import io
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from duotone.cli.table import print_table
+from duotone.cli.table import echo, print_table
 from duotone.errors import UserError
 from duotone.lab import files
 from duotone.lab.schema import Document, GemmEntry, RunEntry
-from duotone.report.numbers import SPACE, shorten
+from duotone.report.numbers import SPACE
 
 LONG = frozenset(
     "recipe train_loss heldout_loss repeats plan statistics drift spreads products operands events modules".split()
 )
 REPORT, RESULT, PLANES = "report.html", "result.json", "planes.csv"
-WIDTH = 80
 COLUMNS: dict[str, Callable[[RunEntry], str]] = {
     "rank": lambda run: str(run.get("rank") or ""),
     "recipe": lambda run: run["name"],
@@ -39,23 +37,13 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
     from duotone.report.verdict import trouble, verdict
 
     rows = [[cell(run) for cell in COLUMNS.values()] for run in result["runs"]]
-    others = sum(
-        max(map(len, column)) + 2 for index, column in enumerate(zip(COLUMNS, *rows, strict=True)) if index != 1
-    )
-    for row in rows:
-        row[1] = shorten(row[1], WIDTH - others)
-    print_table(tuple(COLUMNS), rows)
+    print_table(tuple(COLUMNS), rows, fit=1)
     for run in result["runs"]:
         if told := trouble(result, run):
             click.echo(f"{run['name']} {told}")
     if len(result["runs"]) > 1:
         for told in filter(None, (answer(result), verdict(result))):
             echo(told.replace(SPACE, " "))
-
-
-def echo(text: str) -> None:
-    """Print a paragraph in lines of 80 columns."""
-    click.echo("\n".join(textwrap.wrap(text, WIDTH, break_on_hyphens=False)))
 
 
 def numbers(result: Document) -> dict[str, object]:
