@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37764
+LIBRARY_LINES = 37794
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4950, 0, 0),
+    "kernels": (4978, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1915, 5, 1),
     "modules": (655, 1, 0),
@@ -37,12 +37,12 @@ BUDGETS = {
     "ops": (1426, 0, 0),
     "optim": (814, 2, 0),
     "package": (330, 1, 0),
-    "pipeline": (1456, 15, 2),
+    "pipeline": (1459, 15, 2),
     "planned": (3015, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1384, 0, 0),
-    "state": (1769, 10, 0),
+    "state": (1768, 10, 0),
     "tensor": (2617, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

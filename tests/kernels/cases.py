@@ -78,7 +78,7 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
         constants = dict(launch.options)
         rest = constants.pop("num_warps"), constants.pop("num_stages"), constants.pop("enable_fp_fusion", True)
         rest = *rest, constants.pop("maxnreg", None)
-        arguments = *descriptors, *tensors, *integers, *floats
+        arguments = *[TensorDescriptor(*each) for each in descriptors], *tensors, *integers, *floats
         given = dict(zip((p.name for p in launch.function.params), arguments, strict=False))
         any_alignment = {p.name for p in launch.function.params if p.do_not_specialize_on_alignment}
         types = {}

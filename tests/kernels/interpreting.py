@@ -30,6 +30,7 @@ from triton._utils import validate_block_shape
 from triton.language.core import _unwrap_if_constexpr
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from duotone.dispatch import stages
 from duotone.formats.elements import E4M3, E5M2
@@ -110,7 +111,7 @@ def broadcast(self: Any, left: Any, right: Any, general: Any = TritonSemantic.br
 def launched(
     self: Any, programs: int, tensors: Any, integers: Any = (), floats: Any = (), descriptors: Any = ()
 ) -> None:
-    given = (*descriptors, *tensors, *integers, *floats)
+    given = (*[TensorDescriptor(*each) for each in descriptors], *tensors, *integers, *floats)
     self.function.run(*given, grid=(programs,), warmup=False, **self.options)
 
 

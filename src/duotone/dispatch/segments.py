@@ -52,7 +52,7 @@ def segments_of(splits: Sequence[int] | Tensor, like: Tensor, grouped: bool = Fa
     multiple = CHUNK if grouped else STEP
     ends = tuple(itertools.accumulate(splits))
     wide = tuple(itertools.accumulate([width(n, multiple) for n in splits]))
-    both = _on_device((*ends, *wide), torch.int32, like.device)
+    both = _remembered((*ends, *wide), torch.int32, like.device)
     return Segments(both, len(splits), ends[-1], wide[-1], grouped, tuple(splits))
 
 
@@ -96,7 +96,7 @@ def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     """As `_on_device`, kept for the next call on the same stream; a graph that captures keeps tensors of its own."""
     if is_capturing():
         return _on_device(values, dtype, device)
-    key = (values, dtype, device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (values, dtype, device.index, torch._C._cuda_getCurrentRawStream(device.index))
     tensor = _TABLES.get(key)
     if tensor is None:
         if len(_TABLES) >= REMEMBERED:

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from duotone.kernels.launch import Launch, kernel
+from duotone.kernels.launch import Described, Launch, kernel
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 P_SCALE = 256.0
@@ -159,18 +158,18 @@ def attend_kernel(
     tl.store(lse + head.to(tl.int64) * TQ + rows, logarithm, mask=rows < TQ)
 
 
-def by_rows(x: Tensor, tokens: int) -> TensorDescriptor:
+def by_rows(x: Tensor, tokens: int) -> Described:
     """Tiles of `tokens` and the width of one head, of x (batch, tokens, heads, width)."""
     rows, across = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
-    return TensorDescriptor(x, [rows, across], [across, 1], [tokens, x.shape[3]])
+    return Described(x, [rows, across], [across, 1], [tokens, x.shape[3]])
 
 
-def by_columns(x: Tensor, tokens: int) -> TensorDescriptor:
+def by_columns(x: Tensor, tokens: int) -> Described:
     """Tiles of the width of one head and `tokens`, of FP8 codes (heads, width, batch, tokens)."""
     if missing := -x.shape[3] % ALIGNED.value:  # descriptors read from multiples of 16 bytes on
         x = F.pad(x.view(torch.uint8), (0, missing)).view(x.dtype)
     rows, across = x.shape[0] * x.shape[1], x.shape[2] * x.shape[3]
-    return TensorDescriptor(x, [rows, across], [across, 1], [x.shape[1], tokens])
+    return Described(x, [rows, across], [across, 1], [x.shape[1], tokens])
 
 
 def steps_between(spans: Tensor | None, mask: Tensor | None) -> tuple[int, int, int, int]:

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from duotone.kernels.launch import Kernel, Launch, kernel
+from duotone.allocate import allocator
+from duotone.kernels.launch import Described, Kernel, Launch, kernel
 from duotone.kernels.segment_cast import Segments, Table
 from duotone.kernels.segments import CHUNK
 
@@ -307,11 +307,11 @@ class GroupedProduct:
         """
         codes, e, places = (b.codes, segments.count, b.places) if isinstance(b, Scattered) else (b, len(b), None)
         n, k = codes.shape[-2:]
-        out = torch.empty((a.shape[0], n), dtype=dtype, device=a.device)
+        out = allocator(a)((a.shape[0], n), (n, 1), dtype)
         left = self._described(a, self.rows_at_once)
         if isinstance(b, Scattered):
             box = [1, self.tile.cols, CHUNK.value]
-            right = TensorDescriptor(codes, [b.count, n, k], [b.step, k, 1], box)
+            right = Described(codes, [b.count, n, k], [b.step, k, 1], box)
         else:
             right = self._described(codes.view(e * n, k), self.tile.cols)
         programs = self._programs(a, segments.width // self.tile.rows * -(-n // self.tile.cols))
@@ -332,7 +332,8 @@ class GroupedProduct:
         Scales are (E, M) and (E, N), or (E, 1), or those of blocks: (W / 128, M), and (W / 128, N) or, square, of each
         segment (N / 128, columns / 128).
         """
-        out = torch.empty((segments.count, a.shape[0], b.shape[0]), dtype=dtype, device=a.device)
+        m, n = a.shape[0], b.shape[0]
+        out = allocator(a)((segments.count, m, n), (m * n, n, 1), dtype)
         self.of_columns_into(a, b, scales, segments, out)
         return out
 
@@ -358,8 +359,8 @@ class GroupedProduct:
     def _programs(self, like: Tensor, tiles: int) -> int:
         return min(tiles, _multiprocessors(like.get_device())) if self.tile.walk else tiles
 
-    def _described(self, matrix: Tensor, rows: int) -> TensorDescriptor:
-        return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, CHUNK.value])
+    def _described(self, matrix: Tensor, rows: int) -> Described:
+        return Described(matrix, matrix.shape, matrix.stride(), [rows, CHUNK.value])
 
     def _launch(self, function: Kernel, a: torch.dtype, b: torch.dtype, more: dict[str, int], *present: bool) -> Launch:
         """`present` says which tensors are not None."""

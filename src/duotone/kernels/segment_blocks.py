@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from duotone.allocate import allocator
 from duotone.formats import ScaleCodec
 from duotone.kernels.cast import BLOCKED, Cast, PlaneSpec, block_constants, plane_constants
 from duotone.kernels.launch import Launch, kernel
@@ -86,17 +87,16 @@ class BlockSegmentCast:
         Without a table, segments are `grouped`; with one, N is a multiple of 128.
         """
         k, (tm, tk, _) = x.shape[1], BLOCKED
-        codes, scales = (functools.partial(torch.empty, dtype=t, device=x.device) for t in (torch.uint8, torch.float32))
-        row = row_scale = col = col_scale = None
+        empty, row, row_scale, col, col_scale = allocator(x), None, None, None, None
         blocks = segments.width // tm * (k // tk)
         if self.row is not None:
-            row, row_scale = (
-                codes((segments.rows, k)),
-                scales(segments.rows * (k // tk) if self.row.rows == 1 else blocks),
-            )
+            row = empty((segments.rows, k), (k, 1), torch.uint8)
+            count = segments.rows * (k // tk) if self.row.rows == 1 else blocks
+            row_scale = empty((count,), (1,), torch.float32)
         if self.col is not None:
-            col = codes((k, segments.width) if segments.grouped else k * segments.width)
-            col_scale = scales(segments.width // tm * k if self.col.rows == 1 else blocks)
+            wide = segments.width
+            col = empty(*(((k, wide), (wide, 1)) if segments.grouped else ((k * wide,), (1,))), torch.uint8)
+            col_scale = empty((wide // tm * k if self.col.rows == 1 else blocks,), (1,), torch.float32)
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch(segments.block, segments.grouped, table is not None, aligned)
         tensors = x, row, row_scale, col, col_scale, segments.ends, offsets

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.allocate import Allocate, allocator
 from duotone.kernels.cast import Cast, plane_constants
 from duotone.kernels.launch import Launch
 from duotone.kernels.segments import (
@@ -102,7 +103,7 @@ class SegmentCast:
         k = x.shape[1]
         scale, live, slot = slots
         of_row, of_col = self._sources(x, k, segments, scale, table)
-        row_codes, row_scales, col_codes, col_scales = result = self._empty(x.device, k, segments)
+        row_codes, row_scales, col_codes, col_scales = result = self._empty(allocator(x), k, segments)
         tm, tk, _ = TILE
         offsets, aligned = (None, True) if table is None else table
         launch = self._launch("cast", segments.block, segments.grouped, live is not None, table is not None, aligned)
@@ -134,21 +135,20 @@ class SegmentCast:
         nothing = None, None
         return sources.get(self.sources[0], nothing)[0], sources.get(self.sources[1], nothing)[1]
 
-    def _empty(self, device: torch.device, k: int, segments: Segments) -> Coded:
+    def _empty(self, empty: Allocate, k: int, segments: Segments) -> Coded:
         count, rows, width, whole = segments.count, segments.rows, segments.width, segments.grouped
         row = row_scale = col = col_scale = None
         if self.row is not None:
-            row = torch.empty(rows, k, dtype=torch.uint8, device=device)
-            row_scale = self._scales(0, count, (rows if whole else width,), device)
+            row = empty((rows, k), (k, 1), torch.uint8)
+            row_scale = self._scales(0, count, ((rows if whole else width,), (1,)), empty)
         if self.col is not None:
-            col = torch.empty((k, width) if whole else k * width, dtype=torch.uint8, device=device)
-            col_scale = row_scale if self.shares_scale else self._scales(1, count, (count, k), device)
+            col = empty(*(((k, width), (width, 1)) if whole else ((k * width,), (1,))), torch.uint8)
+            col_scale = row_scale if self.shares_scale else self._scales(1, count, ((count, k), (k, 1)), empty)
         return Coded(row, row_scale, col, col_scale)
 
-    def _scales(self, side: int, count: int, lines: tuple[int, ...], device: torch.device) -> Tensor:
-        if self.sources[side] == LINE.value:
-            return torch.empty(lines, dtype=torch.float32, device=device)
-        return torch.empty_strided((count, 1), (APART.value, 1), dtype=torch.float32, device=device)
+    def _scales(self, side: int, count: int, lines: tuple[tuple[int, ...], tuple[int, ...]], empty: Allocate) -> Tensor:
+        size, strides = lines if self.sources[side] == LINE.value else ((count, 1), (APART.value, 1))
+        return empty(size, strides, torch.float32)
 
     def _launch(self, which: str, block: int, whole: bool, record: bool, table: bool, aligned: bool) -> Launch:
         key = (which, block, whole, record, table, aligned)

@@ -40,8 +40,8 @@ def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) ->
         splits = cast(list[int], splits.tolist())
     if not isinstance(splits, Sequence) or isinstance(splits, str):
         raise UserError(f"m_splits is a list of integers or an int tensor; got {type(splits).__name__}")
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in splits)
-    if len(splits) != count or not whole:
+    whole = all([type(n) is int or (isinstance(n, Integral) and not isinstance(n, bool)) for n in splits])
+    if len(splits) != count or not whole or min(splits) < 0:
         raise UserError(f"m_splits needs {count} row counts, integers that are not negative; got {_short(splits)}")
     counts = tuple(map(int, splits))
     if rows is not None and sum(counts) != rows:

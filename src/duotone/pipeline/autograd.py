@@ -203,8 +203,11 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
                 at += count
             else:
                 fmt, shape, names = shell
-                here.append(Plane(fmt, dict(zip(names, tensors[at : at + len(names)], strict=True)), shape))
-                at += len(names)
+                parts = {}
+                for name in names:
+                    parts[name] = tensors[at]
+                    at += 1
+                here.append(Plane(fmt, parts, shape))
         saved.append(tuple(here))
     return saved
 

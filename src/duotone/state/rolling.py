@@ -167,8 +167,7 @@ def roll(recorded: Recorded) -> None:
     Raises UserError on all ranks of a group, before any state moves, if they did not record the same states.
     """
     records = sorted(recorded)  # equal sets come in one order, and so share a table of what rolls together
-    states = {number: STATES.get(number) for number in dict.fromkeys(record.state for record in records)}
-    living = {number: state for number, state in states.items() if state is not None}
+    living = {record.state: state for record in records if (state := STATES.get(record.state)) is not None}
     members: dict[str, list[DelayedState]] = {}
     for group in sorted({record.group for record in records if record.group and record.state in living}):
         states = [living[record.state] for record in records if record.group == group and record.state in living]
