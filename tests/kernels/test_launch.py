@@ -8,9 +8,12 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
-from duotone import formats  # noqa: E402
+from duotone import allocate, formats  # noqa: E402
+from duotone.dispatch import casts  # noqa: E402
 from duotone.dispatch.casts import cast_of  # noqa: E402
 from duotone.kernels import amax, launch, repeated_cast  # noqa: E402
+from duotone.tensor.context import QuantizeContext, Slot  # noqa: E402
+from duotone.tensor.encoder import Encoder  # noqa: E402
 
 NOWHERE = itertools.count(2000)
 """Numbers of cards that no machine has, so that launches which do nothing stay apart in caches."""
@@ -32,7 +35,7 @@ def made(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: number, raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: number)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    for module in (amax, repeated_cast):
+    for module in (allocate, amax, repeated_cast):
         monkeypatch.setattr(module, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)
     return launch.Kernel(SimpleNamespace()).bind({"T": 8}), compiled, enqueued
 
@@ -100,3 +103,41 @@ def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None
         assert arguments[addresses:] == others[addresses:]
     written = [part.data_ptr() for part in (row["codes"], row["scale"], col["codes"], col["scale"])]
     assert list(enqueued[-1][1][6:10]) == written
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("records", [True, False])
+def test_an_encoder_launches_what_its_cast_launches(name: str, records: bool, made, monkeypatch) -> None:
+    """Of the second matrix of a kind on; also where a slot stops recording, as an evaluation does."""
+    _, _, enqueued = made
+    monkeypatch.setattr(casts, "runs_kernels", lambda index: True)
+    fmt, slot = formats.get(name), Recorder()
+    encoder = Encoder(fmt, fmt, QuantizeContext(slots=(slot, None), typed=True))
+    x = torch.zeros(64, 256, dtype=torch.bfloat16)
+    encoder(x), encoder(x)
+    slot.records = records
+    del enqueued[:]
+    planes = encoder(x)
+    (_, arguments), cast = enqueued[-1], cast_of(fmt, fmt, torch.bfloat16)
+    scale, live = slot.place(x) if fmt.is_delayed else (None, None)
+    del enqueued[:]
+    cast(x, (scale, None), live, typed=True)
+    (_, expected), written = (
+        enqueued[-1],
+        [plane.parts[part].data_ptr() for plane in planes for part in ("codes", "scale")],
+    )
+    assert list(arguments[6:10]) == written
+    assert arguments[0] == expected[0] and arguments[12:] == expected[12:]
+    assert (arguments[10:12] == expected[10:12]) or not fmt.is_delayed
+    assert [(plane.format, plane.shape) for plane in planes] == [(fmt, (64, 256)), (fmt, (256, 64))]
+
+
+class Recorder(Slot):
+    records = True
+
+    def __init__(self) -> None:
+        self.tensors = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+
+    def place(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scale, live = self.tensors
+        return scale, live if self.records else None
