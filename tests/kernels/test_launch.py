@@ -8,7 +8,9 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
-from duotone import allocate, formats  # noqa: E402
+import triton.backends.nvidia.driver as nvidia  # noqa: E402
+
+from duotone import formats  # noqa: E402
 from duotone.dispatch import casts  # noqa: E402
 from duotone.dispatch.casts import cast_of  # noqa: E402
 from duotone.kernels import amax, launch, repeated_cast  # noqa: E402
@@ -35,7 +37,7 @@ def made(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: number, raising=False)
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: number)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    for module in (allocate, amax, repeated_cast):
+    for module in (amax, repeated_cast):
         monkeypatch.setattr(module, "empty_cuda", torch._C._dynamo.guards._empty_strided_cpu)
     return launch.Kernel(SimpleNamespace()).bind({"T": 8}), compiled, enqueued
 
@@ -141,3 +143,26 @@ class Recorder(Slot):
     def place(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         scale, live = self.tensors
         return scale, live if self.records else None
+
+
+@pytest.mark.skipif(not launch.DIRECT, reason="another Triton is called the slow way; `make test` brings 3.6")
+def test_tensor_maps_come_as_from_tritons_wrapper(monkeypatch) -> None:
+    """Triton's own code is the oracle of what a compiled kernel takes for its descriptors."""
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *arguments: ("map", *arguments))
+    driver = SimpleNamespace(active=SimpleNamespace(utils=utils))
+    monkeypatch.setattr(triton.runtime, "driver", driver)
+    enqueued = []
+    kinds = {0: "tensordesc<fp8e4nv[64, 128]>", 1: "tensordesc<bf16[1, 32, 64]>", 2: "*bf16", 3: "i32", 4: "constexpr"}
+    flat = {"swizzle": 3, "elem_size": 1, "elem_type": 8, "block_size": [64, 128], "fp4_padded": False}
+    deep = {"swizzle": 2, "elem_size": 2, "elem_type": 10, "block_size": [1, 32, 64], "fp4_padded": False}
+    wrapper = nvidia.wrap_handle_tensordesc(lambda *arguments: enqueued.append(arguments), kinds, [flat, deep])
+    codes, weights = torch.zeros(256, 512, dtype=torch.float8_e4m3fn), torch.zeros(3, 64, 128, dtype=torch.bfloat16)
+    maps = (
+        launch.Described(codes, codes.shape, codes.stride(), [64, 128]),
+        launch.Described(weights, [3, 64, 128], [8192, 128, 1], [1, 32, 64]),
+    )
+    before = nvidia._BASE_ARGS_FORMAT_LEN
+    for call in (wrapper, launch._mapped(wrapper, [flat, deep], before)):
+        call(*range(before), *maps, 7, 8, None)
+    assert enqueued[0] == enqueued[1]
+    assert len(enqueued[0]) == before + 5 + 7 + 3
