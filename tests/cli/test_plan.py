@@ -38,7 +38,7 @@ def test_names_are_shortened_to_fit_a_terminal(duotone, recipe, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", duotone("plan", "--preset", "tiny", "--recipe", recipe)[1])
-    assert max(map(len, drawn.splitlines())) <= 80 and "attention runs in high precision" in drawn
+    assert max(map(len, drawn.splitlines())) <= 80 and "kept in high precision by a rule" in drawn
 
 
 def test_what_stays_in_high_precision_says_why(duotone):
