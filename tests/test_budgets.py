@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37880
+LIBRARY_LINES = 37994
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2580, 20, 0),
+    "attention": (2637, 20, 0),
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2501, 7, 0),
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
-    "kernels": (4982, 0, 0),
+    "kernels": (5039, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1929, 5, 1),
     "modules": (655, 1, 0),
