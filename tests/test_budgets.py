@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37994
+LIBRARY_LINES = 37955
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,7 +31,7 @@ BUDGETS = {
     "integrations": (633, 9, 0),
     "kernels": (5039, 0, 0),
     "lab": (3682, 12, 1),
-    "linear": (1929, 5, 1),
+    "linear": (1890, 5, 1),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1426, 0, 0),

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -34,131 +34,86 @@ COLUMNWISE = Usage(False, True)
 
 @dataclass(frozen=True, eq=False)
 class BackwardOperand:
-    """What forward saves of an operand, and the plane that backward multiplies. The defaults are a columnwise plane."""
+    """What forward saves of an operand, and the plane that backward multiplies."""
 
-    quantizes_gradient = True
-    """Whether backward multiplies planes, so that the gradient of the output is quantized."""
+    name: str
+    keep: Callable[[Original, Planes, Quantizer, QuantizeContext], SavedPlane] = field(repr=False)
+    """What to save of a matrix and its planes."""
 
-    needs_columnwise = True
+    quantizes_gradient: bool = True
+    """Whether backward multiplies columnwise planes, so that the gradient of the output is quantized.
+
+    Else it decodes a rowwise plane, and its GEMMs run in high precision.
+    """
+
+    needs_columnwise: bool = True
     """Whether forward encodes the columnwise plane."""
 
-    keeps_original = False
+    keeps_original: bool = False
     """Whether the tensor itself is saved."""
 
-    encodes_again = False
-    """Whether backward encodes the tensor once more."""
-
-    takes_producer = False
+    takes_producer: bool = False
     """Whether backward may encode the plane from what a fused producer saves."""
 
-    token_dim = 1
-    """The dimension of a saved plane of the input that the rows of the activation lie along."""
+    @property
+    def encodes_again(self) -> bool:
+        """Whether backward encodes the tensor once more."""
+        return self.quantizes_gradient and not self.needs_columnwise
+
+    @property
+    def token_dim(self) -> int:
+        """The dimension of a saved plane of the input that the rows of the activation lie along."""
+        return int(self.quantizes_gradient)
 
     def format(self, quantizer: Quantizer) -> Format:
         """The format of the operand in the GEMM of backward."""
-        return quantizer.columnwise or IDENTITY
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        """What to save of the matrix `x` and its planes."""
-        raise NotImplementedError
+        return (quantizer.columnwise if self.quantizes_gradient else None) or IDENTITY
 
     def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
         """The operand of the GEMM, contraction last. `dtype` is for operands in high precision."""
-        return plane
+        return plane if self.quantizes_gradient else Plane.of(plane.dequantize(dtype).t())
 
 
-@dataclass(frozen=True, eq=False)
-class KeepColumnwise(BackwardOperand):
-    """The columnwise plane in the format that the recipe names."""
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert planes.columnwise is not None
-        return planes.columnwise
+def _columnwise(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    assert planes.columnwise is not None
+    return planes.columnwise
 
 
-@dataclass(frozen=True, eq=False)
-class ReencodeInBackward(BackwardOperand):
-    """The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
-
-    needs_columnwise = False
-    keeps_original = encodes_again = True
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert isinstance(x, Tensor)
-        return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
+def _deferred(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    assert isinstance(x, Tensor)
+    return DeferredPlane(partial(columnwise, quantizer, ctx.fixed()), (x,))
 
 
-@dataclass(frozen=True, eq=False)
-class ReencodeInGraph(ReencodeInBackward):
-    """The same in a trace, of a tensor that the partitioner may compute again.
+def _deferred_in_graph(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    """For a partitioner, which saves what is read by an op that fuses with nothing, such as a cast.
 
-    It saves what is read by an op that fuses with nothing, such as a cast. So the cast reads a power of 1.0, which
-    fuses with what makes the tensor. Copies, and products with 1, would be dropped before. After a fused producer, the
-    cast is that of `ReencodeFromProducer`.
+    So the cast reads a power of 1.0, which fuses with what makes the tensor. Copies, and products with 1, would be
+    dropped before.
     """
-
-    takes_producer = True
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert isinstance(x, Tensor)
-        return DeferredPlane(partial(columnwise_of_power, quantizer, ctx.fixed()), (x,))
+    assert isinstance(x, Tensor)
+    return DeferredPlane(partial(columnwise_of_power, quantizer, ctx.fixed()), (x,))
 
 
-@dataclass(frozen=True, eq=False)
-class ReencodeFromProducer(KeepColumnwise):
-    """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
-
-    takes_producer = True
+def _supplied(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    assert isinstance(x, DeferredPlane)
+    return x
 
 
-@dataclass(frozen=True, eq=False)
-class UseSupplied(BackwardOperand):
-    """The plane that a fused stage supplies in the place of the original."""
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert isinstance(x, DeferredPlane)
-        return x
-
-
-@dataclass(frozen=True, eq=False)
-class Decode(BackwardOperand):
-    """A rowwise plane that backward decodes: its GEMMs run in high precision."""
-
-    quantizes_gradient = needs_columnwise = False
-    token_dim = 0
-
-    def format(self, quantizer: Quantizer) -> Format:
-        return IDENTITY
-
-    def restore(self, plane: Plane, dtype: torch.dtype) -> Plane:
-        return Plane.of(plane.dequantize(dtype).t())
+def _original(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    assert isinstance(x, Tensor)
+    if not isinstance(x, QuantizedTensor):
+        return Plane.of(x)
+    plane = x.planes.rowwise or planes.rowwise
+    _note_rowwise(x)
+    if plane is None:
+        raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
+    return plane
 
 
-@dataclass(frozen=True, eq=False)
-class KeepOriginal(Decode):
-    """The tensor as it is: an alias, or the rowwise plane of a quantized tensor."""
-
-    keeps_original = True
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert isinstance(x, Tensor)
-        if not isinstance(x, QuantizedTensor):
-            return Plane.of(x)
-        plane = x.planes.rowwise or planes.rowwise
-        _note_rowwise(x)
-        if plane is None:
-            raise MissingPlaneError(f"{x!r} has no rowwise plane to keep for backward; create it with that usage")
-        return plane
-
-
-@dataclass(frozen=True, eq=False)
-class DequantizeRowwise(Decode):
-    """The plane that fprop multiplied."""
-
-    def keep(self, x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
-        assert planes.rowwise is not None
-        _note_rowwise(x)
-        return planes.rowwise
+def _rowwise(x: Original, planes: Planes, quantizer: Quantizer, ctx: QuantizeContext) -> SavedPlane:
+    assert planes.rowwise is not None
+    _note_rowwise(x)
+    return planes.rowwise
 
 
 def _note_rowwise(x: Original) -> None:
@@ -179,14 +134,20 @@ def columnwise_of_power(quantizer: Quantizer, ctx: QuantizeContext, x: Tensor) -
 
 
 BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
-    None: KeepColumnwise(),
-    "high_precision": KeepOriginal(),
-    "dequantized": DequantizeRowwise(),
+    None: BackwardOperand("columnwise", _columnwise),
+    "high_precision": BackwardOperand("original", _original, False, False, True),
+    "dequantized": BackwardOperand("rowwise, dequantized", _rowwise, False, False),
 }
-"""By `backward_override`."""
+"""By `backward_override`: the columnwise plane, the tensor as it is, or the plane that fprop multiplied."""
 
-REENCODE_IN_BACKWARD, REENCODE_IN_GRAPH = ReencodeInBackward(), ReencodeInGraph()
-REENCODE_FROM_PRODUCER, USE_SUPPLIED = ReencodeFromProducer(), UseSupplied()
+REENCODE_IN_BACKWARD = BackwardOperand("encoded again", _deferred, needs_columnwise=False, keeps_original=True)
+"""The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
+REENCODE_IN_GRAPH = replace(REENCODE_IN_BACKWARD, keep=_deferred_in_graph, takes_producer=True)
+"""The same in a trace, of a tensor that the partitioner may compute again."""
+REENCODE_FROM_PRODUCER = replace(BACKWARD_OPERANDS[None], takes_producer=True)
+"""The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
+USE_SUPPLIED = BackwardOperand("supplied", _supplied)
+"""The plane that a fused stage supplies in the place of the original."""
 
 
 @dataclass(frozen=True)
