@@ -17,10 +17,19 @@ from duotone.dispatch.target import Target
 from duotone.linear import plan_builder
 from duotone.state import history
 from duotone.state.delayed import DelayedState
+from duotone.state.region import STACK, UNKNOWN
+from duotone.state.starts import Starts
 
 ROOT = str(Path(duotone.__file__).parent)
 BUDGETS = {"mxfp8": (93, 14), "bf16": (28, 10)}
 """Recipe -> calls, and files that they are in. Numbers only fall."""
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: calls look for stages of pipelines, and for regions that tests left open elsewhere."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)
+    monkeypatch.setattr(STACK, "starts", Starts(UNKNOWN))
 
 
 def calls(function: Callable[[], object]) -> list[tuple[str, str]]:
@@ -40,8 +49,7 @@ def calls(function: Callable[[], object]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("recipe", BUDGETS)
-def test_a_steady_forward_keeps_to_its_calls(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)  # calls look for its stages
+def test_a_steady_forward_keeps_to_its_calls(recipe: str) -> None:
     module = duotone.Linear(64, 64, params_dtype=torch.bfloat16, recipe=recipes.load(recipe))
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
@@ -90,7 +98,6 @@ def test_a_steady_step_on_a_card_keeps_to_its_calls(recipe: str, monkeypatch: py
     monkeypatch.setattr(launch.Launch, "_compile", lambda *_: (lambda *_: None, ()))
     monkeypatch.setattr(torch.Tensor, "get_device", lambda x: number)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)
     module = duotone.Linear(512, 512, bias=False, params_dtype=torch.bfloat16, recipe=recipes.load(recipe))
     x, dy = (torch.randn(32, 512, dtype=torch.bfloat16, requires_grad=needs) for needs in (True, False))
     for _ in range(3):
