@@ -3,7 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._ops import OpOverload
 from torch.library import opcheck
+from torch.utils._pytree import tree_map_only
 
 import duotone
 from duotone import recipes
@@ -53,9 +57,6 @@ def test_the_graph_of_a_compiled_linear_calls_the_kernel(name, op) -> None:
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch.aot_autograd import make_boxed_func
-
         def look(inner: torch.fx.GraphModule, _: object) -> object:
             seen.extend(str(node.target) for node in inner.graph.nodes)
             return make_boxed_func(inner.forward)
@@ -85,6 +86,54 @@ def check_product(parts: list[torch.Tensor], name: str) -> None:
 def test_the_product_of_mxfp8_is_what_its_schema_says() -> None:
     x = torch.randn(100, 64, device="cuda").bfloat16()
     check_product(torch.ops.duotone.cast_planes(x, "mxfp8_e4m3", "", True, None), "mxfp8_e4m3")
+
+
+Calls = dict[OpOverload, tuple[object, ...]]
+
+
+def calls_of_own_ops(module: torch.nn.Module, x: Tensor) -> Calls:
+    """The first arguments of each op of the library in the graphs of a step."""
+    calls: Calls = {}
+
+    class Recorder(torch.fx.Interpreter):
+        def call_function(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            if isinstance(target, OpOverload) and target.namespace == "duotone":
+                calls.setdefault(target, tree_map_only(Tensor, Tensor.detach, args))
+            return super().call_function(target, args, kwargs)
+
+    def look(graph: torch.fx.GraphModule, _: object) -> object:
+        return make_boxed_func(Recorder(graph).run)
+
+    torch.compiler.reset()
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    torch.compile(module, backend=backend, fullgraph=True)(x).sum().backward()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "op"),
+    [
+        ("fp8-delayed", "Linear", "traced_planes"),
+        ("fp8-delayed", "LayerNormLinear", "traced_produced"),
+        ("fp8-block", "Linear", "block_mm"),
+    ],
+)
+def test_the_ops_of_a_graph_are_what_their_schemas_say(name: str, kind: str, op: str) -> None:
+    options = {"device": "cuda", "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+    x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    calls = calls_of_own_ops(getattr(duotone, kind)(512, 384, **options), x)
+    assert f"duotone::{op}" in {target.name() for target in calls}
+    for target, arguments in calls.items():
+        opcheck(target, arguments)
+
+
+def test_a_cast_with_the_number_of_a_state_is_what_its_schema_says() -> None:
+    module = duotone.Linear(64, 64, device="cuda", params_dtype=torch.bfloat16, recipe=recipes.load("fp8-delayed"))
+    x = torch.randn(32, 64, device="cuda").bfloat16()
+    module(x).sum().backward()
+    formats = "fp8_e4m3_delayed", "fp8_e4m3_delayed"
+    arguments = (x, module.duotone_forward.number, 0, "", "use", False, *formats, True)
+    opcheck(torch.ops.duotone.delayed_planes.default, arguments)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
