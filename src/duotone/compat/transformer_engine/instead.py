@@ -26,7 +26,8 @@ BY_REMEDY = {
     "give quantizers or a DelayedScalingRequest": "QuantizerRequest",
     "use duotone.convert_parameters": "apply_recipe",
     "use duotone.export, or torch.onnx.export of the model after duotone.revert": "onnx_export",
-    "use duotone.optim.AdamW, whose step writes quantized weights": "cast_master_weights_to_fp8 replace_raw_data",
+    "use duotone.optim.AdamW, whose step writes quantized weights": "replace_raw_data",
+    "use duotone.optim.quantize_master_weights": "cast_master_weights_to_fp8",
     "use get_cpu_offload_context, or torch.autograd.graph.save_on_cpu": "ManualOffloadSynchronizer "
     "is_cpu_offload_enabled mark_activation_offload start_offload",
     "use functions of torch.distributed": "gather_along_first_dim reduce_scatter_along_first_dim symmetric_all_reduce",
