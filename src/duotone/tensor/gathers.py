@@ -4,6 +4,7 @@ A forward reads rowwise planes and a backward columnwise ones. If FSDP2 gathers 
 gather sends that plane alone. A columnwise plane that follows from the rowwise one without loss never travels.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -51,8 +52,9 @@ class Gathers:
 
     def __init__(self, formats: tuple[Format | None, Format | None], derives: bool) -> None:
         self.formats, self.derives = formats, derives
-        self.param: FSDPParam | None = None
-        self.group: FSDPParamGroup | None = None
+        self._param: weakref.ref[FSDPParam] | None = None
+        self._group: weakref.ref[FSDPParamGroup] | None = None
+        """Weak, because a view in C++ leads from them back to the shard, where no garbage collector looks."""
         self.keeps_rowwise = False
         """Whether backward reads the rowwise plane too."""
         self.sent = self.valid = BOTH
@@ -68,12 +70,23 @@ class Gathers:
         self.derived: list[Tensor] = []
         """The buffers of a columnwise plane that is a transposed copy of the rowwise one."""
 
+    @property
+    def param(self) -> "FSDPParam | None":
+        """What FSDP2 has of this shard."""
+        return self._param() if self._param is not None else None
+
+    @property
+    def group(self) -> "FSDPParamGroup | None":
+        """The parameters that FSDP2 gathers with this one."""
+        return self._group() if self._group is not None else None
+
     def find(self, shard: Tensor) -> None:
         """Find FSDP2's own objects for this shard. Without them every gather sends both planes."""
         if self.param is None:
-            self.param, self.group = _owners(shard)
-            if self.group is not None:
-                self.states = type(self.group._training_state)
+            param, group = _owners(shard)
+            if param is not None and group is not None:
+                self._param, self._group = weakref.ref(param), weakref.ref(group)
+                self.states = type(group._training_state)
         if self.param is not None and self.group is not None and self.whole == NOTHING:
             module = self.param._module_info.module
             parts: list[tuple[str, torch.nn.Module]]
@@ -139,7 +152,8 @@ class Gathers:
     @property
     def is_backward(self) -> bool:
         """Whether the gather is one for a backward."""
-        return self.group is not None and self.group._training_state is self.states.PRE_BACKWARD
+        group = self.group
+        return group is not None and group._training_state is self.states.PRE_BACKWARD
 
     @property
     def _needs_columnwise(self) -> bool:
