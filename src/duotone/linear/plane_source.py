@@ -41,7 +41,7 @@ def _values(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext)
     return Planes(row, Plane(IDENTITY, {"codes": x.t()}, (x.shape[1], x.shape[0])) if columnwise else None)
 
 
-def _held(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
     """A plane that the tensor lacks is derived if that is lossless, and stays with the tensor."""
     assert isinstance(x, QuantizedTensor)
     row, col = x.planes
@@ -63,7 +63,7 @@ ENCODE_NOW = PlaneSource("now", lambda x, quantizer, usage, ctx: quantizer.encod
 """A plain tensor, for which `OperandPlan.encode` asks the quantizer itself."""
 HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
-USE_HELD = PlaneSource("held", _held)
+USE_HELD = PlaneSource("held", _planes_of)
 """The planes of a quantized tensor."""
 DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)
 """The values of a quantized tensor in a plan that computes in high precision."""
