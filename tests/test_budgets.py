@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37970
+LIBRARY_LINES = 37972
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (814, 2, 0),
     "package": (330, 1, 0),
     "pipeline": (1459, 15, 2),
-    "planned": (3015, 15, 5),
+    "planned": (3017, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1384, 0, 0),

@@ -221,13 +221,14 @@ def test_what_keeps_tensors_between_calls_is_not_exported(given: dict) -> None:
         torch.export.export(m, (torch.randn(16, 32),), given, strict=False)
 
 
-@torch.no_grad()
+@pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8", "nvfp4", "fp8-delayed"])
-def test_an_exported_program_takes_batches_of_any_size(recipe: str) -> None:
+def test_an_exported_program_takes_batches_of_any_size(recipe: str, tracked: bool) -> None:
     """At 512 rows and more, eager casts are compiled by themselves, which is no guard of the program."""
     model = duotone.convert(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), recipe, ()).eval()
     rows = {0: torch.export.Dim("rows", min=2, max=4096)}
-    program = torch.export.export(model, (torch.randn(64, 64),), dynamic_shapes=(rows,)).module()
+    with torch.set_grad_enabled(tracked):
+        program = torch.export.export(model, (torch.randn(64, 64),), dynamic_shapes=(rows,)).module()
     for count in (2, 77, 512, 1024):
         x = torch.randn(count, 64)
         assert torch.equal(program(x), model(x))

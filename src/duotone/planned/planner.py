@@ -146,7 +146,9 @@ class Planner:
         `weight_grad`: whether a weight asks for a gradient. `weight_held`: the quantizer of a quantized weight.
         `layout`: that of the call, if it is not the module's.
         """
-        compiling, tracked = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
+        compiling = torch.compiler.is_dynamo_compiling()
+        # A program of torch.export has no backward, whose blocks of rows would limit its batches.
+        tracked = torch.is_grad_enabled() and not torch.compiler._is_exporting_flag
         module = self.owner()
         assert module is not None
         mode = AmaxMode.USE if compiling else mode_now()
