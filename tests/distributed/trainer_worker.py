@@ -1,10 +1,13 @@
 """The laboratory's trainer over four ranks against one process."""
 
 import contextlib
+import functools
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import checks
@@ -26,6 +29,18 @@ CASES = (
 )
 
 
+def on_one_rank(run: Callable[[], list[Any]]) -> list[Any]:
+    """What the first rank computes alone, on all ranks."""
+    results = [run() if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(results)
+    return results[0]
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    """Of four steps, and the held-out one after them."""
+    return [*(trainer.step() for _ in range(4)), trainer.heldout_loss()]
+
+
 @check
 def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> None:
     corpus = data.load((), context=presets.get("tiny").model.context)
@@ -33,8 +48,7 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         config = TrainConfig(presets.get("tiny"), steps=4, model=model)
         trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus)
         one = Trainer(config, recipes.load(recipe), corpus)
-        pairs = [(trainer.step(), one.step()) for _ in range(4)]
-        pairs.append((trainer.heldout_loss(), one.heldout_loss()))
+        pairs = list(zip(losses_of(trainer), on_one_rank(functools.partial(losses_of, one)), strict=True))
         assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
         assert len(trainer.ranks()) == 4
@@ -63,10 +77,8 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     for run in runs:
         run.is_observed = False
     corpus = data.load((), context=config.preset.model.context)
-    ends = [
-        [entry["final_heldout_loss"] for entry in each["runs"]]
-        for each in (result, comparison.compare(config, runs, corpus, make=Trainer))
-    ]
+    compared = on_one_rank(lambda: comparison.compare(config, runs, corpus, make=Trainer)["runs"])
+    ends = [[entry["final_heldout_loss"] for entry in each] for each in (result["runs"], compared)]
     assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
     assert [entry["error"] for entry in result["runs"]] == [None, None] and not result["partial"]
     assert all("4 ranks" in str(result) or "rank 3" in str(entry["events"]) for entry in result["runs"])
