@@ -14,9 +14,14 @@ from checks import check, same
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import duotone
 from duotone import recipes
@@ -168,6 +173,42 @@ def states_of_adamw_go_to_any_number_of_ranks(folder: Path) -> None:
             if loaded_by == saved_by:
                 steps(m, optimizer, 2)
                 alike(state(m, optimizer), state(*went))
+
+
+@check
+def torch_gathers_and_spreads_states_of_adamw(folder: Path) -> None:
+    if not takes_part(2):
+        return
+    group, options = meshes()[2].get_group(), StateDictOptions(full_state_dict=True, cpu_offload=True)
+    pairs = [network("mxfp8", 2, seed) for seed in (0, 1)]
+    optimizers = [duotone.optim.AdamW(m.parameters(), lr=1e-2, **STATES["fp8"]) for m in pairs]
+    for run in zip(pairs, optimizers, strict=True):
+        steps(*run, 0)
+    full = [get_optimizer_state_dict(pairs[0], optimizers[0], options=options)]
+    dist.broadcast_object_list(full, 0, group)
+    set_optimizer_state_dict(pairs[1], optimizers[1], full[0], options=options)
+    for got, want in zip(*(of.state.values() for of in optimizers), strict=True):
+        alike(gathered(got), gathered(want))
+
+
+@check
+def columns_of_ranks_have_the_moments_of_the_whole(folder: Path) -> None:
+    """In FP8, where shards end on blocks. Their scales lie like the columns."""
+    if not takes_part(2):
+        return
+    torch.manual_seed(0)
+    whole = nn.Parameter(torch.randn(8, 512).bfloat16())
+    cut = nn.Parameter(distribute_tensor(whole.detach().clone(), meshes()[2], [Shard(1)]))
+    states: list[dict[str, Tensor]] = []
+    for parameter in (whole, cut):
+        optimizer = duotone.optim.AdamW([parameter], lr=1e-2, moment_dtype=torch.float8_e4m3fn)
+        for step in range(2):
+            grad = torch.randn(8, 512, generator=torch.Generator().manual_seed(step)).bfloat16()
+            parameter.grad = grad if parameter is whole else distribute_tensor(grad, meshes()[2], [Shard(1)])
+            optimizer.step()
+        states.append(gathered(optimizer.state[parameter]))
+    alike(*states)
+    same(cut.detach().full_tensor(), whole.detach(), "weight")
 
 
 def gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
