@@ -461,5 +461,23 @@ def refusal(run: Callable[[], object]) -> str:
     raise AssertionError("nothing was refused")
 
 
+@check
+def layers_with_fp8_attention_and_weights_in_pieces_shard(folder: Path) -> None:
+    """Pieces of a weight become shards one after the other, while others are still whole."""
+    for recipe in (recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True), recipes.DelayedScaling(fp8_dpa=True)):
+        options = {"attention_dropout": 0.0, "recipe": recipe, "params_dtype": torch.float32}
+        plain = duotone.TransformerLayer(64, 128, 2, hidden_dropout=0.0, **options)
+        sharded = copy.deepcopy(plain)
+        fully_shard(sharded)
+        x, dy = (torch.randn(64, 2, 64) for _ in range(2))
+        for _ in range(2):
+            outputs = [m(x) for m in (plain, sharded)]
+            assert torch.equal(*outputs)
+            for y in outputs:
+                y.backward(dy)
+        for one, two in zip(plain.parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(two.grad.full_tensor(), one.grad, rtol=1e-5, atol=1e-5)
+
+
 if __name__ == "__main__":
     checks.main()

@@ -214,7 +214,8 @@ def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
 def _require_same_recipe(module: "Planned") -> None:
     """UserError on all ranks if one shards the module under another recipe, which gathers could not tell."""
     meshes = [holder.device_mesh for holder in module._parameters.values() if is_distributed(holder)]
-    answers = module.plans.answer(module.recipe) if meshes else {}
+    is_whole = meshes and not is_split(module)  # pieces of a weight become shards one after the other
+    answers = module.plans.answer(module.recipe) if is_whole else {}
     formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
     names = [f"{module.module_name}: {module.recipe.name}", *formats]
     devices = {group.group_name: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
