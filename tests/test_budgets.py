@@ -14,18 +14,18 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37972
+LIBRARY_LINES = 37980
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2637, 20, 0),
+    "attention": (2642, 20, 0),
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2502, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3304, 1, 0),
+    "dispatch": (3306, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (814, 2, 0),
     "package": (330, 1, 0),
     "pipeline": (1459, 15, 2),
-    "planned": (3017, 15, 5),
+    "planned": (3018, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1384, 0, 0),

@@ -279,6 +279,9 @@ def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None
     window = DotProductAttention(2, 64, qkv_format="bshd", name="a", window_size=(9, 0), recipe=recipe)
     for trains in (False, True):  # torch masks all pairs, so less work pays
         assert [runs(measured, window, tokens, trains) for tokens in (31, 32)] == [False, True]
+    padding = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="padding_causal", recipe=recipe)
+    nothing = torch.zeros(2, 32, dtype=torch.bool)
+    assert runs(measured, padding, 32, True, nothing) and not runs(measured, padding, 31, True, nothing[:, :31])
     less = [torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
     measured.clear()
     core(*less)

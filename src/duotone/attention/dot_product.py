@@ -10,7 +10,7 @@ from torch import Tensor
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import LowPrecision
-from duotone.attention.masks import Masking, Window, mask_type, seen_by, window_of
+from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes, module_of
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
 from duotone.dispatch.attention import (
@@ -133,7 +133,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             window_size=window_size,
         )
         heads = query_layer, key_layer, value_layer
-        is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen)
+        is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen, kind)
         if is_low and not self._leaves_to_ring(recipe, query_layer, seen):
             return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
@@ -287,8 +287,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def _problem(self, recipe: Recipe, device: str) -> AttentionProblem:
         return self.formats(recipe).problem(self.channels, self.dropout, device)
 
-    def _pays(self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None) -> bool:
-        """Whether the call runs in low precision as far as `dpa_min_tokens` decides."""
+    def _pays(
+        self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType
+    ) -> bool:
+        """Whether the call runs in low precision as far as `dpa_min_tokens` decides.
+
+        Under a mask of which nothing is known, kernels may leave out no tile, and are not faster.
+        """
         is_measured, least = _pick(self._number, recipe.key, str(heads[0].device))
         if least == (0, 0):
             return True
@@ -301,10 +306,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             tokens = SPANS_TOKENS
         if queries < tokens or not is_measured:
             return queries >= tokens
-        pairs, kind = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
-        dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else heads[0].dtype
-        has_kernel = seen is None or seen.dtype is torch.int32
-        return has_kernel and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+        pairs, device = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
+        dtype = torch.get_autocast_dtype(device) if is_autocast(device) else heads[0].dtype
+        leaves_out = seen is None or seen.dtype is torch.int32 or (kind.padding and kind.causal)
+        return leaves_out and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
 
     def pick(self, recipe: Recipe, device: str) -> tuple[bool, tuple[int, int]]:
         """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""

@@ -189,10 +189,10 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int,
             continue
         reason = ""
         if is_measured:
-            reason = "calls with a mask as a tensor or of less work run in high precision, which is faster there: "
+            reason = "calls with a mask of pairs or of less work run in high precision, which is faster there: "
             forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
             reason += f"{forward} without gradients, {training} with them, "
-            reason += f"windows and sequences below {SPANS_TOKENS} (dpa_min_tokens)"
+            reason += f"windows, sequences and causal padding below {SPANS_TOKENS} (dpa_min_tokens)"
         elif least[0]:
             reason = f"calls of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
         kernel = kernels[is_backward]

@@ -24,14 +24,16 @@ KERNEL = "FP8 attention"
 MEASURED = "measured"
 NEVER = 1 << 40
 NO_TOKENS = NEVER, NEVER
-# bench/results/2026-11-23-h200-attention-tiles.txt and bench/NOTES.md, casts included, next to cuDNN.
+# bench/results/2026-11-23-h200-attention-{tiles,masks}.txt and bench/NOTES.md, casts included, next to cuDNN.
 LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
     (HOPPER, 128): (8192, 16384),
     (HOPPER, 64): (16384, NEVER),
+    (HOPPER, 96): (16384, NEVER),
+    (HOPPER, 256): (16384, NEVER),
 }
 """Queries from which FP8 is faster, in forward alone and with its backward, by architecture and width of heads."""
 SPANS_TOKENS = 4096
-"""Queries from which FP8 is faster where spans say what is seen, as torch masks all pairs in high precision."""
+"""Queries from which FP8 is faster under windows, sequences and causal padding, where torch masks all pairs."""
 
 MEASURED_HEADS = 32
 """Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
