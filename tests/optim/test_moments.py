@@ -161,3 +161,14 @@ def test_values_that_are_not_finite_stay_visible() -> None:
     codes, scale = encoded(values)
     decoded: Tensor = first_moment({"exp_avg": codes, "exp_avg_scale": scale})
     assert not decoded[0, 1:3].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 200), (40, 0), (2, 0, 130)], ids=str)
+def test_a_parameter_without_elements_steps(shape) -> None:
+    """As a rank has it that gets no rows of a short weight."""
+    p = nn.Parameter(torch.zeros(shape))
+    optimizer = AdamW([p], **RATES, moment_dtype=FP8)
+    run(optimizer, range(2))
+    assert first_moment(optimizer.state[p]).shape == shape
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(optimizer, range(2, 3))

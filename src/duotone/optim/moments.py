@@ -31,8 +31,7 @@ def first_moment(state: Saved) -> Tensor:
     stored = shard_of(state["exp_avg"])
     if stored.dtype != CODES:
         return stored
-    rows = stored.reshape(-1, stored.shape[-1])
-    scale = shard_of(state[SCALE]).reshape(rows.shape[0], -1)
+    rows, scale = stored.flatten(0, -2), shard_of(state[SCALE]).flatten(0, -2)
     plane = Plane(FORMAT, {"codes": rows, "scale": scale}, (rows.shape[0], rows.shape[1]))
     return plane.dequantize(torch.float32).reshape(stored.shape)
 
@@ -57,10 +56,10 @@ def change_first_moment(state: Saved, parameter: Tensor, dtype: torch.dtype) -> 
 
 def encoded(values: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 (*lead, K) -> codes of E4M3 (*lead, K) and fp32 scales (*lead, K / 128, rounded up)."""
-    plane = QUANTIZER.encode(values.reshape(-1, values.shape[-1]), Usage(True, False)).rowwise
+    plane = QUANTIZER.encode(values.flatten(0, -2), Usage(True, False)).rowwise
     assert plane is not None
     codes, scale = (plane.parts[name].contiguous() for name in ("codes", "scale"))
-    return codes.view(values.shape), scale.view(*values.shape[:-1], -1)
+    return codes.view(values.shape), scale.view(*values.shape[:-1], scale.shape[-1])
 
 
 def laid_like(parameter: Tensor, shard: Tensor) -> Tensor:
