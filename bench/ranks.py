@@ -282,7 +282,8 @@ def main() -> None:
                 with open(options.out, "a") as file:
                     file.write(line + "\n")
         del step
-        gc.collect(), gc.collect()  # the first frees views that held their base in C++
+        gc.collect()  # frees views that hold their base in C++
+        gc.collect()
         if on_cuda:
             torch.cuda.empty_cache()
     dist.destroy_process_group()
