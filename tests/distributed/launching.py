@@ -1,5 +1,6 @@
 """Runs a worker script once per rank, and collects what its checks say."""
 
+import gc
 import itertools
 import json
 import multiprocessing
@@ -34,6 +35,8 @@ def run(worker: Path, folder: Path, world: int, rank: int, device: str) -> None:
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ |= {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     warnings.simplefilter("ignore")
+    gc.freeze()  # what was imported: the collector walked over it again and again
+    gc.set_threshold(20_000, 50, 100)
     sys.argv = [str(worker), str(folder), str(world), str(rank), device]
     runpy.run_path(str(worker), run_name="__main__")
 
