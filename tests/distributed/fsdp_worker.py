@@ -316,6 +316,23 @@ def writes_before_the_first_forward_agree_on_their_scales(folder: Path) -> None:
 
 
 @check
+def writes_between_forwards_without_a_backward_reach_the_next_one(folder: Path) -> None:
+    """As an evaluation does that loads one checkpoint after the other. No gather has sent columnwise planes then."""
+    for name in ("mxfp8", "fp8-current"):
+        sharded = model(recipes.load(name))
+        single = copy.deepcopy(sharded)
+        shard(sharded)
+        x = torch.randn(64, 128).bfloat16()
+        for factor in (1, 8):
+            values = {key: torch.randn(p.shape).bfloat16() * factor for key, p in single.named_parameters()}
+            by_copy(sharded, values)
+            single.load_state_dict(values)
+            with torch.no_grad():
+                same(sharded(x), single(x), f"{name} {factor}")
+            same(sharded(x), single(x), f"{name} {factor}, for a backward")
+
+
+@check
 def writes_of_replicated_shards_agree_in_the_group_that_shards(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     written_as_one_process_writes(WRITTEN["fp8-current"], by_checkpoint, mesh)

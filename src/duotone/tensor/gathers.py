@@ -175,7 +175,7 @@ class Gathers:
                 and shard is not None
                 and not (dim == COLUMN_DIM and self.derives)
             ):
-                _refresh(whole, shard, self.names.get(dim, ()) if self.count > 1 else ())
+                _refresh(whole, shard, sharded_parts(shard, dim) if self.count > 1 else ())
         row, col = self.whole
         if self.derived and row is not None and col is not None and self.valid.columnwise:
             _refresh(col, _derived(row), ())
