@@ -19,6 +19,7 @@ from tensor_cases import (
     snapshot,
 )
 
+import duotone
 from duotone import formats
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
@@ -447,3 +448,19 @@ def test_the_plane_that_follows_encodes_the_nominal_dtype_however_it_is_written(
     want = Quantizer(None, col).quantize(t.planes.rowwise.dequantize(torch.bfloat16))
     for name, part in want.planes.columnwise.parts.items():
         assert torch.equal(t.planes.columnwise.parts[name], part), name
+
+
+@pytest.mark.parametrize("write", ["copy_", "copy_ of another", "add_", "state"])
+def test_a_backward_in_flight_sees_a_write_as_in_torch(write: str) -> None:
+    """Below `__torch_dispatch__` torch itself counts no write of the buffers that backward saved."""
+    linear = duotone.Linear(64, 32, bias=False, recipe=duotone.recipes.load("mxfp8"))
+    duotone.convert_parameters(linear, linear.recipe)
+    y = linear(torch.randn(32, 64).requires_grad_())
+    other = {"copy_ of another": linear.weight.detach().clone()}.get(write, X)
+    with torch.no_grad():
+        if write == "state":
+            linear.load_state_dict({"weight": X}, strict=False)
+        else:
+            linear.weight.add_(X) if write == "add_" else linear.weight.copy_(other)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

@@ -100,6 +100,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     for mine, theirs in zip(planes, alike.planes, strict=True):
         if mine is not None and theirs is not None:
             mine.copy_(theirs)
+    target.count_write()
     return target
 
 

@@ -75,8 +75,14 @@ class Writes(PlaneTensor):
                 self._take(fresh, keep)
             if not self.is_inference():
                 torch.autograd.graph.increment_version(self)
+            self.count_write()
 
         return write
+
+    def count_write(self) -> None:
+        """Raise the versions of the buffers, which a backward in flight has saved. Below a dispatch no write does."""
+        parts = [part for part in self.planes.buffers if type(part) is Tensor and not part.is_inference()]
+        torch.autograd.graph.increment_version(parts)
 
     def _encode_over(
         self, matrix: Tensor, wanted: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
