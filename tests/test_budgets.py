@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37986
+LIBRARY_LINES = 37990
 TOOL_LINES = 7586
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2502, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3306, 1, 0),
+    "dispatch": (3310, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (633, 9, 0),

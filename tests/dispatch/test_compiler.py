@@ -163,6 +163,12 @@ def test_a_damaged_library_in_the_cache_is_one_warning(tmp_path) -> None:
     assert warned == [0, 1, 0], run.stderr
 
 
+def test_a_library_that_another_process_takes_away_is_no_failure(tmp_path) -> None:
+    """Between the listing of a shared cache and the look at a file. A link to nothing stands for it."""
+    (tmp_path / "gone.so").symlink_to(tmp_path / "nothing")
+    compiler._refuse_cut_libraries.__wrapped__(str(tmp_path))
+
+
 def test_the_folder_that_torch_names_by_itself_is_none_that_the_user_named(monkeypatch, tmp_path) -> None:
     """Importing parts of inductor puts the name of a shared temporary folder into the environment."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir

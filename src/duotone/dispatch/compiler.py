@@ -107,8 +107,9 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
 def _refuse_cut_libraries(folder: str) -> None:
     """Raise where the cache has a library that was not written to its end: to load it would kill the process."""
     end = time.monotonic() + WRITING
-    for library in Path(folder).rglob("*.so"):
-        while _is_cut(library):
+    files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)  # folders may go meanwhile
+    for library in files:
+        while library.suffix == ".so" and _is_cut(library):
             if time.monotonic() > end:
                 raise OSError(f"{library} is cut short; remove it")
             time.sleep(0.05)
@@ -116,12 +117,15 @@ def _refuse_cut_libraries(folder: str) -> None:
 
 def _is_cut(library: Path) -> bool:
     """Whether an ELF file of 64 bits ends before its section headers do, which come last."""
-    with library.open("rb") as file:
-        header = file.read(64)
+    try:
+        with library.open("rb") as file:
+            header, length = file.read(64), library.stat().st_size
+    except FileNotFoundError:  # another process took it away
+        return False
     if len(header) < 64 or not header.startswith(b"\x7fELF\x02"):  # to load it is an error
         return False
     (start,), (size, count) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-    return library.stat().st_size < start + size * count
+    return length < start + size * count
 
 
 class _Limited:
