@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 37990
-TOOL_LINES = 7586
+TOOL_LINES = 7588
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3310, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (633, 9, 0),
+    "integrations": (635, 9, 0),
     "kernels": (5039, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1890, 5, 0),

@@ -154,6 +154,16 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(recipe, tmp_path) -> Non
     assert_same_bits(duotone.recipe_state(again.model), duotone.recipe_state(whole.model))
 
 
+def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_path) -> None:
+    run = trainer(tmp_path, DuotoneCallback("fp8-delayed"), 2)
+    run.train()
+    run.save_model(str(tmp_path / "model"))
+    loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["missing_keys"]
+    values = run.model.state_dict()
+    assert all(torch.equal(tensor, values[name]) for name, tensor in loaded.state_dict().items())
+
+
 def test_a_report_tells_what_ran(tmp_path) -> None:
     trainer(tmp_path, DuotoneCallback("mxfp8", report=tmp_path / "report.txt"), 2).train()
     head, _, *rows = (tmp_path / "report.txt").read_text().splitlines()

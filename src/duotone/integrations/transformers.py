@@ -14,6 +14,7 @@ from duotone.conversion import convert, convert_parameters, plan, revert
 from duotone.errors import UserError
 from duotone.integrations.run_state import (
     KEY,
+    hide_states,
     load_packed_state,
     load_planes,
     packed_state,
@@ -167,6 +168,7 @@ class DuotoneCallback(TrainerCallback):
     ) -> None:
         if not any(isinstance(module, Planned) for module in model.modules()):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
+        hide_states(model)  # they are in trainer_state.json, and a plain model would not expect them
         self.step = state.global_step
         if self.schedule is not None:
             self.schedule = self.schedule.over(state.max_steps)
