@@ -11,11 +11,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed; `make te
 import triton.backends.nvidia.driver as nvidia  # noqa: E402
 
 from duotone import formats  # noqa: E402
-from duotone.dispatch import casts  # noqa: E402
 from duotone.dispatch.casts import cast_of  # noqa: E402
 from duotone.kernels import amax, launch, repeated_cast  # noqa: E402
-from duotone.tensor.context import QuantizeContext, Slot  # noqa: E402
-from duotone.tensor.encoder import Encoder  # noqa: E402
 
 NOWHERE = itertools.count(2000)
 """Numbers of cards that no machine has, so that launches which do nothing stay apart in caches."""
@@ -105,44 +102,6 @@ def test_a_cast_repeats_its_launches_on_other_addresses(name: str, made) -> None
         assert arguments[addresses:] == others[addresses:]
     written = [part.data_ptr() for part in (row["codes"], row["scale"], col["codes"], col["scale"])]
     assert list(enqueued[-1][1][6:10]) == written
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("records", [True, False])
-def test_an_encoder_launches_what_its_cast_launches(name: str, records: bool, made, monkeypatch) -> None:
-    """Of the second matrix of a kind on; also where a slot stops recording, as an evaluation does."""
-    _, _, enqueued = made
-    monkeypatch.setattr(casts, "runs_kernels", lambda index: True)
-    fmt, slot = formats.get(name), Recorder()
-    encoder = Encoder(fmt, fmt, QuantizeContext(slots=(slot, None), typed=True))
-    x = torch.zeros(64, 256, dtype=torch.bfloat16)
-    encoder(x), encoder(x)
-    slot.records = records
-    del enqueued[:]
-    planes = encoder(x)
-    (_, arguments), cast = enqueued[-1], cast_of(fmt, fmt, torch.bfloat16)
-    scale, live = slot.place(x) if fmt.is_delayed else (None, None)
-    del enqueued[:]
-    cast(x, (scale, None), live, typed=True)
-    (_, expected), written = (
-        enqueued[-1],
-        [plane.parts[part].data_ptr() for plane in planes for part in ("codes", "scale")],
-    )
-    assert list(arguments[6:10]) == written
-    assert arguments[0] == expected[0] and arguments[12:] == expected[12:]
-    assert (arguments[10:12] == expected[10:12]) or not fmt.is_delayed
-    assert [(plane.format, plane.shape) for plane in planes] == [(fmt, (64, 256)), (fmt, (256, 64))]
-
-
-class Recorder(Slot):
-    records = True
-
-    def __init__(self) -> None:
-        self.tensors = torch.ones(1), torch.zeros(1, dtype=torch.int32)
-
-    def place(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scale, live = self.tensors
-        return scale, live if self.records else None
 
 
 @pytest.mark.skipif(not launch.DIRECT, reason="another Triton is called the slow way; `make test` brings 3.6")

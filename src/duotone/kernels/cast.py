@@ -131,10 +131,6 @@ class Cast:
             self._remember(key, x, (row, col), (*scales, live), count, typed)
         return (_typed(row, self.row), _typed(col, self.col)) if typed else (row, col)
 
-    def repeated(self, x: Tensor, records: bool, typed: bool) -> RepeatedCast | None:
-        """What repeats a call for `x` with a `live` amax or, without `records`, with none. None before such a call."""
-        return self._repeated.get((x.shape, x.dtype, not records, x.data_ptr() & 15, x.get_device(), typed))
-
     def _remember(
         self,
         key: tuple[object, ...],

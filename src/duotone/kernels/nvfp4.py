@@ -250,7 +250,7 @@ class Cast:
     With `propagate`, NaN counts as infinite in a global amax; infinite, it makes every product non-finite.
     """
 
-    over = repeated = None
+    over = None
 
     def __init__(self, row: PlaneSpec | None, col: PlaneSpec | None, shared: bool, propagate: bool = True) -> None:
         self.row, self.col, self.propagate = row, col, propagate

@@ -16,7 +16,6 @@ from duotone.formats import IDENTITY, Format
 from duotone.linear.plane_source import ENCODE_NOW, PlaneSource
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.context import QuantizeContext, Slot
-from duotone.tensor.encoder import Encoder
 from duotone.tensor.plane import DeferredPlane, Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
 
@@ -181,13 +180,9 @@ class OperandPlan:
     def encode(self, x: Tensor, seed: Tensor | None) -> Planes:
         """The planes of a matrix (M, K) that `usage` names."""
         context = self.context if self.stream is None else self.seeded(seed)
-        if self.source is not ENCODE_NOW:
-            return self.source.planes(x, self.quantizer, self.usage, context)
-        if x.is_cuda and context is self.context and not torch.compiler.is_dynamo_compiling():
-            planes = None if self.encoder is None else self.encoder(x)
-            if planes is not None:
-                return planes
-        return self.quantizer.encode(x, self.usage, context)
+        if self.source is ENCODE_NOW:
+            return self.quantizer.encode(x, self.usage, context)
+        return self.source.planes(x, self.quantizer, self.usage, context)
 
     def encode_produced(self, producer: "FusedProducer | TracedProducer", seed: Tensor | None) -> Planes | None:
         """Like `encode`, but the cast kernel also computes the matrix (a fused norm or activation).
@@ -206,18 +201,9 @@ class OperandPlan:
     @property
     def fuses_in_graphs(self) -> bool:
         """Whether a graph has an op that also makes the matrix."""
-        return self.is_simple and self.context.traces_kernel
-
-    @property
-    def is_simple(self) -> bool:
-        """Whether both planes encode the matrix itself, and no shard or class of the user has a say in it."""
-        plain = type(self.quantizer) is Quantizer and self.quantizer.columnwise_source == "original"
-        return plain and self.context.shard is None
-
-    @cached_property
-    def encoder(self) -> Encoder | None:
-        """Of calls without a seed in eager code."""
-        return Encoder(*self.formats, self.context) if self.is_simple else None
+        context, quantizer = self.context, self.quantizer
+        is_plain = type(quantizer) is Quantizer and quantizer.columnwise_source == "original"
+        return is_plain and context.traces_kernel and context.shard is None
 
     @cached_property
     def formats(self) -> tuple[Format | None, Format | None]:
