@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37876
+LIBRARY_LINES = 37790
 TOOL_LINES = 7588
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -29,9 +29,9 @@ BUDGETS = {
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (635, 9, 0),
-    "kernels": (4982, 0, 0),
+    "kernels": (4978, 0, 0),
     "lab": (3682, 12, 1),
-    "linear": (1890, 5, 0),
+    "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
     "ops": (1426, 0, 0),
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1737, 0, 0),
     "serving": (1384, 0, 0),
     "state": (1768, 10, 0),
-    "tensor": (2706, 15, 0),
+    "tensor": (2638, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 
