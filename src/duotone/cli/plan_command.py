@@ -39,7 +39,7 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
         number = notes.setdefault(note, len(notes) + 1)
         cells.append((row.module, row.gemm, row.a, row.b, row.runs, str(number)))
     title = f"{chosen.name} on {device}, preset {config.preset.name}, model {config.model}"
-    print_table(("module", "gemm", "a", "b", "runs", "why"), cells, title=title, fit=0)
+    print_table(("module", "gemm", "a", "b", "runs", "why"), cells, title=title)
     for note, number in notes.items():
         echo(f"{number}  {note}", "   ")
     if parallel is not None:
