@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37790
+LIBRARY_LINES = 37804
 TOOL_LINES = 7588
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2502, 7, 0),
     "conversion": (2644, 5, 0),
-    "dispatch": (3310, 1, 0),
+    "dispatch": (3317, 1, 0),
     "distributed": (452, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (635, 9, 0),
@@ -34,10 +34,10 @@ BUDGETS = {
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
-    "ops": (1426, 0, 0),
+    "ops": (1425, 0, 0),
     "optim": (813, 2, 0),
     "package": (330, 1, 0),
-    "pipeline": (1459, 15, 2),
+    "pipeline": (1467, 15, 2),
     "planned": (3018, 15, 5),
     "recipes": (2001, 6, 0),
     "report": (1737, 0, 0),

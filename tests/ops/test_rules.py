@@ -28,7 +28,7 @@ def restored() -> Iterator[None]:
     before = {when: list(rules) for when, rules in RULES.rules.items()}
     yield
     RULES.rules.update(before)
-    RULES.version += 1
+    RULES.changed()
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def only(*rules) -> Iterator[None]:
         yield
     finally:
         RULES.rules.update(before)
-        RULES.version += 1
+        RULES.changed()
 
 
 def rows(m: int = 32, k: int = 64) -> Tensor:
@@ -79,6 +79,15 @@ def test_the_shipped_rules_are_these() -> None:
         "forward": [fused_cast.cast_forward],
         "backward": [fused_cast.cast_backward, fused_cast.norm_backward],
     }
+
+
+def test_traces_run_the_shipped_rules_while_they_are_registered() -> None:
+    assert RULES.traced == RULES.rules
+    ops.unregister_rule(fused_cast.cast_forward)
+    assert RULES.traced["forward"] == []
+    ops.register_rule(list, "forward")  # a rule of somebody
+    ops.register_rule(fused_cast.cast_forward, "forward")
+    assert RULES.traced["forward"] == [fused_cast.cast_forward]
 
 
 @pytest.mark.parametrize(

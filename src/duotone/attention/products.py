@@ -133,16 +133,16 @@ class AttentionFormats:
         scale: float,
         causal: bool,
         tracks: bool,
-        heads_lie: tuple[str, int, Ranks | None],
+        arrangement: tuple[str, int, Ranks | None],
     ) -> AttentionStage:
         """What runs a call. `slots` are those of tensors with delayed scales; `tracks` whether backward may follow.
 
-        `heads_lie` is the layout of heads, the number of groups, and the ranks that share the sequence."""
+        `arrangement` is the layout of heads, the number of groups, and the ranks that share the sequence."""
         propagate = recipe.propagate_nonfinite
         forward = "" if problem.forward_refusal() else KERNEL
         backward = "" if problem.backward_refusal() else problem.backward_kernel
 
-        layout, groups, ranks = heads_lie
+        layout, groups, ranks = arrangement
         shard = None if ranks is None else ShardContext(ranks.group)
 
         def heads(tensor: str, stream: int, serving: str = "") -> HeadOperand:

@@ -77,10 +77,14 @@ class Activation:
         flat, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
         return activations.gradient(self.kernel, flat, of_x, self.gated)
 
+    def shape(self, x: Tensor) -> tuple[int, int]:
+        """Of the values as a matrix."""
+        width = x.shape[-1]
+        return x.numel() // width, width // 2 if self.gated else width
+
     def traced(self, x: Tensor) -> TracedProducer:
         """In a trace, `produced`. There has to be a kernel."""
-        width = x.shape[-1]
-        return TracedProducer(self.op, (x,), (x.numel() // width, width // 2 if self.gated else width))
+        return TracedProducer(self.op, (x,), self.shape(x))
 
     def traced_gradient(self, dy: Tensor, x: Tensor) -> TracedProducer:
         """In a trace, `produced_gradient`."""

@@ -61,13 +61,13 @@ def cast_planes(
     A plane whose name is "" has none. A scale of both planes comes once. `seed`, int64 (1,), if a plane rounds
     stochastically.
     """
-    is_there = isinstance(x, Tensor)
-    if is_there and x.numel() == 0:
+    is_matrix = isinstance(x, Tensor)
+    if is_matrix and x.numel() == 0:
         return [part.fill_(0) for part in empty_planes(x, row, col)]
-    kernel, row_delayed = _cast_of(row, col, x.dtype if is_there else x.x.dtype, propagate)
+    kernel, row_delayed = _cast_of(row, col, x.dtype if is_matrix else x.x.dtype, propagate)
     scales = (scale, None) if row_delayed else (None, scale)
     seeds = () if seed is None else (seed,)
-    if is_there:
+    if is_matrix:
         of_row, of_col = kernel(x if x.is_contiguous() else x.contiguous(), scales, live, None, *seeds)
     else:
         of_row, of_col = kernel.produced(x, scales, live, *seeds)

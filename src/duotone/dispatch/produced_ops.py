@@ -47,8 +47,7 @@ class OfActivation:
 
     def shape(self, inputs: Inputs) -> tuple[int, int]:
         """Of the matrix."""
-        rows, width = _matrix_shape(inputs[0])
-        return rows, width // 2 if self.activation.gated else width
+        return self.activation.shape(inputs[0])  # type: ignore[arg-type]
 
     def statistics(self, inputs: Inputs) -> list[Tensor]:
         """What backward needs of the matrix, without values."""
@@ -86,7 +85,7 @@ class OfNorm:
         return _matrix_shape(inputs[0])
 
     def statistics(self, inputs: Inputs) -> list[Tensor]:
-        x, *_, count = *inputs[:1], self.kernel.statistics if len(inputs) == 3 else 0
+        x, count = inputs[0], self.kernel.statistics if len(inputs) == 3 else 0
         assert x is not None
         return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(count)]
 

@@ -15,6 +15,7 @@ import torch.fx.experimental._config as shapes_config
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from duotone.capture import is_capturing
 from duotone.dispatch.casts import has_kernels
 from duotone.dispatch.compiler import backend, compiler_reason
 from duotone.formats import elements, hadamard, philox
@@ -59,10 +60,13 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def amaxes_of(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """`amax_of` each matrix, in one launch on CUDA if they are contiguous, aligned and of one dtype."""
+    """`amax_of` each matrix, in one launch on CUDA if they are contiguous, aligned and of one dtype.
+
+    A graph that captures has a launch for each, because it may not read a table of addresses that others free.
+    """
     kind = matrices[0].dtype, matrices[0].device
     plain = all([has_kernels(x) and x.is_contiguous() and (x.dtype, x.device) == kind for x in matrices])
-    if plain and not any([x.data_ptr() % 16 for x in matrices]):
+    if plain and not is_capturing() and not any([x.data_ptr() % 16 for x in matrices]):
         from duotone.kernels.amax import amaxes
 
         return [*torch.split(amaxes(matrices), 1)]

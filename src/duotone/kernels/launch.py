@@ -114,7 +114,7 @@ class Launch:
     ) -> "tuple[Compiled, list[int | None]]":
         """The compiled kernel for these arguments, and the addresses of the tensors."""
         addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        joint = reduce(or_, filter(None, addresses))
+        joint = reduce(or_, filter(None, addresses), 0)
         aligned = joint & 15 == 0 or tuple([address is None or address & 15 == 0 for address in addresses])
         key = tensors[0].dtype, aligned, index, _specialized(*integers)
         compiled = self._compiled.get(key)

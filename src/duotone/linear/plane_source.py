@@ -154,9 +154,9 @@ class WeightCache:
         """The source of a microbatch that is a first one if the call's flag, one element on the device, is not 0."""
 
         def planes(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
-            noop = flag()
-            assert noop is not None
-            return self.rewrite(x, quantizer, usage, ctx, noop)
+            is_first = flag()
+            assert is_first is not None
+            return self.rewrite(x, quantizer, usage, ctx, is_first)
 
         return PlaneSource("flagged cache", planes, True)
 

@@ -175,8 +175,7 @@ def _fuse_backward(first: Stage, second: Stage) -> Stage | None:
 cast_forward = partial(replace_pairs, fuse=_fuse_forward)
 cast_backward = partial(replace_pairs, fuse=_fuse_backward)
 norm_backward = partial(replace_pairs, fuse=_fuse_norm)
+RULES.for_traces += [cast_forward, cast_backward, norm_backward]
 register_rule(cast_forward, "forward")
 register_rule(cast_backward, "backward")
 register_rule(norm_backward, "backward")
-RULES.traced["forward"].append(cast_forward)
-RULES.traced["backward"] += [cast_backward, norm_backward]

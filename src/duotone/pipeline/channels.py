@@ -75,6 +75,7 @@ class Routing:
     """What the caller gave one call, what lies in channels during it, and what the caller gets."""
 
     def __init__(self, extra: Sequence[object], has_channels: bool) -> None:
+        # torch 2.11 traces no bool() of a tuple.
         self.has_channels, self.has_inputs = has_channels, has_channels or len(extra) > 0
         self.rest = iter(extra)
         self.channels: dict[str, object] = {}

@@ -13,12 +13,19 @@ Rule = Callable[[Stages], Stages]
 
 
 class Registry:
-    """The rules by pass, and which of them run in traces. `version` counts changes: rewritten tuples are made anew."""
+    """The rules by pass. `version` counts changes, so that rewritten tuples are made anew."""
 
     def __init__(self) -> None:
         self.rules: dict[str, list[Rule]] = {"both": [], "forward": [], "backward": []}
-        self.traced: dict[str, list[Rule]] = {"forward": [], "backward": []}
-        self.version = 0
+        self.for_traces: list[Rule] = []
+        """Rules for a single pass that run in traces too, while they are registered."""
+        self.version = -1
+        self.changed()
+
+    def changed(self) -> None:
+        """Count a change of the rules."""
+        self.version += 1
+        self.traced = {when: [rule for rule in rules if rule in self.for_traces] for when, rules in self.rules.items()}
 
 
 RULES = Registry()
@@ -33,15 +40,15 @@ def register_rule(rule: Rule, when: str = "both", *, prepend: bool = False) -> N
     if when not in RULES.rules:
         raise UserError(f"a rewrite rule for {when!r} is unknown; allowed are {', '.join(RULES.rules)}")
     RULES.rules[when].insert(0 if prepend else len(RULES.rules[when]), rule)
-    RULES.version += 1
+    RULES.changed()
 
 
 def unregister_rule(rule: Rule) -> None:
     """Take a rule out again; nothing happens where it is not registered."""
-    for rules in (*RULES.rules.values(), *RULES.traced.values()):
+    for rules in RULES.rules.values():
         if rule in rules:
             rules.remove(rule)
-    RULES.version += 1
+    RULES.changed()
 
 
 def rewrite(stages: Stages) -> tuple[Stages, Stages]:
