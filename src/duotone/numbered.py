@@ -2,9 +2,11 @@
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class Numbered(weakref.WeakValueDictionary[str, T]):
@@ -26,3 +28,12 @@ class ByName:
 
     Of a dictionary, a trace knows the entries that were there when it first looked.
     """
+
+
+def constant_in_traces(function: F) -> F:
+    """Let a trace call a function and take its result for a constant.
+
+    torch.compiler.assume_constant_result does so too, but it imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

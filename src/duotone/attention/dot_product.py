@@ -30,7 +30,7 @@ from duotone.dispatch.attention import (
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
-from duotone.numbered import ByName
+from duotone.numbered import ByName, constant_in_traces
 from duotone.pipeline.op import is_autocast
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state
@@ -376,11 +376,8 @@ def _min_tokens(recipe: Recipe) -> int | str:
     return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens
 
 
+@constant_in_traces
 def _pick(number: str, recipe: str, device: str) -> tuple[bool, tuple[int, int]]:
     module = module_of(number)
     assert isinstance(module, DotProductAttention)
     return module.pick(recipe_of(recipe), device)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_pick._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from duotone.attention.heads import token_axis
 from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.attention.ranks import Ranks
-from duotone.numbered import ByName
+from duotone.numbered import ByName, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
@@ -145,6 +145,7 @@ def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
 
 
+@constant_in_traces
 def _traced_stage(number: str, *call: object) -> str:
     """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
     low_precision: LowPrecision = module_of(number)._low_precision  # type: ignore[attr-defined]
@@ -152,7 +153,3 @@ def _traced_stage(number: str, *call: object) -> str:
     name = f"stage_{stage.number}"
     setattr(low_precision.traced, name, stage)
     return name
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_traced_stage._dynamo_marked_constant = True  # type: ignore[attr-defined]

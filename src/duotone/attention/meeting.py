@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from duotone.numbered import Numbered
+from duotone.numbered import Numbered, constant_in_traces
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.recipes.recipe import Recipe, recipe_of
 from duotone.recipes.roles import Site
@@ -64,6 +64,7 @@ class MeetsRecipes(KnownRoles, nn.Module):
         self.forget()
 
 
+@constant_in_traces
 def _ask(recipe: str) -> str:
     """Ask a recipe for all modules before a trace reads what it asks of one of them: guards then hold for the others.
 
@@ -75,6 +76,7 @@ def _ask(recipe: str) -> str:
     return recipe
 
 
+@constant_in_traces
 def _meet(number: str, recipe: str) -> str:
     module_of(number).meet(recipe_of(recipe))
     return recipe
@@ -82,8 +84,3 @@ def _meet(number: str, recipe: str) -> str:
 
 def module_of(number: str) -> MeetsRecipes:
     return _MODULES[number]
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-for _function in (_ask, _meet):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from duotone.dispatch.rule import Operand
 from duotone.dispatch.target import HOPPER, Target, cuda_target
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
+from duotone.numbered import constant_in_traces
 
 if TYPE_CHECKING:
     from duotone.kernels.attention_backward import Operand as KernelOperand
@@ -336,11 +337,8 @@ def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> 
     return _allows_cudnn(query.get_device())
 
 
+@constant_in_traces
 def _allows_cudnn(device: int) -> bool:
     """Whether cuDNN's attention was measured on such a device, and the user has not forbidden it."""
     enabled = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
     return enabled and cuda_target(device).arch == HOPPER
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_allows_cudnn._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import torch
 
 from duotone.errors import UserError
 from duotone.formats import ROW, TENSOR, Block
+from duotone.numbered import constant_in_traces
 
 HOPPER = (9, 0)
 KERNELS_SINCE = (8, 9)
@@ -77,19 +78,16 @@ def runs_kernels(index: int) -> bool:
     return index >= 0 and cuda_target(index).runs_kernels
 
 
+@constant_in_traces
 def scales_rows_to_fp32(index: int) -> bool:
     """`Target.scales_rows_to_fp32` of the device of a tensor, `Tensor.get_device()`."""
     return index >= 0 and cuda_target(index).scales_rows_to_fp32
 
 
+@constant_in_traces
 def decodes_in_kernels(index: int) -> bool:
     """`runs_kernels`, also in a trace."""
     return runs_kernels(index)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-for _function in (scales_rows_to_fp32, decodes_in_kernels):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from duotone.dispatch.produced_ops import Inputs, empty_produced, produced_plane
 from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
-from duotone.numbered import ByName, Numbered
+from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.recipes.recipe import drop_dead, recipe_of
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
@@ -201,6 +201,7 @@ def _forget_gone() -> None:
             delattr(PLANS, name)
 
 
+@constant_in_traces
 def ask(config: str, recipe: str) -> bool:
     """Ask a recipe for all modules of a content before a trace reads what it answered for one of them.
 
@@ -215,6 +216,7 @@ def ask(config: str, recipe: str) -> bool:
     return True
 
 
+@constant_in_traces
 def plan_name(fields: tuple[Any, ...]) -> str:
     """Build the stage of a traced call outside of the trace. Returns its name in `PLANS`, a constant of the graph.
 
@@ -252,6 +254,7 @@ def _drop_dead(names: dict[tuple[str, ...], str]) -> None:
         delattr(PLANS, before[key])
 
 
+@constant_in_traces
 def refuse_recompute() -> None:
     """UserError in a trace that recomputes, for which FSDP2 has gathered another plane than forward reads."""
     raise UserError(
@@ -259,8 +262,3 @@ def refuse_recompute() -> None:
         "reads; call torch._dynamo.reset() before the first step that recomputes, or give fully_shard "
         "reshard_after_forward=False"
     )
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-for _function in (ask, plan_name, refuse_recompute):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import torch
 
 from duotone.errors import RecipeError, qualified_name, shown_fields
 from duotone.formats import IDENTITY
-from duotone.numbered import Numbered
+from duotone.numbered import Numbered, constant_in_traces
 from duotone.recipes.limits import PRINTABLE, Table, check_integer
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site, in_slot, require_known
 from duotone.renamed import old_field, warn_renamed
@@ -287,14 +287,11 @@ def as_recipe(taker: str, value: "RecipeLike") -> "Recipe":
     )
 
 
+@constant_in_traces
 def _loaded(name_or_path: str) -> "Recipe":
     from duotone.recipes.library import load  # which imports this file
 
     return load(name_or_path)
-
-
-# What torch.compiler.assume_constant_result sets; calling it would import the compiler with the library.
-_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def one_of(field: str, value: object, allowed: tuple[object, ...]) -> None:
