@@ -48,25 +48,10 @@ class BuiltOnTheirDevice:
         super().__init__(*sizes, device=device or default_device(), **options)  # type: ignore[call-arg]
 
 
-class Linear(TakesTheirOptions, ops.Linear):
-    pass
+def _with(mixin: type, op: type) -> type:
+    return type(op.__name__, (mixin, op), {"__module__": __name__})
 
 
-class BasicLinear(TakesTheirOptions, ops.BasicLinear):
-    pass
-
-
-class GroupedLinear(TakesTheirOptions, ops.GroupedLinear):
-    pass
-
-
-class LayerNorm(BuiltOnTheirDevice, ops.LayerNorm):
-    pass
-
-
-class RMSNorm(BuiltOnTheirDevice, ops.RMSNorm):
-    pass
-
-
-class Bias(BuiltOnTheirDevice, ops.Bias):
-    pass
+Linear, BasicLinear = _with(TakesTheirOptions, ops.Linear), _with(TakesTheirOptions, ops.BasicLinear)
+GroupedLinear, Bias = _with(TakesTheirOptions, ops.GroupedLinear), _with(BuiltOnTheirDevice, ops.Bias)
+LayerNorm, RMSNorm = _with(BuiltOnTheirDevice, ops.LayerNorm), _with(BuiltOnTheirDevice, ops.RMSNorm)
