@@ -26,7 +26,7 @@ from duotone.distributed.entries import (
     empty_state,
     group_entries,
     model_entries,
-    names_of,
+    named_parameters,
     note_writes,
     optimizer_entries,
 )
@@ -147,7 +147,7 @@ def _tensors(
         raise UserError(f"{path} holds a checkpoint; save into a new folder, and remove the old one afterwards")
     entries = model_entries(model, recipe_state(model))
     if optimizer is not None:
-        entries |= group_entries(optimizer) | optimizer_entries(model, optimizer)
+        entries |= optimizer_entries(model, optimizer)
     tensors = {key: entry.saved() for key, entry in entries.items()}
     tensors |= {f"extra.{key}": as_tensor(value) for key, value in (extra or {}).items()}
     mine = f"ranks.{_rank(group)}"
@@ -240,11 +240,10 @@ def _delayed(tensors: Mapping[str, Tensor], mine: str, *, together: bool) -> dic
 
 
 def _empty_optimizer(model: nn.Module, optimizer: Optimizer, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     groups = {key: entry.empty() for key, entry in group_entries(optimizer).items() if key in stored}
     return groups | {
         key: empty_state(parameter, *stored[key])
-        for name, parameter in zip(names_of(model, optimizer), parameters, strict=True)
+        for name, parameter in named_parameters(model, optimizer)
         for key in stored
         if key.startswith(f"optimizer.{name}.") and "." not in key.removeprefix(f"optimizer.{name}.")
     }
@@ -252,7 +251,9 @@ def _empty_optimizer(model: nn.Module, optimizer: Optimizer, stored: Mapping[str
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The state_dict of an optimizer, with the state and the numbers that were loaded."""
-    state = {at: _below(tensors, f"optimizer.{name}.") for at, name in enumerate(names_of(model, optimizer))}
+    state = {
+        at: _below(tensors, f"optimizer.{name}.") for at, (name, _) in enumerate(named_parameters(model, optimizer))
+    }
     groups = optimizer.state_dict()["param_groups"]
     for at, group in enumerate(groups):
         for key, value in _below(tensors, f"{GROUP}.{at}.").items():

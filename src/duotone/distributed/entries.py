@@ -66,7 +66,11 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
     UserError if a module holds a shard of a weight that is no DTensor: nothing says how it lies over the ranks.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Planned) and module.layout.group and not any(map(_is_cut, module.parameters(False))):
+        if (
+            isinstance(module, Planned)
+            and module.layout.group
+            and not any(isinstance(p, DTensor) for p in module.parameters(False))
+        ):
             raise UserError(
                 f"{name or 'the model'} holds a shard of its weight (parallel_mode=), which a checkpoint cannot place; "
                 "cut it with parallelize_module, whose parameters are DTensors"
@@ -83,10 +87,6 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
         else:
             entries[f"model.{clean(name)}"] = Entry(value)
     return entries
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def _plane_entries(name: str, t: QuantizedTensor, cut: Cut | None) -> Iterator[tuple[str, Entry]]:
@@ -110,20 +110,22 @@ def note_writes(model: nn.Module) -> None:
             torch.autograd.graph.increment_version(local(parameter))
 
 
-def names_of(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of the optimizer's parameters, in the order of its state_dict. UserError if one is not the model's."""
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters with their names, in the order of its state_dict.
+
+    UserError if one is not the model's.
+    """
     known = {id(parameter): clean(name) for name, parameter in model.state_dict(keep_vars=True).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known for p in parameters):
         raise UserError("the optimizer updates a parameter that is not the model's; make it after the model is sharded")
-    return [known[id(p)] for p in parameters]
+    return [(known[id(p)], p) for p in parameters]
 
 
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Entry]:
     """The state of each parameter by its name, and the numbers of each group."""
     entries = group_entries(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for name, parameter in zip(names_of(model, optimizer), parameters, strict=True):
+    for name, parameter in named_parameters(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
             entries[f"optimizer.{name}.{key}"] = Entry(as_tensor(value), _cut_of(value, parameter))
     return entries
