@@ -13,9 +13,8 @@ from torch import Tensor
 
 from duotone.compat.quantizers import QuantizerHandle
 from duotone.errors import UserError
-from duotone.planned.delayed_states import largest
+from duotone.planned.delayed_states import agreed_history, largest
 from duotone.recipes.custom import CustomRecipe
-from duotone.recipes.delayed import check_requests
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, require_known
 from duotone.state.autocast_context import active_region
@@ -23,7 +22,7 @@ from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
 from duotone.state.rolling import roll_all
-from duotone.tensor import History, Quantizer
+from duotone.tensor import Quantizer
 from duotone.tensor.context import Slot
 
 
@@ -102,11 +101,9 @@ class RecipeState:
         delayed = {f"slot {i}{kinds[i]}": value for i, value in enumerate(self.values) if any(value.delayed)}
         if not delayed:
             return None
-        check_requests(delayed)
-        history = next((value.history for value in delayed.values() if value.history is not None), History())
         by_slot = [[size for size in largest(value) if size] for value in self.values]
         sizes = [(*sides, 0.0)[0] for sides in by_slot] + [side for sides in by_slot for side in sides[1:]]
-        state = DelayedState(len(sizes), history, device)
+        state = DelayedState(len(sizes), agreed_history(delayed), device)
         state.largest = sizes
         return state
 
