@@ -33,27 +33,28 @@ Saved = dict[str, Any]
 
 
 class Rates(NamedTuple):
-    """What one step multiplies by: Python floats, computed on the host, each rounded to fp32 where it is used."""
+    """What one step multiplies by: Python floats, each rounded to fp32 where it is used, or fp64 on a device."""
 
     sign: float
     """-1 where the objective is maximized."""
-    decay: float
+    decay: float | Tensor
     """1 - lr weight_decay."""
     first: float
     """1 - beta1."""
     beta2: float
     second: float
     """1 - beta2."""
-    step_size: float
+    step_size: float | Tensor
     """lr / (1 - beta1^t)."""
-    correction: float
+    correction: float | Tensor
     """1 / sqrt(1 - beta2^t)."""
     eps: float
 
     @staticmethod
-    def of(group: Group, step: float) -> "Rates":
-        """The numbers of a parameter group at step t = 1, 2, ..."""
-        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+    def of(group: Group, step: float | Tensor) -> "Rates":
+        """The numbers of a parameter group at step t = 1, 2, ..., or at fp64 steps (n,) on a device."""
+        lr = group["lr"] if isinstance(step, Tensor) else float(group["lr"])
+        beta1, beta2 = map(float, group["betas"])
         return Rates(
             sign=-1.0 if group["maximize"] else 1.0,
             decay=1 - lr * group["weight_decay"],
@@ -75,11 +76,7 @@ def numbers_of(group: Group, steps: Sequence[Tensor]) -> Sequence[Numbers]:
     if not group["capturable"] or not steps:
         return [Rates.of(group, step.item()) for step in steps]
     t = torch.stack([*steps]).to(torch.float64)
-    lr, (beta1, beta2) = group["lr"], map(float, group["betas"])
-    step_size, correction = lr / (1 - beta1**t), (1 - beta2**t) ** -0.5
-    sign, decay = -1.0 if group["maximize"] else 1.0, 1 - lr * group["weight_decay"]
-    columns = sign, decay, 1 - beta1, beta2, 1 - beta2, step_size, correction, float(group["eps"])
-    return torch.stack([torch.zeros_like(t) + column for column in columns], 1).to(torch.float32).unbind()
+    return torch.stack([torch.zeros_like(t) + column for column in Rates.of(group, t)], 1).to(torch.float32).unbind()
 
 
 class State(NamedTuple):
