@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37779
+LIBRARY_LINES = 37796
 TOOL_LINES = 7588
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,7 +24,7 @@ BUDGETS = {
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2484, 7, 0),
-    "conversion": (2644, 5, 0),
+    "conversion": (2656, 5, 0),
     "dispatch": (3313, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (810, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1467, 15, 2),
-    "planned": (3016, 15, 5),
+    "planned": (3021, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1384, 0, 0),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from causal import batch, llama, mixtral
+from causal import assert_same_bits, batch, llama, mixtral
 from packages import require
 
 import duotone
@@ -47,3 +47,16 @@ def test_a_trainer_saves_checkpoints_of_quantized_parameters(tmp_path) -> None:
     transformers.Trainer(model, options, train_dataset=data).train()
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("size", ["1GB", "20KB"], ids=["one file", "shards"])
+def test_delayed_states_stay_out_of_what_a_plain_model_loads(size: str, tmp_path) -> None:
+    model = duotone.convert(llama(), "fp8-delayed")
+    model(input_ids=batch(0), labels=batch(0)).loss.backward()
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    plain, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert all(torch.equal(p, values(model)[name]) for name, p in plain.named_parameters())
+    again = duotone.convert(llama(), "fp8-delayed")
+    again.load_state_dict(model.state_dict())  # there they are
+    assert_same_bits(duotone.recipe_state(again), duotone.recipe_state(model))

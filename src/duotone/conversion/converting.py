@@ -18,11 +18,15 @@ from duotone.conversion.naming import require_model, sites_of
 from duotone.conversion.notices import Place, report_unmatched, warn_of_surprises
 from duotone.conversion.targets import CONVERTED, original_class, parametrized_since, targets
 from duotone.errors import UserError
+from duotone.planned.delayed_checkpoint import state_names
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.state.autocast_context import HIGH_PRECISION
+
+IGNORED = "_keys_to_ignore_on_save"
+"""Where models of transformers name tensors that `save_pretrained` leaves out."""
 
 
 def convert(
@@ -65,6 +69,7 @@ def convert(
     add_cores(model)
     _tell_the_rest(model, recipe, [target.name for target, _ in planned])
     close_fast_paths(model)
+    _save_pretrained_weights_alone(model)
     return fusing.fuse(model) if fuse else model
 
 
@@ -77,6 +82,13 @@ def _tell_the_rest(model: nn.Module, recipe: Recipe, named: Sequence[str]) -> No
             take(name, sites[name])
         if isinstance(module, DotProductAttention):
             module.recipe = recipe
+
+
+def _save_pretrained_weights_alone(model: nn.Module) -> None:
+    """Keep delayed states out of what `save_pretrained` of transformers writes: plain models do not expect them."""
+    for module in model.modules():
+        if hasattr(module, IGNORED):
+            setattr(module, IGNORED, {*(getattr(module, IGNORED) or ()), *state_names(module)})
 
 
 def revert(model: nn.Module) -> nn.Module:

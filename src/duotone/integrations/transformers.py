@@ -116,7 +116,7 @@ class DuotoneQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         metadata = {KEY: packed_state(model), f"{KEY}_recipe": self.quantization_config.recipe.name}
-        return without_states(model), metadata
+        return model.state_dict(), metadata
 
     def _dequantize(self, model: nn.Module, dtype: object = None) -> nn.Module:
         return revert(convert_parameters(model, "bf16"))

@@ -60,6 +60,11 @@ PARTS = {"scale": 1, "amax_history": 2}
 """The tensors of a state and their dimensions."""
 
 
+def state_names(model: nn.Module) -> set[str]:
+    """The names in `state_dict` of all states that the model has or may get."""
+    return {f"{prefix}.{part}" for prefix in _places(model) for part in PARTS}
+
+
 def _require_whole(prefix: str, state: DelayedState | None, parts: dict[str, Tensor]) -> None:
     slots = {tensor.shape[-1] for tensor in parts.values()} | ({state.scale.numel()} if state is not None else set())
     if parts.keys() != PARTS.keys() or len(slots) > 1 or parts["amax_history"].shape[0] == 0:
