@@ -173,3 +173,18 @@ def test_a_trace_works_in_high_precision_and_is_one_line_elsewhere(name) -> None
         assert torch.equal(torch.jit.trace(m, x)(longer), m(longer))
     plain = duotone.revert(m)
     assert torch.equal(torch.jit.trace(plain, x)(longer), plain(longer))
+
+
+def test_an_export_to_onnx_is_refused_in_one_line_before_torch_reports() -> None:
+    from torch.onnx._internal.exporter import _capture_strategies, _flags
+
+    def captured(model: nn.Module) -> object:
+        return _capture_strategies.TorchExportNonStrictStrategy()(model, (torch.randn(4, 32),), {}, None).exception
+
+    capture = _flags.set_onnx_exporting_flag(captured)
+    m = duotone.convert(stack(), recipes.load("mxfp8"))
+    with pytest.raises(UserError, match=r"^ONNX has no casts of recipe mxfp8: call duotone.revert.* before[^\n]*$"):
+        capture(m)
+    with duotone.autocast(enabled=False):
+        assert capture(m) is None
+    assert capture(duotone.revert(m)) is None and "Linear" in repr(m)

@@ -18,6 +18,7 @@ from duotone.pipeline.rewrites import RULES, rewrite, rewrite_traced
 from duotone.pipeline.second_order import second_order
 from duotone.pipeline.slot_roles import KnownRoles
 from duotone.pipeline.stage import Stage
+from duotone.recipes.recipe import Recipe
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
 from duotone.state.rolling import roll_after
 from duotone.state.torch_private import is_forward_grad_enabled
@@ -169,12 +170,26 @@ class Op(Channels, KnownRoles):
         state.pop("_rewritten", None)  # older pickles may have it, in another form
         getattr(super(), "__setstate__", self.__dict__.update)(state)
 
-    def _slow_forward(self, *inputs: object, **options: object) -> object:
-        """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
+    def __repr__(self) -> str:
+        """As torch's. An export to ONNX prints the model before it guards against errors, so it is refused here."""
+        onnx, recipe = sys.modules.get("torch.onnx"), self._recipe_in_use
+        if onnx is not None and onnx.is_in_onnx_export() and type(recipe) is not type(HIGH_PRECISION):
+            raise UserError(
+                f"ONNX has no casts of recipe {recipe.name}: call duotone.revert(model) before torch.onnx.export, or "
+                "duotone.export for servers"
+            )
+        return super().__repr__()
+
+    @property
+    def _recipe_in_use(self) -> Recipe:
+        """The recipe of a forward now."""
         region = active_region()
         recipe = region.recipe if region is not None else getattr(self, "recipe", HIGH_PRECISION)
-        if recipe.evaluation is not None and not self.training:  # type: ignore[attr-defined]
-            recipe = recipe.evaluation
+        return recipe if recipe.evaluation is None or self.training else recipe.evaluation  # type: ignore[attr-defined]
+
+    def _slow_forward(self, *inputs: object, **options: object) -> object:
+        """The forward that nn.Module takes while torch.jit.trace records, which quantized products cannot be."""
+        recipe = self._recipe_in_use
         tensors = itertools.chain(inputs, self.parameters())  # type: ignore[attr-defined]
         tracked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
         if type(recipe) is not type(HIGH_PRECISION) or tracked:
