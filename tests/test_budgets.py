@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37811
+LIBRARY_LINES = 37928
 TOOL_LINES = 7588
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2576, 20, 0),
+    "attention": (2636, 20, 0),
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2484, 7, 0),
@@ -29,7 +29,7 @@ BUDGETS = {
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (635, 9, 0),
-    "kernels": (4978, 0, 0),
+    "kernels": (5035, 0, 0),
     "lab": (3682, 12, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),

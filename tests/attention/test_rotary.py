@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from duotone.attention import RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb
+from duotone.attention import RotaryPositionEmbedding, Rotation, apply_rotary_pos_emb, rotary
 from duotone.errors import UserError
 
 
@@ -89,3 +89,29 @@ def test_a_wrong_call_is_one_line(call, message) -> None:
     with pytest.raises(UserError) as error:
         call()
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+def test_the_kernel_gets_heads_by_batch_and_token(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward, backward and second derivatives through the kernel's function equal plain operations."""
+    kernels = pytest.importorskip("duotone.kernels.rotary", reason="needs Triton: pip install triton")
+
+    def turn(t: torch.Tensor, out: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool) -> None:
+        plain = rotary._turned_back if back else rotary._turned
+        out.copy_(plain(t, cos[:, None], sin[:, None]))
+
+    monkeypatch.setattr(kernels, "turn", turn)
+    lead = {"sbhd": (5, 2), "bshd": (2, 5), "thd": (10,)}[layout]
+    edges = torch.tensor([0, 4, 10]) if layout == "thd" else None
+    t = torch.randn(*lead, 3, 4, 8, dtype=torch.bfloat16).select(len(lead), 1)
+    results = []
+    for fits in (True, False):
+        monkeypatch.setattr(rotary, "_fits", lambda t, fits=fits: fits)
+        x = t.clone().requires_grad_()
+        y = apply_rotary_pos_emb(x, RotaryPositionEmbedding(8)(6), layout, edges)
+        dy = y.detach().sin().requires_grad_()
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        results.append([y, dx, *torch.autograd.grad(dx.sum(), dy)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

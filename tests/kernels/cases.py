@@ -27,6 +27,7 @@ from duotone.kernels import (
     grouped,
     norms,
     roll,
+    rotary,
     rows,
     segment_blocks,
     segment_cast,
@@ -101,6 +102,11 @@ def launched(name: str, call: Callable[[], object]) -> list[Case]:
 
 def matrix(m: int, k: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(m, k, dtype=dtype)
+
+
+def rotary_of(back: bool) -> None:
+    heads, angles = torch.empty(2, 64, 3, 16, 128, dtype=torch.bfloat16).unbind(2), torch.empty(64, 128)
+    rotary.turn(heads[0], torch.empty(2, 64, 16, 128, dtype=torch.bfloat16), angles, angles, back)
 
 
 def spec(name: str) -> cast.PlaneSpec:
@@ -189,6 +195,8 @@ SMALL = ["mxfp6_e2m3", "mxfp6_e3m2", "mxfp4"]
 CASES = [
     *[case for name in SMALL for case in casts(name, name, 256, 512)],
     *[case for name in SMALL[1:] for case in casts(name, name, 130, 257)],
+    *launched("rotary, turned", lambda: rotary_of(False)),
+    *launched("rotary, turned back", lambda: rotary_of(True)),
     *launched("rows u8", lambda: rows.contiguous_rows(torch.empty(256, 512, dtype=torch.uint8).t())),
     *[case for name in BOTH for case in casts(name, name, 256, 512)],
     *[case for name in BOTH[:4] + BOTH[-1:] for case in casts(name, name, 130, 257)],

@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from duotone.attention.heads import check_layout, token_axis
 from duotone.attention.masks import packed
+from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
+from duotone.pipeline.autograd import is_transformed
 
 
 class Rotation(NamedTuple):
@@ -17,6 +20,8 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
+
+is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # type: ignore[attr-defined]
 
 Angles = Tensor | Rotation
 
@@ -72,6 +77,61 @@ def apply_rotary_pos_emb(
         rows = slice(tokens)
     shape = {"sbhd": (tokens, 1, 1, width), "bshd": (tokens, 1, width), "thd": (tokens, 1, width)}[tensor_format]
     cos, sin = (table.reshape(-1, width)[rows].view(shape) for table in (cos, sin))
-    first, second = t[..., :width].chunk(2, dim=-1)
-    turned = (t[..., :width] * cos + torch.cat((-second, first), dim=-1) * sin).to(t.dtype)
+    is_whole = width == t.shape[-1] and t.dim() == (3 if tensor_format == "thd" else 4)
+    if is_whole and _fits(t) and not is_transformed() and all(_is_fixed(table, t) for table in (cos, sin)):
+        return Turn.apply(t, cos, sin, False)  # type: ignore[no-any-return]
+    turned = _turned(t[..., :width], cos, sin)
     return turned if width == t.shape[-1] else torch.cat((turned, t[..., width:]), dim=-1)
+
+
+def _turned(t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = t.chunk(2, dim=-1)
+    return (t * cos + torch.cat((-second, first), dim=-1) * sin).to(t.dtype)
+
+
+def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The gradient of `_turned`, as autograd computes and rounds it."""
+    first, second = (dy * sin).to(dy.dtype).chunk(2, dim=-1)
+    return (dy * cos).to(dy.dtype) + torch.cat((second, -first), dim=-1)
+
+
+def _fits(t: Tensor) -> bool:
+    """Whether a kernel turns heads like these; gradients of a batch (`is_grads_batched`) have no address."""
+    is_plain = not torch.jit.is_tracing() and not is_legacy_batched(t)  # type: ignore[no-untyped-call]
+    return has_kernels(t) and t.stride(-1) == 1 and is_plain
+
+
+def _is_fixed(table: Tensor, t: Tensor) -> bool:
+    """Whether a kernel for `t` reads cosines or sines as they are."""
+    return table.dtype is torch.float32 and table.device == t.device and not table.requires_grad
+
+
+class TurnContext(FunctionCtx):
+    """What `Turn` leaves to its backward."""
+
+    saved_tensors: tuple[Tensor, Tensor]
+    back: bool
+
+
+class Turn(torch.autograd.Function):
+    """`_turned`, or with `back` `_turned_back`, by one kernel."""
+
+    @staticmethod
+    def forward(ctx: TurnContext, t: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+        from duotone.kernels.rotary import turn
+
+        ctx.save_for_backward(cos, sin)
+        ctx.back, out, width = back, torch.empty_like(t), t.shape[-1]
+        of_t, of_out = (
+            x.unsqueeze(0) if x.dim() == 3 else x.transpose(0, 1) if cos.dim() == 4 else x for x in (t, out)
+        )
+        turn(of_t, of_out, cos.reshape(-1, width).contiguous(), sin.reshape(-1, width).contiguous(), back)
+        return out
+
+    @staticmethod
+    def backward(ctx: TurnContext, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (dy,), (cos, sin) = gradients, ctx.saved_tensors
+        if is_transformed() or not _fits(dy):
+            plain = _turned if ctx.back else _turned_back
+            return plain(dy, cos, sin), None, None, None
+        return Turn.apply(dy, cos, sin, not ctx.back), None, None, None
