@@ -13,7 +13,7 @@ So the CPU and CUDA give the same bits. `write` also writes the parameter: by ke
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,26 +32,29 @@ Saved = dict[str, Any]
 """The state of one parameter: "step", "exp_avg", "exp_avg_sq" and, if it has one, "master"."""
 
 
-class Rates(NamedTuple):
+N = TypeVar("N", float, Tensor)
+
+
+class Rates(NamedTuple, Generic[N]):
     """What one step multiplies by: Python floats, each rounded to fp32 where it is used, or fp64 on a device."""
 
     sign: float
     """-1 where the objective is maximized."""
-    decay: float | Tensor
+    decay: N
     """1 - lr weight_decay."""
     first: float
     """1 - beta1."""
     beta2: float
     second: float
     """1 - beta2."""
-    step_size: float | Tensor
+    step_size: N
     """lr / (1 - beta1^t)."""
-    correction: float | Tensor
+    correction: N
     """1 / sqrt(1 - beta2^t)."""
     eps: float
 
     @staticmethod
-    def of(group: Group, step: float | Tensor) -> "Rates":
+    def of(group: Group, step: N) -> "Rates[N]":
         """The numbers of a parameter group at step t = 1, 2, ..., or at fp64 steps (n,) on a device."""
         lr = group["lr"] if isinstance(step, Tensor) else float(group["lr"])
         beta1, beta2 = map(float, group["betas"])
@@ -67,7 +70,7 @@ class Rates(NamedTuple):
         )
 
 
-Numbers = Rates | Tensor
+Numbers = Rates[float] | Tensor
 """`Rates` of the host, or in fp32 (8,) on the device."""
 
 
