@@ -22,7 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -405,6 +405,31 @@ def a_model_that_nothing_holds_is_freed(folder: Path) -> None:
 
 
 @check
+def writes_through_data_reach_the_next_forward(folder: Path) -> None:
+    """As those of averaged weights that stand in for a while. They leave no version on the parameter."""
+    x = torch.randn(64, 128).bfloat16()
+    for name in ("fp8-current", "fp8-rowwise"):
+        one, m = (model(recipes.load(name), held=False) for _ in range(2))
+        split(duotone.gather_quantized(m), init_device_mesh("cpu", (dist.get_world_size(),)))
+        for factor in (1, 4, 0.5):
+            for parameter in (*one.parameters(), *m.parameters()):
+                parameter.data.mul_(factor)
+            same(m(x), one(x), f"{name}, {factor}")
+
+
+@check
+def quantized_shards_stay_quantized_under_another_dtype(folder: Path) -> None:
+    for name in STEPS_OF:
+        one, m = (model(recipes.load(name)) for _ in range(2))
+        split(m, init_device_mesh("cpu", (dist.get_world_size(),)))
+        for each in (one, m):
+            each.float()
+        assert all(type(each._local_tensor) is duotone.QuantizedTensor for each in (m[0].weight, m[2].weight))
+        for got, want in zip(steps(m), steps(one), strict=True):
+            same(got, want, name)
+
+
+@check
 def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
     uneven = duotone.convert(
         nn.Sequential(nn.Linear(64, 48 * dist.get_world_size(), bias=False)), recipes.load("mxfp8")
@@ -415,6 +440,8 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
         fully_shard(uneven)
     assert "its 96 rows over 2 ranks do not end on blocks of 32" in str(caught[-1].message), caught
     uneven(torch.randn(32, 64)).sum().backward()
+    quantized = model(recipes.load("fp8-current"))
+    assert "along rows" in refusal(lambda: fully_shard(quantized[0], shard_placement_fn=lambda _: Shard(1)))
     assert refusal(lambda: duotone.gather_quantized(shard_of("fp8-delayed"))).startswith("0: Quantizer(")
 
 

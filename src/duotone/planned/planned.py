@@ -12,19 +12,19 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
-from duotone.pipeline.op import Op, info_of
+from duotone.pipeline.op import Op, info_of, is_distributed
 from duotone.pipeline.slot_roles import BoundaryRoles
 from duotone.planned import delayed_states, extra_state, traced_stages
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
-from duotone.planned.weights import ShardedParameters, mark_entries, moved
+from duotone.planned.weights import ShardedParameters, mark_entries, moved, stay_quantized
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.roles import ANYWHERE, SLOTS, QuantizerRole, Site
 from duotone.recipes.rules import Rule
 from duotone.state import seeds
 from duotone.state.region import active_region
 from duotone.tensor import QuantizedTensor, Quantizer
-from duotone.tensor.fsdp import tell_shards
+from duotone.tensor.fsdp import shard_of, tell_shards
 from duotone.tensor.quantizer import quantizer_of
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As nn.Module, but quantized parameters only change device and nominal dtype, and seeds stay or start anew."""
         seed = self._buffers.get(seeds.BUFFER)
+        shards = {name: shard_of(p) for name, p in self._parameters.items() if is_distributed(p)}
         quantized = {name: p for name, p in self._parameters.items() if isinstance(p, QuantizedTensor)}
         for parameter in quantized.values():
             moved(parameter, fn)
@@ -201,6 +202,8 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
             super()._apply(fn, recurse)
         finally:
             self._parameters.update(quantized)  # type: ignore[arg-type]
+        for name, shard in shards.items():
+            stay_quantized(self._parameters[name], shard)  # type: ignore[arg-type]
         fresh = self._buffers.get(seeds.BUFFER)
         if seed is not None and seed.is_meta and fresh is not None and not fresh.is_meta:
             fresh.copy_(seeds.initial_seed(self.module_name))

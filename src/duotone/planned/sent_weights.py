@@ -99,6 +99,8 @@ class SentWeight:
         self.weight: OperandPlan | None = None
         self.gathers = Gathers((None, None), False)
         self.stamp: tuple[int, ...] = ()
+        self.is_sent = False
+        """Whether a forward has sent it since. The next one measures anew: writes through `.data` leave no version."""
         self.amaxes: dict[Usage, Tensor] = {}
         """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
@@ -114,8 +116,10 @@ class SentWeight:
         del outer_size, outer_stride, module
         if self.weight is None:
             self.prepare(mp_policy.param_dtype or self.shard.dtype, mesh.get_group().group_name)
-        if self.stamp != self.writes:
+        in_forward = torch._C._current_graph_task_id() == -1
+        if self.stamp != self.writes or (self.is_sent and in_forward):
             agree_on_amaxes([*self.of_model()])
+        self.is_sent |= in_forward
         if not self.gathers.derives:
             self.gathers.keeps_rowwise |= self.module.differentiates_rowwise
         return self.gathers.send(mesh, self.planes, self.amaxes.get(ROWWISE)), self
@@ -202,7 +206,7 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     asked: list[tuple[SentWeight, Usage, Tensor]] = []
     direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
-        weight.stamp = weight.writes
+        weight.stamp, weight.is_sent = weight.writes, False
         for side in weight.sides:
             fmt = weight.gathers.formats[0 if side is ROWWISE else 1]
             if fmt is not None and fmt.scales_by_tensor and weight.repeats:

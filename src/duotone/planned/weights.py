@@ -25,6 +25,8 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.plane_tensor import ENTRY, INIT_VALUE, mark_entry
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from duotone.planned.planned import Planned
 
 
@@ -179,6 +181,14 @@ def moved(parameter: QuantizedTensor, fn: Callable[[Tensor], Tensor]) -> None:
     tensor = QuantizedTensor(planes, parameter.quantizer, parameter.shape, probe.dtype, device=probe.device)
     tensor.context = parameter.context
     replace(parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
+
+
+def stay_quantized(parameter: "DTensor", shard: Tensor) -> None:
+    """Give a DTensor its quantized shard back after a conversion that left values: nominal dtype and device follow."""
+    values = shard_of(parameter)
+    if isinstance(shard, QuantizedTensor) and not isinstance(values, QuantizedTensor):
+        planes = shard.planes.map(lambda part: part.to(values.device))
+        parameter._local_tensor = shard.with_planes(planes, dtype=values.dtype, device=values.device)
 
 
 def mark_entries(state_dict: dict[str, Tensor], prefix: str, parameters: Iterable[str]) -> None:

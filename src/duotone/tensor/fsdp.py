@@ -105,7 +105,7 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     """Let quantized shards among these parameters agree with the other shards on all later writes.
 
     FSDP gives a shard its mesh only at a gather, so a module tells its shards as soon as it has them. Raises
-    MissingPlaneError if ranks would gather pieces of different sizes.
+    MissingPlaneError if ranks would gather pieces of different sizes, UserError if pieces are not of rows.
     """
     for parameter in parameters:
         shard = None if parameter is None else shard_of(parameter)
@@ -113,7 +113,12 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
             continue
         holder = cast("DTensor", parameter)
         mesh, rows = holder.device_mesh, holder.shape[0]
-        dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard(0)]
+        dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard()]
+        if any(not holder.placements[at].is_shard(0) for at in dims):
+            raise UserError(
+                f"a quantized weight would be cut as {holder.placements}, and FSDP2 gathers planes along rows; let "
+                "shard_placement_fn give Shard(0) for it"
+            )
         if len(dims) != 1:
             continue
         if rows % mesh.size(dims[0]):
