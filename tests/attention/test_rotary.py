@@ -72,6 +72,12 @@ def test_gradients_turn_back() -> None:
     torch.testing.assert_close(x.grad, apply_rotary_pos_emb(dy, -angles))
 
 
+def test_a_graph_turns_heads_without_a_break() -> None:
+    x, angles = torch.randn(2, 5, 3, 8), RotaryPositionEmbedding(8)(5)
+    compiled = torch.compile(apply_rotary_pos_emb, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, angles, "bshd"), apply_rotary_pos_emb(x, angles, "bshd"))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -97,8 +97,9 @@ def _turned_back(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _fits(t: Tensor) -> bool:
     """Whether a kernel turns heads like these; gradients of a batch (`is_grads_batched`) have no address."""
-    is_plain = not torch.jit.is_tracing() and not is_legacy_batched(t)  # type: ignore[no-untyped-call]
-    return has_kernels(t) and t.stride(-1) == 1 and is_plain
+    if not has_kernels(t) or t.stride(-1) != 1:  # first, since no trace follows what is below
+        return False
+    return not torch.jit.is_tracing() and not is_legacy_batched(t)  # type: ignore[no-untyped-call]
 
 
 def _is_fixed(table: Tensor, t: Tensor) -> bool:
