@@ -53,7 +53,7 @@ class Interrupt:
             os.write(STDERR, f"stopping after this {self.unit}; Ctrl-C again stops at once\n".encode())
 
     def _leave_terminal(self) -> None:
-        """What is written to a terminal that hung up is lost instead of an error, which would end the run unsaved."""
+        """Lose what is written to a terminal that hung up: an error would end the run before it is saved."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in self._terminals:
             os.dup2(nowhere, stream)

@@ -4,14 +4,13 @@ To go on, whole runs are taken over, and all others start again. On one page the
 reference at the last step that all have.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from duotone.errors import UserError
-from duotone.lab import meta
+from duotone.lab import files, meta
 from duotone.lab.document import curves_of
 from duotone.lab.loop import Run
 from duotone.lab.memory import StepMemory
@@ -28,12 +27,7 @@ OF_PRESET = ("warmup", "heldout_batches")
 
 def load(path: Path) -> Document:
     """The document at `path`; UserError unless it is one."""
-    try:
-        result = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the folder of a comparison or a run") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON ({error}): run its command again") from error
+    result = files.read_json(path, "give the folder of a comparison or a run", "run its command again")
     if not fits(result, Document):
         raise UserError(f"{path} is not the result of a comparison or a run: give the folder of one")
     return cast(Document, result)

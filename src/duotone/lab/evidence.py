@@ -1,6 +1,5 @@
 """The files of a search: its evidence as JSON, which it is resumed from, and the recipe."""
 
-import json
 import math
 from dataclasses import asdict
 from pathlib import Path
@@ -85,13 +84,9 @@ def settings(search: Search, corpus: Corpus) -> dict[str, object]:
 def read(path: Path) -> dict[str, Any]:
     """The evidence at `path`, as `write` leaves it. UserError unless it is that of a search."""
     remedy = "search anew with another --out, or --force"
-    try:
-        evidence = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {path} ({error.strerror}): give the --out of a search") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no JSON ({error}): {remedy}") from error
-    wrong = "it is no table" if not isinstance(evidence, dict) else ""
+    stored = files.read_json(path, "give the --out of a search", remedy)
+    evidence: dict[str, Any] = stored if isinstance(stored, dict) else {}
+    wrong = "" if evidence is stored else "it is no table"
     wrong = wrong or meta.unlike(SETTINGS, evidence.get("settings"), "settings")
     wrong = wrong or meta.unlike([], evidence.get("effects"), "effects")
     effects = [] if wrong else evidence["effects"]

@@ -33,6 +33,16 @@ def _with_finite_numbers(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def read_json(path: Path, absent: str, damaged: str) -> object:
+    """The value in a file of JSON. UserError with `absent` or `damaged` as its remedy where there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}): {absent}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no JSON ({error}): {damaged}") from error
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Write `content` to `path` and wait until the disk has it."""
     with open(path, "wb") as file:

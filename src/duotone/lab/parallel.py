@@ -24,7 +24,8 @@ import duotone
 from duotone import distributed
 from duotone.distributed.entries import local
 from duotone.errors import UserError
-from duotone.lab import checkpoint, models
+from duotone.lab import checkpoint
+from duotone.lab.comparison import planned
 from duotone.lab.data import Corpus
 from duotone.lab.forecast import COLUMNS, ROWS, Parallel, sends_planes
 from duotone.lab.optimizer import BETAS, GRADIENT_NORM, decaying
@@ -209,8 +210,7 @@ class ParallelTrainer(Trainer):
             return super().step(recipe, forward)
 
     def plan(self) -> duotone.Plan:
-        outline = models.outline(self.config.model, self.config.preset).to(torch.bfloat16)
-        return duotone.plan(duotone.convert(outline, self.recipe), self.recipe, device=self.config.device)
+        return planned(self.config, self.recipe)
 
     def save(self, folder: Path, history: Mapping[str, object]) -> None:
         """A checkpoint of all ranks. The newest three stay."""
