@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37954
-TOOL_LINES = 7588
+LIBRARY_LINES = 37953
+TOOL_LINES = 7582
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,9 +28,9 @@ BUDGETS = {
     "dispatch": (3313, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (635, 9, 0),
+    "integrations": (630, 9, 0),
     "kernels": (5035, 0, 0),
-    "lab": (3682, 12, 1),
+    "lab": (3681, 13, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2296, 6, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (3038, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
-    "serving": (1384, 0, 0),
+    "serving": (1383, 0, 0),
     "state": (1768, 10, 0),
     "tensor": (2643, 15, 0),
 }

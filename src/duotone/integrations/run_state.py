@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
-from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state
+from duotone.planned.delayed_checkpoint import load_recipe_state, recipe_state, state_names
 from duotone.planned.planned import Planned
 from duotone.state.seeds import load_rng_state, rng_state
 from duotone.tensor import QuantizedTensor
@@ -105,12 +105,6 @@ def _formats(tensors: Mapping[str, QuantizedTensor]) -> dict[str, object]:
     return {name: (tensor.shape, tensor.formats) for name, tensor in tensors.items()}
 
 
-def without_states(model: nn.Module) -> dict[str, Tensor]:
-    """The state_dict without the scales and histories of delayed scaling."""
-    states = recipe_state(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in states}
-
-
 def hide_states(model: nn.Module) -> None:
     """Take the scales and histories of delayed scaling out of the state_dict, which plain models then load."""
     model.register_state_dict_post_hook(_drop_states)
@@ -118,7 +112,7 @@ def hide_states(model: nn.Module) -> None:
 
 
 def _drop_states(module: nn.Module, tensors: dict[str, Tensor], prefix: str, metadata: object) -> None:
-    for name in recipe_state(module):
+    for name in state_names(module):
         tensors.pop(prefix + name, None)
 
 

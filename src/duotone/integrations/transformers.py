@@ -21,7 +21,6 @@ from duotone.integrations.run_state import (
     quantized_parameters,
     recipe_names,
     save_planes,
-    without_states,
 )
 from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
@@ -29,7 +28,9 @@ from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.exported_weight import ExportReport
 from duotone.serving.exporting import ExportOptions, write_export
+from duotone.serving.stored_tensors import stored_tensors
 from duotone.state.autocast_context import autocast
+from duotone.tensor import QuantizedTensor
 
 OLDEST = 5
 INSTALL = f"pip install 'transformers>={OLDEST}'"
@@ -249,7 +250,7 @@ def export(model: PreTrainedModel, path: str | Path, **options: Any) -> ExportRe
     def names(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return revert_weight_conversion(model, {name: tensor})
 
-    tensors = {name: t.to("meta") for name, t in without_states(model).items() if type(t) is Tensor}
+    tensors = {name: t.to("meta") for name, t in stored_tensors(model).items() if not isinstance(t, QuantizedTensor)}
     whole = {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
     pieces = {n: tuple(piece.shape) for name, tensor in tensors.items() for n, piece in names(name, tensor).items()}
     if whole != pieces:

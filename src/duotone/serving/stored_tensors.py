@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from duotone.errors import UserError
+from duotone.planned.delayed_checkpoint import state_names
 from duotone.serving.exported_weight import ExportedWeight, share_global_scales
 from duotone.serving.folder import Note
 from duotone.serving.tensor_file import TensorSpec, split_rows
-from duotone.state.delayed import DelayedState
 from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane_tensor import plain
 
@@ -30,9 +30,8 @@ def stored_name(names: StoredNames, name: str) -> str:
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of a state_dict but for the states of delayed scaling. Parameters are the objects themselves."""
-    states = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, DelayedState))
-    tensors = model.state_dict(keep_vars=True)
-    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and not name.startswith(states)}
+    states, tensors = state_names(model), model.state_dict(keep_vars=True)
+    return {name: t for name, t in tensors.items() if isinstance(t, Tensor) and name not in states}
 
 
 @dataclass(frozen=True)
