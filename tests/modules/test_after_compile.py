@@ -72,7 +72,7 @@ def slow(*values: object) -> object:
 def test_a_model_that_changes_after_it_was_compiled_has_the_bits_of_eager(change: str) -> None:
     compiled = duotone.convert(model(), recipes.load("fp8-current"))
     eager = copy.deepcopy(compiled)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     for block in compiled:
         block.compile(backend=counter, fullgraph=True)
     step(compiled), step(eager)
@@ -88,7 +88,7 @@ def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
     planners = [block.up.plans for block in held]
     duotone.revert(held)
     eager = copy.deepcopy(compiled)
-    compiled[0].compile(backend="aot_eager", fullgraph=True)
+    compiled[0].compile(backend="eager", fullgraph=True)
     assert all(torch.equal(*both) for both in zip(step(compiled), step(eager), strict=True))
     assert planners
 
@@ -97,7 +97,7 @@ def test_a_reverted_model_that_is_still_held_is_not_asked_for_a_graph() -> None:
 def test_a_model_may_be_compiled_first_and_converted_second(how: str) -> None:
     m = model()
     eager = duotone.convert(copy.deepcopy(m), recipes.load("fp8-current"))
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(m, backend=counter, fullgraph=True) if how == "wrapped" else m
     for part in {"blocks": list(m), "whole": [m], "wrapped": []}[how]:
         part.compile(backend=counter, fullgraph=True)
@@ -116,7 +116,7 @@ def test_a_factory_with_side_effects_is_asked_once_for_each_slot_and_never_by_a_
 
     m = duotone.convert(model(), recipes.load("bf16"))
     eager = copy.deepcopy(m)
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     for block in m:
         block.compile(backend=counter, fullgraph=True)
     recipe = CustomRecipe(qfactory=factory)
@@ -144,7 +144,7 @@ class BuildsItsRecipe(nn.Module):
 )
 def test_a_recipe_that_is_built_in_a_graph_is_one_line(build: Callable[[], recipes.Recipe]) -> None:
     m = BuildsItsRecipe(build)
-    m.compile(backend="aot_eager", fullgraph=True)
+    m.compile(backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="is built in compiled code; build it outside, or give a name"):
         m(torch.randn(4, WIDTH))
 

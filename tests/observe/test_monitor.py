@@ -201,7 +201,7 @@ def test_a_compiled_model_is_sampled_eager_with_the_same_bits(tmp_path: Path) ->
         graphs.append(graph)
         return graph
 
-    plain = train(torch.compile(twin, backend="eager", fullgraph=True), None, 5)
+    plain = train(twin, None, 5)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with observe.Monitor(compiled, path, every=3) as monitor:
         monitored = train(compiled, monitor, 5)
