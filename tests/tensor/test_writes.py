@@ -18,12 +18,16 @@ from tensor_cases import (
     same_parts,
     snapshot,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import duotone
 from duotone import formats
+from duotone.comm import ShardContext
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
+from duotone.tensor.shards import ask, spans
+from duotone.tensor.traced_writes import encode_traced
 
 MX, FP8, HYBRID = QUANTIZERS["mxfp8"], QUANTIZERS["fp8"], QUANTIZERS["nvfp4|mxfp8"]
 X, Y = torch.linspace(-3, 3, 2048).view(32, 64), torch.linspace(5, -5, 2048).view(32, 64).contiguous()
@@ -464,3 +468,23 @@ def test_a_backward_in_flight_sees_a_write_as_in_torch(write: str) -> None:
             linear.weight.add_(X) if write == "add_" else linear.weight.copy_(other)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_a_traced_write_of_a_shard_is_one_op_where_ranks_need_not_agree() -> None:
+    x = torch.randn(64, 64)
+    asking = set()
+    for name in formats.names():
+        fmt = formats.get(name)
+        if not (fmt.is_delayed or fmt.is_stochastic):
+            asks = [ask(lambda shard, fmt=fmt: fmt.encode(x, shard=shard), dim) is not None for dim in (0, 1)]
+            assert asks == [spans(fmt, 0), spans(fmt, 1)], name
+            asking |= {name} if any(asks) else set()
+    assert {"fp8_e4m3_tensor", "fp8_e4m3_row", "nvfp4"} <= asking and not asking & {"mxfp8_e4m3", "fp8_e4m3_128x128"}
+
+    def parts(x: torch.Tensor) -> list[torch.Tensor]:
+        planes = encode_traced(MX, x, BOTH, QuantizeContext(ShardContext("a group that nobody asks")))
+        return [part for plane in planes for part in plane.parts.values()]
+
+    calls = make_fx(parts)(x).graph.find_nodes(op="call_function", target=torch.ops.duotone.encode_planes.default)
+    assert len(calls) == 1
+    assert all(map(torch.equal, parts(x), [part for plane in MX.encode(x) for part in plane.parts.values()]))

@@ -13,6 +13,7 @@ from duotone.graph_ops import define_op
 from duotone.tensor.context import FixedScale, QuantizeContext
 from duotone.tensor.plane import Plane, Planes, Usage
 from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.shards import spans
 
 
 def delayed_scales(
@@ -35,7 +36,7 @@ def fixed(*scales: Tensor | None) -> tuple[FixedScale | None, FixedScale | None]
 def encode_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
     """`Quantizer.encode` of a write in a trace: one op, unless the graph has to see collectives or unknown formats."""
     formats = quantizer.rowwise, quantizer.columnwise
-    if ctx.shard is not None or type(quantizer) is not Quantizer or not all(map(_is_registered, formats)):
+    if _shards_agree(formats, ctx) or type(quantizer) is not Quantizer or not all(map(_is_registered, formats)):
         return quantizer.encode(x, usage, ctx)
     row, col = (fmt.name if fmt is not None else "" for fmt in formats)
     tensors = *delayed_scales(quantizer, x, usage, ctx), ctx.seed
@@ -46,6 +47,13 @@ def encode_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: QuantizeCo
         for fmt, wants, shape in zip(formats, usage, _shapes(x), strict=True)
     ]
     return Planes(*planes)
+
+
+def _shards_agree(formats: Sequence[Format | None], ctx: QuantizeContext) -> bool:
+    """Whether an encode of both planes asks other ranks for an amax."""
+    shard = ctx.shard
+    dims = () if shard is None else (shard.dim, 1 - shard.dim)
+    return any(fmt is not None and spans(fmt, dim) for fmt, dim in zip(formats, dims, strict=False))
 
 
 def _is_registered(fmt: Format | None) -> bool:
