@@ -9,7 +9,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $
 TRITON := triton==3.6.0; platform_system == 'Linux' and platform_machine == 'x86_64'
 NEWEST := $(CURDIR)/build/newest-triton
 
-.PHONY: demo test test-newest-triton test-torch lint wheel site docs clean
+.PHONY: demo test test-newest-triton test-torch lint wheel try-wheel site docs clean
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/duotone compare --force --out runs/demo
@@ -40,6 +40,10 @@ wheel: $(VENV)/.installed-dev
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 	$(BIN)/python tests/check_wheel.py dist/duotone-*.whl
+
+# The wheel with the oldest torch and the newest that was tried, each for a minute in 5 GB. What cannot be had is skipped.
+try-wheel: wheel
+	$(BIN)/python tests/try_wheel.py dist/duotone-*.whl
 
 # Links that lead nowhere fail.
 site: $(VENV)/.installed-dev

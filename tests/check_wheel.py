@@ -27,6 +27,9 @@ for recipe in ("nvfp4", "mxfp8"):
 wanted, x.grad = x.grad, None
 torch.compile(model, fullgraph=True, backend="aot_eager")(x).sum().backward()
 assert torch.equal(x.grad, wanted), "a compiled gradient differs"
+before = [p.clone() for p in model.parameters()]
+duotone.optim.AdamW(model.parameters(), lr=0.1).step()
+assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before)), "a parameter did not move"
 print(f"duotone {duotone.__version__}, torch {torch.__version__}, Python {sys.version.split()[0]}")
 print(f"{len(duotone.recipes.names())} recipes, {len(duotone.formats.names())} formats")
 """
