@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 37961
+LIBRARY_LINES = 38091
 TOOL_LINES = 7582
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2637, 20, 0),
+    "attention": (2724, 20, 0),
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2484, 7, 0),
@@ -37,8 +37,8 @@ BUDGETS = {
     "ops": (1425, 0, 0),
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
-    "pipeline": (1482, 15, 2),
-    "planned": (3038, 15, 5),
+    "pipeline": (1514, 15, 2),
+    "planned": (3049, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1383, 0, 0),

@@ -33,6 +33,8 @@ STACK = "the stack of open regions: one for each thread and async task"
 
 ALLOWED = {
     "attention.attention_stage.STAGES": GRAPHS,
+    "attention.low_precision._ALIKE": GRAPHS,
+    "attention.low_precision._CONTENTS": "weak: modules of equal formats share the stages of traced calls",
     "comm.collectives.AGREED": "what the ranks of a group agreed on, since a capture cannot ask them",
     "attention.meeting._MODULES": GRAPHS,
     "conversion.forwards.planned_class": CLASSES,

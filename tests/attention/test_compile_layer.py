@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
@@ -60,4 +61,32 @@ def test_equal_layers_share_a_graph_for_each_flag(name: str) -> None:
                     results.append([y, *[p.grad for p in m.parameters()]])
                 assert all(torch.equal(*both) for both in zip(*results, strict=True))
     assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+def test_more_layers_than_dynamo_compiles_share_a_graph_of_attention_in_low_precision() -> None:
+    """Dynamo gives up after 8 graphs of one function. Another model under another recipe compiles once beside it."""
+    torch._dynamo.reset()
+    own = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "qkv_weight_interleaved": False}
+    low = duotone.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
+    plain = duotone.Float8CurrentScaling()
+    models = [nn.Sequential(*(duotone.TransformerLayer(16, 16, 1, **own) for _ in range(n))) for n in (9, 2)]
+    x = torch.randn(4, 1, 16, requires_grad=True)
+    eager = copy.deepcopy(models)
+    counter = CompileCounterWithBackend("eager")
+    for layer in (*models[0], *models[1]):
+        layer.compile(backend=counter, fullgraph=True)
+    for _ in range(2):
+        for m, same, recipe in zip(models, eager, (low, plain), strict=True):
+            results = []
+            for model in (m, same):
+                model.zero_grad()
+                with duotone.autocast(recipe=recipe):
+                    y = model(x)
+                y.square().sum().backward()
+                results.append([y, *(p.grad for p in model.parameters())])
+            assert all(torch.equal(*both) for both in zip(*results, strict=True))
+    assert counter.frame_count == 2
+    roles = {layer.self_attention.layernorm_qkv.output_quantizer_role for layer in models[0]}
+    assert len(roles) == 9 and None not in roles
     torch._dynamo.reset()

@@ -301,6 +301,27 @@ def equal_blocks_share_a_graph_that_reads_the_plane_of_each_pass(folder: Path) -
         assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
 
 
+@check
+def compiled_layers_with_fp8_attention_train_after_an_eager_forward(folder: Path) -> None:
+    """Another layer's weight in pieces is not gathered while one is traced, and is not read then."""
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "normalization": "RMSNorm"}
+    m = nn.Sequential(*(duotone.TransformerLayer(32, 32, 2, **options) for _ in range(2)))
+    x = torch.randn(4, 2, 32, requires_grad=True)
+    results = []
+    for is_compiled in (False, True, True):
+        for layer in m if is_compiled and not isinstance(m[0], FSDPModule) else ():
+            fully_shard(layer)
+            layer.compile(backend="aot_eager", fullgraph=True)
+        with duotone.autocast(recipe=duotone.Float8CurrentScaling(fp8_dpa=True)):
+            y = m(x)
+        y.square().sum().backward()
+        results.append((y, x.grad))
+        x.grad = None
+    for y, gradient in results[1:]:
+        same(y, results[0][0], "output")
+        same(gradient, results[0][1], "gradient")
+
+
 ROWWISE = recipes.load("fp8-rowwise")
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
 from duotone.attention.kv_cache import KVCache
-from duotone.attention.low_precision import LowPrecision
+from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
-from duotone.attention.meeting import UNNAMED, MeetsRecipes, module_of
+from duotone.attention.meeting import UNNAMED, MeetsRecipes
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
 from duotone.dispatch.attention import (
     CUDNN_TOKENS,
@@ -30,25 +30,25 @@ from duotone.dispatch.attention import (
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
-from duotone.numbered import ByName, constant_in_traces
+from duotone.numbered import ByName
 from duotone.pipeline.op import is_autocast
-from duotone.pipeline.slot_roles import BoundaryRoles
+from duotone.pipeline.slot_roles import BoundaryRoles, Told
 from duotone.planned import delayed_states, extra_state
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
 from duotone.state.torch_private import in_context_parallel
 from duotone.tensor.quantizer import Quantizer
 
-COUNTS = {"forward": 3, "backward": 2}
+KINDS = {"forward": ("qkv", "output", "s"), "backward": ("grad_input", "do", "dp")}
+COUNTS = {kind: 3 if mode == "forward" else 2 for mode, kinds in KINDS.items() for kind in kinds}
 """Slots of each kind."""
 
-SLOTS = {"qkv": 3, "s": 3, "do": 2, "dp": 2}
-"""The tensors that attention's products multiply, with their slots: three each in forward, two in backward."""
+MULTIPLIED = ("qkv", "s", "do", "dp")
+"""The kinds that attention's products multiply."""
 
-
-TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision")
+TRANSIENT = ("_answers", "_requests", "_picks", "_met", "_low_precision", "_alike", "told")
 """Attributes that follow from recipes and the rest."""
 
 
@@ -88,7 +88,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self.attn_mask_type, self.window_size = attn_mask_type, window_size
         self.qkv_format = check_layout(qkv_format)
         self.recipe = as_recipe(type(self).__name__, recipe or HIGH_PRECISION)
-        self._roles: tuple[QuantizerRole | None, QuantizerRole | None] = (None, None)
+        self.told = Told()
         self.saved_states: dict[str, dict[str, Tensor]] = {}
         self.take_name(name or f"Attention_{self._number}", ANYWHERE if name else UNNAMED)
 
@@ -232,27 +232,37 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         self._low_precision = LowPrecision(self)
         self._met = ""
         """The key of the recipe that was met last."""
+        self._alike = ByName()
+        """By the key of a recipe: the modules whose traced calls have the same stages."""
+
+    def forget_recipe(self, recipe: str) -> None:
+        self._met = ""
+        self._picks = {key: pick for key, pick in self._picks.items() if key[0] != recipe}
+        self._low_precision.forget_recipe(recipe)
+        vars(self._alike).pop(recipe, None)
 
     def roles_changed(self) -> None:
-        self._met = ""
+        self._met, self._picks, self._alike = "", {}, ByName()
         self._low_precision = LowPrecision(self)
 
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
         """`<kind>.<number>`: nine of "forward", six of "backward". Unknown consumers have a name and no type."""
-        output, grad = self._roles
-        if mode == "forward":
-            output = output or QuantizerRole(name=f"{self.module_name}.dpa_output")
-            kinds = {"qkv": self._role("qkv"), "output": output, "s": self._role("s")}
-        else:
-            grad = grad or QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
-            kinds = {"grad_input": grad, "do": self._role("do"), "dp": self._role("dp")}
-        return {f"{kind}.{i}": role for kind, role in kinds.items() for i in range(COUNTS[mode])}
+        roles = self._roles_by_kind(self.output_quantizer_role, self.grad_input_quantizer_role)
+        return {f"{kind}.{i}": roles[kind] for kind in KINDS[mode] for i in range(COUNTS[kind])}
+
+    def _roles_by_kind(self, output: QuantizerRole | None, gradient: QuantizerRole | None) -> dict[str, QuantizerRole]:
+        roles = {kind: self._role(kind) for kind in COUNTS}
+        roles["output"] = output or QuantizerRole(name=f"{self.module_name}.dpa_output")
+        roles["grad_input"] = gradient or QuantizerRole(name=f"{self.module_name}.dpa_grad_input")
+        return roles
+
+    def _answers_by_kind(self, recipe: Recipe) -> dict[str, tuple[Quantizer, ...]]:
+        roles = self._roles_by_kind(*self.roles_under(recipe.key))
+        return {kind: self._ask(recipe, role, COUNTS[kind]) for kind, role in roles.items()}
 
     def quantizers(self, recipe: Recipe) -> list[Quantizer]:
         """What the recipe gives every slot, forward slots first; it is asked once for each."""
-        every = {mode: [role for role in self.roles_of(mode).values() if role] for mode in COUNTS}
-        roles = [(role, count) for mode, count in COUNTS.items() for role in every[mode][::count]]
-        return [quantizer for role, slots in roles for quantizer in self._ask(recipe, role, slots)]
+        return [quantizer for answers in self._answers_by_kind(recipe).values() for quantizer in answers]
 
     def requested(self, recipe: Recipe) -> list[str]:
         """The tensor types of attention's products that the recipe wants in low precision.
@@ -261,14 +271,14 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """
         kinds: list[str] | None = getattr(self._requests, recipe.key, None)
         if kinds is None:
-            roles = {kind: self._role(kind) for kind in SLOTS}
-            low = [kind for kind, role in roles.items() if self._ask(recipe, role, SLOTS[kind])[0] != Quantizer()]
+            roles = {kind: self._role(kind) for kind in MULTIPLIED}
+            low = [kind for kind, role in roles.items() if self._ask(recipe, role, COUNTS[kind])[0] != Quantizer()]
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
+            if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu", 0.0).never()):
+                remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
+                raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
             drop_dead(vars(self._requests))
             setattr(self._requests, recipe.key, kinds)
-        if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu").never()):
-            remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
-            raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
         return kinds
 
     def formats(self, recipe: Recipe, device: str = "") -> AttentionFormats:
@@ -276,16 +286,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
         On a device where measurements decide, backward is in high precision, which is faster.
         """
-        roles = {kind.partition(".")[0]: role for mode in COUNTS for kind, role in self.roles_of(mode).items()}
-        counts = {kind: COUNTS["forward" if kind in ("qkv", "output", "s") else "backward"] for kind in roles}
-        answers = {kind: self._ask(recipe, role, counts[kind]) for kind, role in roles.items() if role is not None}
-        formats = AttentionFormats.of(answers, recipe, self.module_name)
+        formats = AttentionFormats.of(self._answers_by_kind(recipe), recipe, self.module_name)
         if device and recipe.backward_override is None and self.pick(recipe, device)[0]:
             return formats.overridden("dequantized")
         return formats
 
-    def _problem(self, recipe: Recipe, device: str) -> AttentionProblem:
-        return self.formats(recipe).problem(self.channels, self.dropout, device)
+    def _problem(self, recipe: Recipe, device: str, dropout: float) -> AttentionProblem:
+        return self.formats(recipe).problem(self.channels, dropout, device)
 
     def _pays(
         self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType
@@ -294,12 +301,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
         Under a mask of which nothing is known, kernels may leave out no tile, and are not faster.
         """
-        is_measured, least = _pick(self._number, recipe.key, str(heads[0].device))
+        compiling, where = torch.compiler.is_dynamo_compiling(), (str(heads[0].device), self.dropout)
+        is_measured, least = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
         if least == (0, 0):
             return True
         queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
-        if not torch.compiler.is_dynamo_compiling():
+        if not compiling:
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
         tokens, is_masked = least[trains], seen is not None
         if is_measured and is_masked and least[1] < NEVER:
@@ -311,12 +319,12 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         leaves_out = seen is None or seen.dtype is torch.int32 or (kind.padding and kind.causal)
         return leaves_out and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
 
-    def pick(self, recipe: Recipe, device: str) -> tuple[bool, tuple[int, int]]:
+    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0) -> tuple[bool, tuple[int, int]]:
         """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
-        key = recipe.key, device, self.dropout
+        key = recipe.key, device, dropout
         if key not in self._picks:
             drop_dead(self._picks)
-            problem, wanted = self._problem(recipe, device), _min_tokens(recipe)
+            problem, wanted = self._problem(recipe, device, dropout), _min_tokens(recipe)
             self._picks[key] = problem.is_measured(wanted), problem.least_tokens(wanted)
         return self._picks[key]
 
@@ -331,7 +339,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             reason += f", from {CUDNN_TOKENS} queries on without a mask by cuDNN"
         if self.requested(recipe):
             problem = self.formats(recipe, device).problem(self.channels, self.dropout, device)
-            is_measured, least = self.pick(recipe, device)
+            is_measured, least = self.pick(recipe, device, self.dropout)
             if not is_measured or least != NO_TOKENS:
                 return product_rows(problem, is_measured, least)
             reason += f"; FP8 would be slower (dpa_min_tokens): {problem.forward_refusal() or 'measured'}"
@@ -345,6 +353,18 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             self.quantizers(recipe)
             self.requested(recipe)
             self._met = recipe.key
+
+    def share(self, recipe: Recipe) -> None:
+        self.meet(recipe)
+        if not self.is_shared(recipe):
+            drop_dead(vars(self._alike))
+            formats = self.formats(recipe)
+            alone = "" if formats.can_be_shared else self._number
+            content = recipe.key, formats, self.channels, self.softmax_scale, self.num_gqa_groups, alone
+            setattr(self._alike, recipe.key, Alike.of(content, self))
+
+    def is_shared(self, recipe: Recipe) -> bool:
+        return hasattr(self._alike, recipe.key)
 
     def _ask(self, recipe: Recipe, role: QuantizerRole, slots: int) -> tuple[Quantizer, ...]:
         key = (recipe.key, role)
@@ -367,6 +387,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return {name: value for name, value in state.items() if name not in TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.told = Told()
         super().__setstate__({"saved_states": {}, **state})
 
 
@@ -374,10 +395,3 @@ def _min_tokens(recipe: Recipe) -> int | str:
     """`dpa_min_tokens`; 0 where rules name attention, low precision is a demand, or query, key and value are codes."""
     demands = recipe.strict or recipe.fp8_mha or not recipe.fp8_dpa
     return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens
-
-
-@constant_in_traces
-def _pick(number: str, recipe: str, device: str) -> tuple[bool, tuple[int, int]]:
-    module = module_of(number)
-    assert isinstance(module, DotProductAttention)
-    return module.pick(recipe_of(recipe), device)

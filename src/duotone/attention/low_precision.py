@@ -1,6 +1,7 @@
 """LowPrecision: the stages of one attention module under each recipe, and how a call runs one."""
 
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -9,10 +10,9 @@ from torch import Tensor
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
-from duotone.attention.meeting import module_of
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.attention.ranks import Ranks
-from duotone.numbered import ByName, constant_in_traces
+from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
 from duotone.planned.delayed_states import BACKWARD_STATE, FORWARD_STATE, agreed_history, largest, state_of
@@ -40,13 +40,43 @@ class Call(NamedTuple):
     ranks: Ranks | None
 
 
+class Alike:
+    """Modules whose traced calls under a recipe have the same stages, and so the same graphs."""
+
+    def __init__(self) -> None:
+        self.number = _ALIKE.add(self)
+        self.modules: weakref.WeakSet[DotProductAttention] = weakref.WeakSet()
+        self.names: dict[Call, str] = {}
+        self.traced = ByName()
+        """The stages of calls, by name."""
+
+    @staticmethod
+    def of(content: Hashable, module: "DotProductAttention") -> "Alike":
+        alike = _CONTENTS.get(content)
+        if alike is None:
+            alike = _CONTENTS[content] = Alike()
+        alike.modules.add(module)
+        return alike
+
+
+_ALIKE: "Numbered[Alike]" = Numbered()
+_CONTENTS: "weakref.WeakValueDictionary[Hashable, Alike]" = weakref.WeakValueDictionary()
+
+
+def _module(number: str) -> "DotProductAttention":
+    """One of the modules that are alike."""
+    return next(iter(_ALIKE[number].modules))
+
+
 class LowPrecision:
     """Stages by kind of call. They follow from the module and its recipes, so they are not copied or pickled."""
 
     def __init__(self, module: "DotProductAttention") -> None:
         self._module = weakref.ref(module)
         self._stages: dict[Call, AttentionStage] = {}
-        self.traced = ByName()
+
+    def forget_recipe(self, recipe: str) -> None:
+        self._stages = {call: stage for call, stage in self._stages.items() if call.recipe != recipe}
 
     def run(
         self,
@@ -73,7 +103,7 @@ class LowPrecision:
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
         call = Call(*where, causal and seen is None, module.dropout, tracks, ranks)
-        stage = getattr(self.traced, _traced_stage(module._number, *call)) if compiling else self.stage(call)
+        stage = _traced(getattr(module._alike, recipe.key), call) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
         operands = q, k, v, grouped(seen, module.num_gqa_groups), seed
@@ -145,11 +175,26 @@ def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
 
 
+def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float) -> tuple[bool, tuple[int, int]]:
+    """`DotProductAttention.pick` in a trace."""
+    return _pick(getattr(alike, recipe.key).number, recipe.key, device, dropout)
+
+
 @constant_in_traces
-def _traced_stage(number: str, *call: object) -> str:
+def _pick(number: str, recipe: str, device: str, dropout: float) -> tuple[bool, tuple[int, int]]:
+    return _module(number).pick(recipe_of(recipe), device, dropout)
+
+
+def _traced(alike: Alike, call: Call) -> AttentionStage:
+    return getattr(alike.traced, _traced_stage(alike.number, *call))  # type: ignore[no-any-return]
+
+
+@constant_in_traces
+def _traced_stage(number: str, *fields: object) -> str:
     """Build the stage of a traced call. Returns its name among `traced`, a constant of the graph."""
-    low_precision: LowPrecision = module_of(number)._low_precision  # type: ignore[attr-defined]
-    stage = low_precision.stage(Call(*call))  # type: ignore[arg-type]
-    name = f"stage_{stage.number}"
-    setattr(low_precision.traced, name, stage)
-    return name
+    call, alike = Call(*fields), _ALIKE[number]  # type: ignore[arg-type]
+    if call not in alike.names:
+        stage = _module(number)._low_precision.stage(call)
+        alike.names[call] = f"stage_{stage.number}"
+        setattr(alike.traced, alike.names[call], stage)
+    return alike.names[call]

@@ -33,8 +33,16 @@ class MeetsRecipes(KnownRoles, nn.Module):
         raise NotImplementedError
 
     def asks_nothing(self, recipe: Recipe) -> bool:
-        """Whether a recipe leaves this module in high precision, and its neighbours know no other one."""
+        """Whether a recipe leaves this module in high precision."""
         return False
+
+    def share(self, recipe: Recipe) -> None:
+        """Meet a recipe for traced calls, whose graph serves all modules that are alike."""
+        self.meet(recipe)
+
+    def is_shared(self, recipe: Recipe) -> bool:
+        """Whether `share` was called under a recipe."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Meet every recipe anew."""
@@ -50,8 +58,8 @@ class MeetsRecipes(KnownRoles, nn.Module):
             recipe = recipe.evaluation
         if compiling:
             _ask(recipe.key)
-            if not self.asks_nothing(recipe):  # such layers share no graph
-                _meet(self._number, recipe.key)
+            if not self.asks_nothing(recipe) and not self.is_shared(recipe):
+                _share(self._number, recipe.key)  # raises what the recipe raises
         elif not in_backward():  # a recompute follows its forward
             self.meet(recipe)
         return recipe, group
@@ -72,15 +80,12 @@ def _ask(recipe: str) -> str:
     """
     for module in list(_MODULES.values()):
         with contextlib.suppress(Exception):  # of the user's function, which may raise anything
-            module.asks_nothing(recipe_of(recipe))
+            if not module.asks_nothing(recipe_of(recipe)):
+                module.share(recipe_of(recipe))
     return recipe
 
 
 @constant_in_traces
-def _meet(number: str, recipe: str) -> str:
-    module_of(number).meet(recipe_of(recipe))
+def _share(number: str, recipe: str) -> str:
+    _MODULES[number].share(recipe_of(recipe))
     return recipe
-
-
-def module_of(number: str) -> MeetsRecipes:
-    return _MODULES[number]

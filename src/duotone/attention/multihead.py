@@ -88,7 +88,6 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         whole = Heads(count, num_gqa_groups or count, width, fuse_qkv_params and qkv_weight_interleaved)
         self.heads = whole.over(tp_group.size() if set_parallel_mode and tp_group is not None else 1)
         self.attention_type, self.qkv_format, self.qk_norm_before_rope = attention_type, qkv_format, qk_norm_before_rope
-        self._wired: tuple[str, ...] | None = None
         both: dict[str, Any] = {"bias": bias, "params_dtype": params_dtype, "device": device, "recipe": recipe}
         both |= {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": fuse_wgrad_accumulation}
         both |= {"tp_group": tp_group if set_parallel_mode else None, "tp_size": tp_size}
@@ -229,31 +228,49 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         return heads if norm is None or self.qk_norm_before_rope else norm(heads)
 
     def asks_nothing(self, recipe: Recipe) -> bool:
-        return self._wired is None and self.core_attention.asks_nothing(recipe)
+        return self.core_attention.asks_nothing(recipe)
+
+    def share(self, recipe: Recipe) -> None:
+        self.meet(recipe)
+        self.core_attention.share(recipe)
+
+    def is_shared(self, recipe: Recipe) -> bool:
+        return self.core_attention.is_shared(recipe)
 
     def meet(self, recipe: Recipe) -> None:
         """Where the recipe asks for attention in low precision, tell each neighbour who consumes its tensors."""
         core = self.core_attention
         names = self.projections[0].module_name, core.module_name, self.proj.module_name
-        wired = names if core.requested(recipe) else None
+        wired = recipe.key, names if core.requested(recipe) else None
         if wired != self._wired:
             self._wired = wired
-            for linear in self.projections:
-                linear.output_quantizer_role = QuantizerRole("dpa", "qkv", names[1]) if wired else None
-            self.proj.grad_input_quantizer_role = QuantizerRole("dpa", "do", names[1]) if wired else None
-            core.output_quantizer_role = QuantizerRole("linear", "input", names[2]) if wired else None
-            core.grad_input_quantizer_role = QuantizerRole("linear", "grad_output", names[0]) if wired else None
+            self._tell(*wired)
         core.meet(recipe)
         if recipe.fp8_mha and not hasattr(self._crossing, recipe.key):
             drop_dead(vars(self._crossing))
             setattr(self._crossing, recipe.key, self._crosses(recipe))
 
+    def _tell(self, recipe: str, names: tuple[str, ...] | None) -> None:
+        told = (*self.projections, self.proj, self.core_attention)
+        if names is None:
+            for module in told:
+                module.tell(recipe)
+            return
+        source, core, sink = names
+        for linear in self.projections:
+            linear.tell(recipe, output=QuantizerRole("dpa", "qkv", core))
+        self.proj.tell(recipe, gradient=QuantizerRole("dpa", "do", core))
+        ends = QuantizerRole("linear", "input", sink), QuantizerRole("linear", "grad_output", source)
+        self.core_attention.tell(recipe, *ends)
+
     def forget(self) -> None:
         super().forget()
         self._crossing = ByName()
+        self._wired: tuple[str, tuple[str, ...] | None] = "", None
+        """The key of the recipe that was met last and, where it asks for low precision, the names that were told."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_crossing"}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_crossing", "_wired")}
 
 
 def below(name: str, child: str) -> str:

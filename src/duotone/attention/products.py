@@ -112,6 +112,12 @@ class AttentionFormats:
         tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
         return any(getattr(self, tensor).is_stochastic for tensor in tensors)
 
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether equal formats mean the same in all modules: no scale is a module's, no quantizer is of the user."""
+        tensors = (*FORWARD_OPERANDS, *BACKWARD_OPERANDS)
+        return not self.delayed(tensors) and all(type(getattr(self, tensor)) is Quantizer for tensor in tensors)
+
     def crosses(self, tensor: str) -> bool:
         """Whether a neighbour may encode the tensor: under one scale of its own for all products."""
         quantizer: Quantizer = getattr(self, tensor)

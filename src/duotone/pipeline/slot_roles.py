@@ -3,6 +3,7 @@
 from torch import nn
 
 from duotone.errors import UserError
+from duotone.recipes.recipe import drop_dead
 from duotone.recipes.roles import SLOTS, QuantizerRole, require_known
 
 Role = QuantizerRole | None
@@ -40,6 +41,7 @@ class KnownRoles:
         super().__setattr__(name, value)
 
 
+NOBODY: tuple[Role, Role] = (None, None)
 BOUNDARY_ROLES = ("output_quantizer_role", "grad_input_quantizer_role")
 OF_OUTPUT = "The role of the output at its consumer; a change takes effect at the next forward."
 OF_GRADIENT = "The role of the gradient of the inputs at its consumer."
@@ -47,22 +49,52 @@ OF_GRADIENT = "The role of the gradient of the inputs at its consumer."
 
 def _boundary_role(at: int, text: str) -> property:
     def role(self: "BoundaryRoles") -> Role:
-        return self._roles[at]
+        return self.told.shown[at] or self._roles[at]
 
     def change(self: "BoundaryRoles", role: Role) -> None:
-        if role != self._roles[at]:
+        if role != (self.told.shown[at] or self._roles[at]):
             self._roles = (role, self._roles[1]) if at == 0 else (self._roles[0], role)
+            self.told.__init__()  # type: ignore[misc]
             self.roles_changed()
 
     return property(role, change, doc=text)
 
 
+class Told:
+    """Roles of the consumers that a neighbour tells a module, by the key of the recipe under which they consume."""
+
+    def __init__(self) -> None:
+        self.by_recipe: dict[str, tuple[Role, Role]] = {}
+        self.shown: tuple[Role, Role] = NOBODY
+        """Under the recipe of the last call."""
+
+
 class BoundaryRoles:
     """Mixed in before an nn.Module that asks recipes for its boundary slots. Roles are None where nobody is known."""
 
-    _roles: tuple[Role, Role] = (None, None)
+    _roles: tuple[Role, Role] = NOBODY
+    """Those that hold under all recipes."""
+
+    told: Told
     output_quantizer_role = _boundary_role(0, OF_OUTPUT)
     grad_input_quantizer_role = _boundary_role(1, OF_GRADIENT)
+
+    def roles_under(self, recipe: str) -> tuple[Role, Role]:
+        """The roles of the output and of the gradient of the input under a recipe, by its key."""
+        output, gradient = self.told.by_recipe.get(recipe, NOBODY)
+        return output or self._roles[0], gradient or self._roles[1]
+
+    def tell(self, recipe: str, output: Role = None, gradient: Role = None) -> None:
+        """Who consumes the output and the gradient of the input under a recipe, which is that of the next call."""
+        roles = self.told.shown = output, gradient
+        if self.told.by_recipe.get(recipe, NOBODY) != roles:
+            drop_dead(self.told.by_recipe)
+            self.told.by_recipe[recipe] = roles
+            self.forget_recipe(recipe)
+
+    def forget_recipe(self, recipe: str) -> None:
+        """Ask a recipe anew, by its key."""
+        raise NotImplementedError
 
     def roles_changed(self) -> None:
         """Ask recipes anew."""

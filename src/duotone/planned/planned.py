@@ -13,7 +13,7 @@ from duotone.linear.core import LinearStage
 from duotone.linear.layout import WHOLE, Layout, parallel_layout
 from duotone.linear.plan import GemmPlan, LinearPlan
 from duotone.pipeline.op import Op, info_of, is_distributed
-from duotone.pipeline.slot_roles import BoundaryRoles
+from duotone.pipeline.slot_roles import BoundaryRoles, Told
 from duotone.planned import delayed_states, extra_state, traced_stages
 from duotone.planned.planner import PlannedStage, Planner
 from duotone.planned.sent_weights import send_planes
@@ -113,8 +113,17 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     def roles_changed(self) -> None:
         self.forget_plans()
 
+    @property
+    def told(self) -> Told:
+        return self.plans.told
+
+    def forget_recipe(self, recipe: str) -> None:
+        if recipe in self.plans.answers:
+            self.forget_plans()
+
     def roles_of(self, mode: str) -> dict[str, QuantizerRole | None]:
-        slots = self.plans.request(self.recipe).slots
+        shown = {"output": self.output_quantizer_role, "grad_input": self.grad_input_quantizer_role}
+        slots = {**self.plans.request(self.recipe).slots, **shown}
         return {slot: slots[slot] for slot in SLOTS[mode]}
 
     @property

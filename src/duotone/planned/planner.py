@@ -21,6 +21,7 @@ from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
+from duotone.pipeline.slot_roles import Told
 from duotone.planned import delayed_states, traced_stages
 from duotone.planned.opaque_stage import OpaqueStage
 from duotone.planned.traced_stages import Call, Key, TracedSlot
@@ -51,6 +52,7 @@ class Planner:
     def __init__(self, module: "Planned") -> None:
         self.owner = weakref.ref(module)
         self.options = WeightOptions(self.owner)
+        self.told = Told()
         self.warned = False
         """Whether the user knows that a quantized weight computes in high precision."""
         self.tapped: Callable[[Recipe], Recipe] | None = None
@@ -110,6 +112,7 @@ class Planner:
         module = self.module
         weight = module.weights[0]
         call = call or Call(str(weight.device), weight.dtype)
+        output, gradient = module.roles_under(recipe.key)
         return PlanRequest(
             recipe,
             module.rules,
@@ -122,8 +125,8 @@ class Planner:
             layout=call.layout or module.layout,
             weight_held=module.weight_held,
             input_held=call.input_held,
-            output_role=module.output_quantizer_role,
-            grad_input_role=module.grad_input_quantizer_role,
+            output_role=output,
+            grad_input_role=gradient,
             save_original_input=module.save_original_input,
             weight_shape=weight.shape,
             weight_dtype=weight.dtype,
@@ -214,12 +217,11 @@ class Planner:
         return stage.of_module(self.handle) if stage.plan.is_delayed else stage
 
     def has_weight(self, key: Key, dtype: torch.dtype) -> bool:
-        weight = self.module.weights[0]
-        if is_distributed(weight):  # of another block, which FSDP2 has not gathered
+        module = self.module
+        if any(map(is_distributed, module.weight_owners(0))):  # of another block, which FSDP2 has not gathered
             return False
-        return key.weight_is_cast == (weight.dtype is not dtype) and key.weight_held == self._held(
-            self.module.weight_held
-        )
+        is_cast = module.weights[0].dtype is not dtype
+        return key.weight_is_cast == is_cast and key.weight_held == self._held(module.weight_held)
 
     def _held(self, held: Quantizer | None) -> str:
         """The formats of a quantized weight. A quantizer of a user's class has no equals."""
