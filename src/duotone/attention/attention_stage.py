@@ -25,7 +25,7 @@ from duotone.tensor.plane import Plane, Usage
 
 
 class Sizes(NamedTuple):
-    """Of the heads of a call: (batch, groups, heads of a group, tokens, width), with one head of keys in a group."""
+    """The sizes of heads (batch, groups, heads of a group, tokens, width). A group has one head of keys."""
 
     batch: int
     groups: int
@@ -87,7 +87,7 @@ class AttentionStage(Stage):
     layout: str
     groups: int
     ranks: Ranks | None
-    """Those that share the sequence. Keys and values are then of all of them."""
+    """The ranks that share the sequence. Keys and values are then those of all ranks."""
 
     number: str = field(init=False)
     """By which ops of a graph find the stage."""
@@ -146,7 +146,7 @@ class AttentionStage(Stage):
         return [self.ranks.gathered_plane(plane, direction, batch) for plane, direction in planes]
 
     def _scales_of_weights(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Of probabilities under delayed scaling. Their largest magnitude is 1 in every step."""
+        """The delayed scales of probabilities. Their largest magnitude is 1 in every step."""
         one = like.new_ones((1, 1), dtype=torch.float32)
         row, col = self.weights.slots
         return row and row.scale_for(one), col and col.scale_for(one)
@@ -258,7 +258,7 @@ def _attend_backward(parts: list[Tensor], lse: Tensor, *arguments: object) -> tu
 
 
 HeadPlanes = tuple[dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane], dict[str, Plane]]
-"""Of query, key, value, the saved output and its gradient."""
+"""The planes of query, key, value, the saved output and its gradient."""
 
 
 def _kernel_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

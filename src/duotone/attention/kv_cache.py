@@ -50,7 +50,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """The bytes of codes and scales."""
         return sum(part.nbytes for parts in self._parts for part in parts.values())
 
     def clear(self) -> None:

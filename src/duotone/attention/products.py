@@ -82,7 +82,7 @@ class AttentionFormats:
         return formats if recipe.backward_override is None else formats.overridden(recipe.backward_override)
 
     def overridden(self, override: str) -> "AttentionFormats":
-        """As `Recipe.backward_override` wants it. The scores of backward stay those of forward."""
+        """The formats under a `Recipe.backward_override`. The scores of backward stay those of forward."""
         high = Quantizer()
         changed = replace(self, do=high, dp=high, s=replace(self.s, columnwise=IDENTITY, columnwise_source="original"))
         if override == "dequantized":
@@ -126,7 +126,7 @@ class AttentionFormats:
         return same and row != IDENTITY and row.block == TENSOR and not row.is_delayed
 
     def delayed(self, tensors: Sequence[str]) -> dict[str, Quantizer]:
-        """Those of the tensors whose scales follow from earlier steps."""
+        """The tensors whose scales follow from earlier steps."""
         quantizers = {tensor: getattr(self, tensor) for tensor in tensors}
         return {tensor: quantizer for tensor, quantizer in quantizers.items() if any(quantizer.delayed)}
 

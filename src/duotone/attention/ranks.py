@@ -33,7 +33,7 @@ class Ranks(NamedTuple):
 
     @staticmethod
     def now() -> "Ranks | None":
-        """Those of the context that is entered, or None."""
+        """The ranks of the context that is entered, or None."""
         context = context_parallel()
         return None if context is None else Ranks(*context)
 

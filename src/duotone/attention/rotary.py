@@ -49,7 +49,7 @@ class RotaryPositionEmbedding(nn.Module):
         return self.rotary_base ** (-torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryPositionEmbedding":
-        """As nn.Module, but the rates stay fp32 and are made anew, so that they are right after meta too."""
+        """Do as nn.Module does. The rates stay fp32 and are computed anew, because those on meta have no values."""
         self.inv_freq = self._rates(fn(self.inv_freq).device)
         return self
 
