@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 38091
-TOOL_LINES = 7582
+TOOL_LINES = 7583
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3313, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (630, 9, 0),
+    "integrations": (631, 9, 0),
     "kernels": (5035, 0, 0),
     "lab": (3681, 13, 1),
     "linear": (1876, 5, 0),

@@ -77,6 +77,17 @@ def test_padding_and_generation_run_through_the_cores() -> None:
     assert generated.shape == plain.shape == (2, 14)
 
 
+def test_a_static_cache_generates_what_sdpa_does() -> None:
+    """transformers gives no mask to a first forward, although the cache has room behind its keys."""
+    tokens = torch.arange(9)[None] + 3
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_scores": True}
+    options |= {"cache_implementation": "static", "return_dict_in_generate": True}
+    ours = duotone.convert(llama("duotone"), HIGH).eval().generate(tokens, **options)
+    theirs = llama("sdpa").eval().generate(tokens, **options)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert all(torch.allclose(*scores, atol=1e-5) for scores in zip(ours.scores, theirs.scores, strict=True))
+
+
 def test_scores_that_a_model_changes_are_refused_in_one_line() -> None:
     model = duotone.convert(llama("duotone"), FP8)
     attention = model.model.layers[0].self_attn

@@ -44,7 +44,8 @@ def attend(
     if attention_mask is None:
         is_causal = options.get("is_causal")
         is_causal = module.is_causal if is_causal is None else is_causal
-        kind = "causal_bottom_right" if is_causal and query.shape[2] > 1 else "no_mask"
+        # Without a mask, the keys of a static cache behind those of the queries are empty.
+        kind = "causal" if is_causal and query.shape[2] > 1 else "no_mask"
         out = core(*heads, attn_mask_type=kind)
     else:
         kind = str(attention_mask.dtype).removeprefix("torch.")
