@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38091
+LIBRARY_LINES = 38093
 TOOL_LINES = 7583
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1514, 15, 2),
-    "planned": (3049, 15, 5),
+    "planned": (3051, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1383, 0, 0),

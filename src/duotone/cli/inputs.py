@@ -38,7 +38,7 @@ def config_from(typed: Mapping[str, Typed], stored: Mapping[str, Any] | None = N
 
 
 def make_strict(chosen: Chosen, strict: bool) -> Chosen:
-    """The recipe, or each recipe of the schedule, for which with `strict` a fallback is an error."""
+    """The recipe, or the schedule with each of its recipes. With `strict`, a fallback is an error in them."""
     if not strict:
         return chosen
     if isinstance(chosen, Schedule):

@@ -25,7 +25,7 @@ Options = Mapping[str, Typed | bool]
 
 
 def goal(budget: object, max_gap: object) -> Goal:
-    """Of `--budget` or `--max-gap`, of which one must be typed."""
+    """The goal of `--budget` or `--max-gap`. UserError unless one of them was typed."""
     if (budget is None) == (max_gap is None):
         raise UserError("a search needs one goal: --budget speed=1.3, --budget memory=0.7 or --max-gap 0.2%")
     text = str(budget) if budget is not None else f"gap={str(max_gap).removesuffix('%')}"

@@ -58,7 +58,7 @@ class QuantizerHandle:
         self._usage = Usage(rowwise, columnwise)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """UserError for a name that no handle has. Subclasses of users may have attributes of their own."""
+        """UserError for a name that no handle has. Subclasses of users may add attributes."""
         is_known = name in ("value", "_usage") or hasattr(type(self), name)
         if not is_known and type(self).__module__ == __name__:
             allowed = "allowed are rowwise_usage and columnwise_usage"

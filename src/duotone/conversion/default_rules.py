@@ -222,7 +222,7 @@ def with_default_rules(
 
 
 def _rules_of(recipe: Recipe) -> Iterator[Rule]:
-    """Of a recipe, its base, and its evaluation recipe."""
+    """The rules of a recipe, of its base, and of its evaluation recipe."""
     yield from getattr(recipe, "rules", ())
     for other in (getattr(recipe, "base", None), recipe.evaluation):
         if other is not None:

@@ -160,7 +160,7 @@ def _find_norm(parent: nn.Module, name: str, module: nn.Module, findings: Findin
 
 
 def _groups(modules: Mapping[str, nn.Module], always: Mapping[str, bool]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """By the path of their owner, linears that run as one: those that always read. Others are alone, or ("mlp", ())."""
+    """The linears that run as one, by the path of their owner: they always read. Others are alone, or ("mlp", ())."""
     packs: dict[str, list[str]] = {}
     for path, reader in modules.items():
         owner, _, name = path.rpartition(".")

@@ -42,7 +42,7 @@ def unmatched_rules(recipe: Recipe, rules: tuple[Rule, ...], places: Sequence[Pl
 
 
 def _unmatched_in(recipe: Recipe, subjects: Sequence[Subject]) -> list[Rule]:
-    """Those of the recipe, of its base for the subjects that its rules leave, and of its evaluation recipe."""
+    """The unmatched rules of the recipe, of its base for the subjects that its rules leave, and of `evaluation`."""
     rules = getattr(recipe, "rules", ())
     base = getattr(recipe, "base", None)
     below = [] if base is None else _unmatched_in(base, undecided(rules, subjects))

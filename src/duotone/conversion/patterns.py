@@ -226,7 +226,7 @@ def epsilon(module: nn.Module) -> float | None:
 
 
 def _twin(module: nn.Module, plain: type[nn.Module]) -> nn.Module:
-    """The same module under its plain class, to be changed."""
+    """A copy of the module under its plain class, to be changed."""
     twin = nn.Module()
     twin.__dict__.update(module.__dict__)
     twin.__class__ = plain

@@ -123,7 +123,7 @@ def converted_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def _parametrized_class(module: nn.Module) -> type[nn.Module]:
-    """The planned class of a parametrized module, to which torch gave a class with a property for each tensor.
+    """The planned class of a parametrized module. torch gave that a class with a property for each tensor.
 
     When torch removes the parametrizations, it gives the module the first base of its class: the converted class.
     """

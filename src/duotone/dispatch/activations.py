@@ -32,7 +32,7 @@ EXACT = ("relu", "srelu", "silu")
 class Activation:
     """`value(x)` and `gradient(dy, x)`, of x (*lead, K), or of (*lead, 2K) where `gated`.
 
-    `kernel` names the function in `duotone.kernels.activations`, where there is one.
+    `kernel` names the function in `duotone.kernels.activations`, "" if none is.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -78,7 +78,7 @@ class Activation:
         return activations.gradient(self.kernel, flat, of_x, self.gated)
 
     def shape(self, x: Tensor) -> tuple[int, int]:
-        """Of the values as a matrix."""
+        """The shape of the values as a matrix."""
         width = x.shape[-1]
         return x.numel() // width, width // 2 if self.gated else width
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDTHS = (64, 128, 256)
-"""Of heads in the FP8 kernels. Codes of other heads get zeros at their end."""
+"""Widths of heads in the FP8 kernels. Codes of other heads get zeros at their end."""
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 KERNEL = "FP8 attention"
 MEASURED = "measured"
@@ -116,7 +116,7 @@ class AttentionProblem(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Of a call: `scale` of scores, whether FP8 sums may have fewer bits (`fast`), and the dtype of results."""
+    """The `scale` of scores, whether FP8 sums may have fewer bits (`fast`), and the dtype of results."""
 
     scale: float
     causal: bool
@@ -201,7 +201,7 @@ def _filled(heads: Tensor, axis: int) -> Tensor:
 
 
 Planes = Mapping[str, Operand]
-"""Of one tensor by direction: "rowwise" (batch tokens, heads width), "columnwise" its transpose."""
+"""The planes of a tensor by direction: "rowwise" (batch tokens, heads width), "columnwise" its transpose."""
 
 
 def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torch.dtype | None) -> "KernelOperand":

@@ -49,7 +49,7 @@ def one_read(row: Format | None, col: Format | None, x: Tensor, propagate: bool)
 def cast_of(
     row: Format | None, col: Format | None, dtype: torch.dtype, propagate: bool = True
 ) -> "Cast | TwoLevelCast | None":
-    """As `one_read`, where kernels run."""
+    """`one_read`, where kernels run."""
     key = (id(row), id(col), dtype, propagate)
     entry = _CASTS.get(key)
     if entry is None:
@@ -60,7 +60,7 @@ def cast_of(
 def segment_cast(
     row: Format | None, col: Format | None, x: Tensor, propagate: bool
 ) -> "SegmentCast | BlockSegmentCast | None":
-    """As `one_read`, the cast that gives each row segment scales of its own."""
+    """`one_read` for the cast that gives each row segment separate scales."""
     cast = None if torch.compiler.is_dynamo_compiling() else one_read(row, col, x, propagate)
     return None if cast is None else _segment_cast(cast)
 

@@ -31,7 +31,7 @@ aten = torch.ops.aten
 WIDEST = 8192
 """Columns of a row that a program holds without spilling, in forward and backward."""
 WORDS = 16
-"""Elements, and bytes of an address, of which kernels see that they divide: then all of them sum rows in one order."""
+"""Rows have a multiple of so many elements, and addresses of so many bytes: then all kernels sum in one order."""
 
 
 class RowNorm:
@@ -53,9 +53,9 @@ class RowNorm:
         raise NotImplementedError
 
     def produced(self, x: Tensor, gamma: Weight, beta: Weight, eps: float, *saved: Tensor) -> "FusedProducer | None":
-        """y as a `kernels.activations.FusedProducer` whose `saved` are there once it is encoded, or None.
+        """y as a `kernels.activations.FusedProducer`, or None. Its `saved` are known once it is encoded.
 
-        With `saved`, what an encoding before left there, nothing is measured again.
+        With the `saved` of an earlier encoding, nothing is measured again.
         """
         if not _fits(x, gamma, beta) or x.shape[-1] % WORDS:
             return None
@@ -76,7 +76,7 @@ class RowNorm:
     def backward_of_produced(
         self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs
     ) -> Gradients:
-        """As `backward`, which takes what kernels do not."""
+        """`backward`, which takes what kernels do not take."""
         if torch.compiler.is_dynamo_compiling():
             wanted = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
             results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), wanted))
@@ -123,7 +123,7 @@ class RMSNormKernel(RowNorm):
         return (y if gamma is None else y * gamma).to(x.dtype)
 
     def backward(self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs) -> Gradients:
-        """On CUDA torch's fused kernel; elsewhere, where there is none, the operations that autograd would run."""
+        """torch's fused kernel on CUDA, elsewhere the operations that autograd would run."""
         (rms,) = saved
         if dy.device.type == "cuda":
             dx, dgamma = aten._fused_rms_norm_backward(dy, x, [x.shape[-1]], rms, gamma, [needs[0], bool(needs[1])])

@@ -46,7 +46,7 @@ class OfActivation:
         return (self.activation(*inputs),)  # type: ignore[arg-type]
 
     def shape(self, inputs: Inputs) -> tuple[int, int]:
-        """Of the matrix."""
+        """The shape of the matrix."""
         return self.activation.shape(inputs[0])  # type: ignore[arg-type]
 
     def statistics(self, inputs: Inputs) -> list[Tensor]:
@@ -140,7 +140,7 @@ def empty_produced(what: str, inputs: Inputs, eps: float, row: str, col: str, *_
 def norm_gradients(
     what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
 ) -> list[Tensor]:
-    """Those gradients of x, gamma and beta that `needs` names, as of `RowNorm.backward_of_produced`."""
+    """The gradients of x, gamma and beta that `needs` names, as `RowNorm.backward_of_produced` gives them."""
     gradients = NORMS[what].backward_of_produced(dy, x, gamma, beta, saved, tuple(needs))
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 

@@ -97,7 +97,7 @@ SegmentedOperand = JoinedOperand | Sequence[Operand]
 SegmentedWeights = JoinedWeights | Sequence[Operand]
 
 Place = tuple[Tensor, bool]
-"""Where a product goes, and whether it is added to what is there."""
+"""Where a product goes, and whether it is added to the values of that memory."""
 
 
 class Product(Protocol):
@@ -171,10 +171,10 @@ class GemmRule:
     def contract_segments_into(
         self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", places: Sequence[Place | None]
     ) -> list[Tensor | None]:
-        """As `contract_segments`, written to places or added to what is there.
+        """`contract_segments`, with products that are written to places or added to them.
 
-        None for a segment whose product is in its place, or that has no place. Else the product (N, K), which the
-        caller puts there: the kernel could not write to the place, or two segments share it.
+        None for a segment without a place, or whose product was written. Else the product (N, K), which the caller puts
+        into the place: the kernel could not write there, or two segments share the place.
         """
         raise NotImplementedError
 

@@ -175,7 +175,7 @@ def columns_of_each(a: JoinedOperand, b: JoinedOperand, segments: "Segments", fa
 def columns_into(
     a: JoinedOperand, b: JoinedOperand, segments: "Segments", fast: bool, places: Sequence[Place | None]
 ) -> list[Tensor | None]:
-    """The columnwise products of all segments by one kernel, written to places or, where they say so, added.
+    """The columnwise products of all segments by one kernel. Each is written to its place, or added to it.
 
     None where a product was written to its place, or has none. Else the product (M, N): the kernel could not write
     there, or two segments share the place.

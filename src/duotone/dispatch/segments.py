@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from duotone.kernels.segment_cast import Segments, Table
 
 STEP = 16
-"""Each segment takes a multiple of so many columns of codes, and its product is one of its own."""
+"""Each segment takes a multiple of so many columns of codes, if each has a separate product."""
 CHUNK = 128
-"""The same where one product takes all segments."""
+"""The multiple where one product takes all segments."""
 MOST = 1024
 """Segments that one product takes at most: kernels look at all of them at once."""
 REMEMBERED = 4096
@@ -93,7 +93,7 @@ def scattered(codes: Sequence[Tensor], scales: Sequence[Tensor]) -> "Scattered |
 
 
 def _remembered(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `_on_device`, kept for the next call on the same stream; a graph that captures keeps tensors of its own."""
+    """`_on_device`, remembered for the next call on the same stream. A graph that captures has separate tensors."""
     if is_capturing():
         return _on_device(values, dtype, device)
     key = (values, dtype, device.index, torch._C._cuda_getCurrentRawStream(device.index))

@@ -79,7 +79,7 @@ def compiled_casts() -> bool:
 
 
 def own_code(function: Callable[..., object], name: str) -> FunctionType:
-    """A copy of `function` with a code object of its own, named `name`."""
+    """A copy of `function` with another code object, named `name`."""
     assert isinstance(function, FunctionType)
     code: CodeType = function.__code__.replace(co_name=name, co_qualname=name)
     return FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -135,7 +135,7 @@ def _short(dtype: torch.dtype) -> str:
 class CompiledStages(Stages):
     """`Stages` whose loops are C++. They run over contiguous memory; a transposed operand is turned, not copied.
 
-    Each (stage, element, layout) is a code object of its own, because Dynamo stops compiling a code object after a few
+    Each (stage, element, layout) has its own code object, because Dynamo stops compiling a code object after a few
     variants. Three stages instead of one fused encode: inductor would recompute a block's scale for each element.
     """
 

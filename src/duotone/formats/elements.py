@@ -31,7 +31,7 @@ class Constant(float):
 class Element:
     """A small float: sign, `exponent_bits`, `mantissa_bits`, exponent bias, largest finite value.
 
-    `dtype` names the torch dtype with the same codes, where there is one; its cast rounds as this codec does in range.
+    `dtype` is the torch dtype with the same codes, if torch has one; its cast rounds as this codec does in range.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Scale rules: from the amax of each block to the multiplier of encode and the factors that decode stores.
 
-fl(.) in the formulas is one fp32 operation rounded to nearest even; every product and quotient here is one of its own.
+fl(.) in the formulas is one fp32 operation rounded to nearest even; every product and quotient here is rounded so.
 Constants are divided as tensors: eager torch computes `constant / tensor` as a reciprocal times the constant, and CUDA
 divides by a scalar through its reciprocal; both miss the IEEE quotient.
 """

@@ -149,7 +149,7 @@ def wide(x, at, inside):
 
 @triton.jit
 def normed(x, norm, row, m, k, M, K, inside, DTYPE: tl.constexpr):
-    """Elements of the norm of x; `norm` holds mean and rstd (M,), gamma and beta (K,), None where there is none."""
+    """Elements of the norm of x; `norm` holds mean and rstd (M,), gamma and beta (K,), or None."""
     mean, rstd, gamma, beta = norm
     rows, cols = None, None
     if inside is not None:

@@ -153,7 +153,7 @@ class Target(NamedTuple):
 
 
 Numbers = tuple[float, ...] | Tensor
-"""Those of `duotone.optim.update`, on the host or in fp32 (8,) on the device."""
+"""The numbers of `duotone.optim.update`, on the host or in fp32 (8,) on the device."""
 NO_RATES = (0.0,) * 8
 
 

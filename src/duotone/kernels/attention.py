@@ -12,16 +12,16 @@ from duotone.kernels.launch import Described, Launch, kernel
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 P_SCALE = 256.0
-"""Of probabilities without a delayed scale: the largest power of two that cannot overflow E4M3."""
+"""The scale of probabilities without a delayed one: the largest power of two that cannot overflow E4M3."""
 
 TILES = {True: (64, 128, 4), False: (64, 64, 4)}
 """Queries and keys of a tile, and warps, by whether sums are fast: the fastest of five on an H200 from 8192 tokens on.
 Sums of more bits take a second accumulator, for which larger tiles have no registers."""
 WIDE_TILES = {True: (64, 64, 4), False: (64, 64, 8)}
-"""Those of heads wider than 128: the fastest of four for fast sums."""
+"""The tiles of heads wider than 128: the fastest of four for fast sums."""
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 Options = tuple[float, bool, bool, torch.dtype]
-"""Of a call: the scale of scores, whether it is causal, whether sums may have fewer bits, and the dtype of results."""
+"""The scale of scores, whether a call is causal, whether sums may have fewer bits, and the dtype of results."""
 
 ALIGNED: tl.constexpr = tl.constexpr(16)
 """Tokens of a batch start at multiples of it where FP8 codes lie along tokens."""

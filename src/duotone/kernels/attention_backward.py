@@ -44,7 +44,7 @@ CHUNK: tl.constexpr = tl.constexpr(64)
 """Steps after which a sum of FP8 products is added to another one. Hopper adds them up with fewer bits."""
 
 P_SCALES = {None: 1.0, torch.float8_e4m3fn: P_SCALE, torch.float8_e5m2: 2.0**15}
-"""Of probabilities without a delayed scale, by their format."""
+"""The scale of probabilities without a delayed one, by their format."""
 
 DELTA_TILES: Tiles = 32, 1, 4, 3
 
@@ -354,7 +354,7 @@ def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
 
 
 def tiles_for(x: BackwardOperands, weights: Weights) -> tuple[Tiles, Tiles]:
-    """Of the launches for keys and for queries: the fastest on an H200 at 16384 tokens, for heads of at most 128."""
+    """The tiles of the launches for keys and for queries: the fastest on an H200 at 16384 tokens and a width of 128."""
     if x.v_row.values.shape[-1] > 128:
         return (64, 32, 8, 2), (64, 64, 8, 2)
     if x.do_row.values.dtype not in ELEMENTS:

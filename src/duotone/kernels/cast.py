@@ -64,10 +64,10 @@ LINEAR, NARROW, BLOCKED = (64, 128, 4), (32, 128, 1), (128, 128, 4)
 """Tiles and warps: one scale or one per line, blocks of at most 32 in both directions, wider ones."""
 
 ACTIVATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 2), BLOCKED: (128, 128, 4)}
-"""Those of activations and their gradients, which take registers."""
+"""The tiles of activations and their gradients, which take registers."""
 
 GATED = {LINEAR: (64, 64, 4), NARROW: (32, 128, 4), BLOCKED: (128, 128, 8)}
-"""Those of gated gradients, two tiles to a program."""
+"""The tiles of gated gradients, two to a program."""
 
 
 SHAPES = 1024
@@ -187,8 +187,8 @@ class Cast:
     def produced(
         self, producer: FusedProducer, scales: Scales = (None, None), live: Tensor | None = None
     ) -> tuple[MaybeParts, MaybeParts]:
-        """As a call, of a matrix that is made on the way; where its amax has to be known before, that is taken as it is
-        made. The amax of a norm follows from its statistics."""
+        """Cast a matrix that the kernel also computes. If its amax has to be known before, the matrix is computed and
+        stored first. The amax of a norm follows from its statistics."""
         if self.needs_lines or not self._fits(producer):
             return self(materialize(producer), scales, live)
         amax = None
@@ -345,7 +345,7 @@ def _limits(spec: PlaneSpec | None) -> tuple[float, float, float]:
 
 
 def _buffers(spec: PlaneSpec | None, m: int, k: int) -> Buffers | None:
-    """Those of a plane (M, K); scales of a column of 1 x C blocks lie together."""
+    """The buffers of a plane (M, K). Scales of a column of 1 x C blocks lie together."""
     if spec is None:
         return None
     width = -(-k // 2) if ELEMENTS[spec.element] == E2M1.value else k

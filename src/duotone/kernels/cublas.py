@@ -43,7 +43,7 @@ ZERO, ONE = c_float(0.0), c_float(1.0)
 Shape = tuple[int, int, int, torch.dtype, str, int]
 """Rows, columns, stride, dtype, what a scale belongs to, alignment: what an algorithm depends on."""
 Place = tuple[int, int, int, torch.dtype, int]
-"""The same of a result, which has no scale."""
+"""The same of a result: rows, columns, stride, dtype and alignment. It has no scale."""
 
 
 class Side(NamedTuple):
@@ -106,7 +106,7 @@ def _handle(device: int) -> c_void_p:
 
 
 class _Product:
-    """A product of one shape: descriptors and an algorithm, which is None where there is none."""
+    """A product of one shape: descriptors and an algorithm, None if cuBLAS has none."""
 
     def __init__(self, a: Shape, b: Shape, out: Place, fast: bool, device: int) -> None:
         self.device, self.lock = device, threading.Lock()

@@ -34,7 +34,7 @@ def _eight(t, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _wide(value):
-    """As fp32. The upper of two bf16 in a register takes one instruction as an integer, and two by its conversion."""
+    """To fp32. The upper of two bf16 in a register takes one instruction as an integer, and two by its conversion."""
     if value.dtype == tl.bfloat16:
         result = (value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:

@@ -43,7 +43,7 @@ def epilogue_kernel(
     ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr,
     DTYPE: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y, scaled, plus the bias and, where it ADDS, what is there."""
+    """One tile of y, scaled, plus the bias and, with ADDS, the stored values."""
     across = tl.cdiv(N, TN)
     pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
     i, j = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]

@@ -45,7 +45,7 @@ a multiprocessor, one adding while the other multiplies, and new ones fill what 
 
 
 BLOCK_TILE = Tile(64, 128, 4, 3, 16, False, 168)
-"""Of scales of blocks, which take registers too. So many let three programs share a multiprocessor."""
+"""The tile for scales of blocks, which take registers too. So many let three programs share a multiprocessor."""
 
 
 @triton.jit
@@ -114,8 +114,8 @@ def _block_sums(
 
 @triton.jit
 def _store(out, total, m, n, M, N, of_a, of_b, bias, SCALES: tl.constexpr, ADDS: tl.constexpr = False):
-    """Scale, round and store a tile, with a bias unless None, ADDS with what is there; of_a and of_b are where the
-    scales of rows and columns begin, or the one scale. Those of blocks are in the sums."""
+    """Scale, round and store a tile. A bias is added unless None, and with ADDS the stored value. Scales of rows and
+    columns begin at of_a and of_b, or these are the one scale. The sums contain scales of blocks."""
     scale = 1.0
     if SCALES == LINE:
         of_rows = tl.load(of_a + m, mask=m < M, other=0.0)
@@ -262,9 +262,9 @@ def _multiprocessors(device: int) -> int:
 
 
 class Scattered(NamedTuple):
-    """E matrices (N, K) of codes, each a tensor of its own, as one overlapping (count, N, K) that begins at the first
-    in memory and goes on `step` elements later. `places`, int64 (2 E,), has the number of each, then where its scales
-    begin, in elements from those that are the first of all in memory."""
+    """E separate matrices (N, K) of codes as one overlapping tensor (count, N, K). It begins at the first in memory,
+    and its entries are `step` elements apart. `places`, int64 (2 E,), has the entry of each matrix, then where its
+    scales begin, in elements from the first scales in memory."""
 
     codes: Tensor
     count: int

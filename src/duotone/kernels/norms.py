@@ -107,10 +107,10 @@ def fold_kernel(out, partial, P, K, TP: tl.constexpr, TK: tl.constexpr):
 
 
 class Norm:
-    """The norm of contiguous x (M, K), which is not there yet; gamma and beta are (K,) in x's dtype, or None.
+    """The norm of contiguous x (M, K), not computed yet; gamma and beta are (K,) in x's dtype, or None.
 
-    `mean`, which stays None where not `centred`, and `rstd` = 1/sqrt(var + eps) are there once it is made or measured,
-    or `saved` from when it was: fp32 (*lead, 1), where x stands for (*lead, K).
+    `mean` and `rstd` = 1/sqrt(var + eps) are fp32 (*lead, 1), where x stands for (*lead, K). They are known once the
+    norm is made or measured, or `saved` from before. `mean` is None unless `centred`.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ def backward(
     rstd: Tensor | None,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Those gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K)."""
+    """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K)."""
     m, k = x.shape
     wants_dx, *wanted = needs
     dx = torch.empty_like(x) if wants_dx else None
@@ -208,6 +208,6 @@ def _forward(columns: int, warps: int, variant: int, makes: bool, records: bool)
 
 @functools.cache
 def _backward(columns: int, warps: int, stages: int, needs: tuple[bool, bool, bool], gamma: bool, mean: bool) -> Launch:
-    """Likewise; twice as many warps, because a thread also holds sums."""
+    """The launch of backward: twice as many warps, because a thread also holds sums."""
     constants = {"DGAMMA": needs[1], "DBETA": needs[2], "TK": columns, "STAGES": stages}
     return norm_gradient_kernel.bind(constants, 2 * warps)

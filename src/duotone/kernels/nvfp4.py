@@ -1,5 +1,5 @@
 """The NVFP4 cast of a contiguous matrix (M, K) to one plane or to both: E2M1 codes, two to a byte, E4M3 scales of
-blocks of 16, and a global amax that is taken before, each of its own for each plane.
+blocks of 16, and a global amax that an earlier kernel takes. Each plane has separate scales.
 
 The columnwise plane is that of the transpose, written as (K, M). Each plane reads the tile with a group of 16 elements
 along its own contraction to a thread; the second read finds the tile in a cache.

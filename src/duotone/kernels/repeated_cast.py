@@ -12,7 +12,7 @@ from duotone.kernels.launch import Repeat
 Allocation = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Size, strides and dtype."""
 Allocations = tuple[Allocation, Allocation | None]
-"""Of codes and scale; None for a scale that is the other plane's."""
+"""The allocations of codes and scale; None for a scale that is the other plane's."""
 MaybeParts = dict[str, Tensor] | None
 RepeatedCast = Callable[[int, Tensor | None, Tensor | None, Tensor | None], tuple[MaybeParts, MaybeParts]]
 """Takes the address of the matrix, the given scales of both planes and `live`, as `Cast` does."""

@@ -45,7 +45,7 @@ class Segments(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Where segments lie that are tensors of their own: int64 (E,), elements from the first.
+    """Where segments lie that are separate tensors: int64 (E,), elements from the first.
 
     `aligned` says that all are multiples of 16.
     """

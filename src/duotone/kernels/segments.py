@@ -1,7 +1,7 @@
-"""Kernels that cast a matrix (M, K) whose consecutive row segments each have scales of their own: one launch for all.
+"""Kernels that cast a matrix (M, K) in one launch. Each of its consecutive row segments has separate scales.
 
-Segments end where int32 `ends` says; beyond the last there is nothing. In columnwise codes each segment takes a
-multiple of STEP columns, or of CHUNK for grouped products, the last of them zeros, so that products take any segment.
+Segments end where int32 `ends` says. Rows after the last are not read. In columnwise codes each segment takes a
+multiple of STEP columns, or of CHUNK for grouped products. The last of them are zeros, so products take any segment.
 Bits are those of `Cast` over each segment.
 """
 
@@ -28,8 +28,8 @@ APART = tl.constexpr(4)
 
 @triton.jit
 def segment_of(p, ends, E, T: tl.constexpr, PAD: tl.constexpr, EP: tl.constexpr):
-    """Of the p-th tile of T rows: its segment, E or more where there is none, the tile's number in it, the segment's
-    first row, rows, and first column of codes. Tiles cover multiples of PAD rows, and an empty segment has one, which
+    """The segment of the p-th tile of T rows (E or more if it has none), the tile's number in it, and the segment's
+    first row, rows, and first column of codes. Tiles cover multiples of PAD rows. An empty segment has one tile, which
     stores its scales."""
     i = tl.arange(0, EP)
     stop = tl.load(ends + i, mask=i < E, other=0)

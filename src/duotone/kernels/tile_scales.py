@@ -79,7 +79,7 @@ def row_lines(
     source, scales, start, M, stores, limits,
     FROM: tl.constexpr, CODEC: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """The scales of a tile's rows as `fours` gives them, ones where rows have no scale of their own."""
+    """The scales of a tile's rows as `fours` gives them, ones if rows have no scales."""
     if FROM == LINE:
         m = start + tl.arange(0, 4 * H)
         result = fours(line_scales(source, scales, m, m, m < M, stores, limits, CODEC), H)

@@ -65,7 +65,7 @@ def document(
 
 
 def digests(config: TrainConfig, corpus: Corpus) -> dict[str, str]:
-    """Of the data and of the model, which may change between a comparison and its continuation."""
+    """Digests of the data and of the model, which may change between a comparison and its continuation."""
     return {"data": corpus.digest, "model": models.get(config.model).digest(config.preset)}
 
 

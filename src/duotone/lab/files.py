@@ -17,7 +17,7 @@ ASIDE = ".old"
 LOCK = ".lock"
 LEFTOVER = re.compile(r"\.(.+)\.[0-9a-f]+(\.old)?", re.DOTALL)
 NAME_BYTES = 60
-"""Of a name in that of its temporary neighbour: file systems take 255 bytes, a character up to four of them."""
+"""Bytes of a name that its temporary neighbour repeats: file systems take 255 bytes, a character up to four of them."""
 
 
 def json_text(value: object, indent: int | None = None) -> str:

@@ -23,7 +23,7 @@ COLUMNS, ROWS = ("qkv", "gate_up"), ("proj", "down")
 
 @dataclass(frozen=True)
 class Parallel:
-    """Ranks along each axis. Ranks of `fsdp` and `ep` have tokens of their own, those of `tp` share them."""
+    """Ranks along each axis. Ranks of `fsdp` and `ep` have different tokens, those of `tp` share them."""
 
     fsdp: int = 1
     tp: int = 1
@@ -75,7 +75,7 @@ class Forecast:
         )
 
     def parameter(self, p: nn.Parameter, ranks: int, cut: int, gathers: tuple[float, ...]) -> None:
-        """A parameter over `ranks` of FSDP2, of which each has 1/`cut`; bytes of an element in each gather."""
+        """Add a parameter over `ranks` of FSDP2, each with 1/`cut` of it. `gathers`: bytes of an element in each."""
         if id(p) in self.seen:
             return
         self.seen.add(id(p))
@@ -95,7 +95,7 @@ class Forecast:
 
 
 def forecast(config: TrainConfig, recipe: Recipe, parallel: Parallel) -> Forecast:
-    """Of the model of `config` under a recipe, whose weights are not made."""
+    """The forecast for the model of `config` under a recipe. Its weights are not allocated."""
     model = duotone.convert(models.outline(config.model, config.preset), recipe)
     result = Forecast(parallel)
     data = parallel.fsdp * parallel.ep

@@ -17,8 +17,8 @@ Priced = tuple[float, float]
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a choice for every GEMM: the gap to bf16 in percent; over bf16, the speed of the linears (None if unknown)
-    and what they keep for backward."""
+    """What a choice for every GEMM comes to: the gap to bf16 in percent; over bf16, the speed of the linears (None if
+    unknown) and what they keep for backward."""
 
     gap_percent: float
     speed: float | None

@@ -20,7 +20,7 @@ from duotone.lab.presets import Preset
 
 CONFIG, WEIGHTS = "config.json", ("*.safetensors", "pytorch_model*.bin")
 EXPERTS, CHOSEN = 8, 2
-"""Of a class whose mixture of experts has a number of them to choose."""
+"""The experts of a mixture, and how many a token goes to, where a class lets us choose."""
 
 RANDOM = ("drop", "jitter")
 """Numbers of a config whose names hold these are zero here: a held-out loss must not move the random state."""
@@ -64,7 +64,7 @@ class HuggingFace:
         return f"{config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}, {weights}"
 
     def digest(self, preset: Preset) -> str:
-        """Of the config, as far as it decides what the model computes besides its name and the preset."""
+        """A digest of the config, as far as it decides what the model computes besides its name and the preset."""
         entries = self.config(preset).to_dict().items()
         decisive = {key: value for key, value in entries if key not in ("transformers_version", "dtype")}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()

@@ -37,14 +37,14 @@ class Operand(NamedTuple):
 
     @property
     def error(self) -> float:
-        """As a share of the matrix, in the Frobenius norm; 0 for a matrix of zeros."""
+        """The error as a share of the matrix, in the Frobenius norm; 0 for a matrix of zeros."""
         size, wrong = self.exact.norm().item(), (self.decoded - self.exact).norm().item()
         return wrong / size if size > 0 and math.isfinite(size + wrong) else 0.0
 
 
 @dataclass
 class Channels:
-    """Of one operand: the amax of each column, and squares of the matrix and of the difference of its planes."""
+    """One operand: the amax of each column, and squares of the matrix and of the difference of its planes."""
 
     amaxes: Tensor
     squares: Tensor

@@ -32,13 +32,13 @@ class Progress:
     """Listens to runs; this one says nothing. Steps count from one."""
 
     def expect(self, runs: int, steps: int) -> None:
-        """So many runs follow, each of `steps` steps."""
+        """`runs` runs follow, each of `steps` steps."""
 
     def begin(self, name: str, *, steps: int, done: int, tokens_per_step: int, model: str) -> None:
         """A run called `name` starts to train `model`; `done` of its `steps` lie behind it."""
 
     def note(self, text: str) -> None:
-        """Something worth a line of its own: what the run does now, or what went wrong without ending it."""
+        """Something worth a line: what the run does now, or what went wrong without ending it."""
 
     def step(self, number: int, loss: float) -> None:
         """A step has ended with this training loss."""
@@ -51,7 +51,7 @@ class Progress:
 class Run:
     """One run: a recipe or a schedule by name, its part in a comparison, and what came of it.
 
-    `label` is its name in messages, unless empty. Only where `is_observed` are there statistics and memory.
+    `label` is its name in messages, unless empty. Only with `is_observed` it has statistics and memory.
     """
 
     name: str

@@ -146,7 +146,7 @@ class Observations(TypedDict):
 
 
 def observations(source: Mapping[str, Any] | None = None) -> Observations:
-    """Those of a run that has not started, or of an entry; what that does not have is empty."""
+    """What a run that has not started showed, or an entry; what that does not have is empty."""
     return cast(Observations, {key: [*(source or {}).get(key, ())] for key in Observations.__annotations__})
 
 

@@ -39,7 +39,7 @@ class TrainConfig:
     model: str = models.DEFAULT
 
     def learning_rate(self, step: int) -> float:
-        """Of the step after `step` others: linear warm-up, then half a cosine to a tenth of the peak."""
+        """The learning rate after `step` steps: linear warm-up, then half a cosine to a tenth of the peak."""
         warmup = min(self.preset.warmup, self.steps // 2)
         if step < warmup:
             return self.preset.learning_rate * (step + 1) / (warmup + 1)
@@ -115,7 +115,7 @@ class Trainer:
 
     @property
     def recipe(self) -> Recipe:
-        """Of the next step."""
+        """The recipe of the next step."""
         return self.schedule.at(self.done)
 
     def step(self, recipe: Recipe | None = None, forward: AbstractContextManager[None] | None = None) -> float:
@@ -144,7 +144,7 @@ class Trainer:
         return self.corpus.batch(self.config.seed, done, count=preset.batch, context=preset.model.context)
 
     def loss(self, done: int) -> Tensor:
-        """Of the step after `done` others, as a tensor with a gradient."""
+        """The loss of the step after `done` others, as a tensor with a gradient."""
         tokens, targets = self.batch(done)
         return self.model(tokens.to(self.device), targets.to(self.device))
 

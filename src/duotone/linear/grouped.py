@@ -49,7 +49,7 @@ class GroupedStage(Stage):
     """Whether one product takes all segments if the host knows their rows, too. Sums then run in another order."""
 
     why_apart: str = ""
-    """Why each has a product of its own, if they are not `grouped`."""
+    """Why each has a separate product, if they are not `grouped`."""
 
     @staticmethod
     def of(linears: Sequence[LinearStage], shape: tuple[int, ...]) -> "GroupedStage":

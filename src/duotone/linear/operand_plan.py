@@ -142,7 +142,7 @@ BACKWARD_OPERANDS: dict[str | None, BackwardOperand] = {
 REENCODE_IN_BACKWARD = BackwardOperand("encoded again", _deferred, needs_columnwise=False, keeps_original=True)
 """The columnwise plane, which backward encodes from the saved tensor, with the bits that forward would give."""
 REENCODE_IN_GRAPH = replace(REENCODE_IN_BACKWARD, keep=_deferred_in_graph, takes_producer=True)
-"""The same in a trace, of a tensor that the partitioner may compute again."""
+"""REENCODE_IN_BACKWARD in a trace, of a tensor that the partitioner may compute again."""
 REENCODE_FROM_PRODUCER = replace(BACKWARD_OPERANDS[None], takes_producer=True)
 """The columnwise plane. After a fused producer, backward encodes it from what the producer saves."""
 USE_SUPPLIED = BackwardOperand("supplied", _supplied)
@@ -207,7 +207,7 @@ class OperandPlan:
 
     @cached_property
     def formats(self) -> tuple[Format | None, Format | None]:
-        """Of the planes that `usage` names."""
+        """The formats of the planes that `usage` names."""
         rowwise, columnwise = self.usage
         return self.quantizer.rowwise if rowwise else None, self.quantizer.columnwise if columnwise else None
 

@@ -61,7 +61,7 @@ class PlanRequest:
     """Whether the call is part of a compiled graph."""
 
     def without_held(self) -> "PlanRequest":
-        """As if no operand were quantized yet."""
+        """The request as if no operand were quantized yet."""
         return replace(self, weight_held=None, input_held=None)
 
     def role(self, tensor_type: str) -> QuantizerRole:

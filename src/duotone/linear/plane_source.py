@@ -110,9 +110,9 @@ class WeightCache:
     def __init__(self, owners: Callable[[], Sequence[Tensor]]) -> None:
         self.owners = owners
         self.stamp: Stamp | None = None
-        """Of the weight in the planes."""
+        """The stamp of the weight in the planes."""
         self.seen: Stamp | None = None
-        """Of the weight in the last call, which may be captured and not run."""
+        """The stamp of the weight in the last call, which may be captured and not run."""
         self.planes = Planes(None, None)
         self.captured: Planes | None = None
         """What graphs read: it must stay in memory."""

@@ -1,4 +1,4 @@
-"""Operands of linears over row segments: one cast encodes all segments, and gives each scales of its own."""
+"""Operands of linears over row segments: one cast encodes all segments, each under separate scales."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def takes_segments(operand: OperandPlan) -> bool:
-    """Whether one cast encodes row segments with scales of their own, and backward reads the columnwise plane.
+    """Whether one cast encodes row segments under separate scales, and backward reads the columnwise plane.
 
     The rule of a GEMM says whether it multiplies them (`GemmRule.refuse_segments`). Weights may have their planes.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 Output = Tensor | tuple[object, ...]
-"""Of a forward: the output, or a tuple that starts with it."""
+"""What a forward gives: the output, or a tuple that starts with it."""
 
 
 class ModuleGroup(KnownRoles, nn.Module):

@@ -98,7 +98,7 @@ class LayerNormMLP(InnerBoundaryRoles, FusedModule):
     """
 
     checkpoint = False
-    """Of modules that were pickled before there was this option."""
+    """The value in modules that were pickled before this option existed."""
 
     def __init__(  # noqa: PLR0913 (Transformer Engine's vocabulary)
         self,

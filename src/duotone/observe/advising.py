@@ -172,7 +172,7 @@ def _slot(fmt: Format | None, x: Tensor) -> Slot | None:
 
 
 def _snr(exact: Tensor, a: Plane, b: Plane) -> float | None:
-    """Of the product of two planes in dB; None if nothing was lost, -inf if a product became infinite."""
+    """The SNR of the product of two planes in dB; None if nothing was lost, -inf if a product became infinite."""
     product = a.dequantize(torch.float32) @ b.dequantize(torch.float32).T
     signal, noise = exact.square().sum().item(), (product - exact).square().sum().item()
     if noise == 0 or not math.isfinite(signal):

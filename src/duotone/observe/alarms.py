@@ -88,7 +88,7 @@ class Alarms:
         return begun
 
     def _drift(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
-        """Amaxes far from their mean over the sampled steps before, of which the last weighs a half."""
+        """Amaxes far from their mean over earlier sampled steps. The last of these weighs a half."""
         drifts: list[tuple[float, str, str]] = []
         for amax, row in ranked(rows, "amax", 0):
             if amax <= 0:

@@ -57,7 +57,7 @@ def recipe_of(formats: Formats, kind: str) -> str:
 
 
 def plane_bytes(fmt: Format, shape: tuple[int, int], dtype: torch.dtype) -> int:
-    """Of the plane of a matrix of that shape and dtype."""
+    """The bytes of the plane of a matrix of that shape and dtype."""
     return sum(math.prod(part.shape) * (part.dtype or dtype).itemsize for part in fmt.parts(*shape).values())
 
 

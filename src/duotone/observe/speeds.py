@@ -40,7 +40,7 @@ class SpeedTable:
         return f"linears from {' to '.join(ends)}"
 
     def speed(self, recipe: str, shape: Shape) -> Speed:
-        """Of a linear: measured, or interpolated over the logarithm of its multiplications; unknown outside."""
+        """The speed of a linear: measured, or interpolated over the logarithm of its products; unknown outside."""
         ratios = self.ratios.get(recipe, {})
         if shape in ratios:
             return Speed(ratios[shape], "measured")
@@ -53,7 +53,7 @@ class SpeedTable:
         return UNKNOWN
 
     def model_speed(self, parts: Sequence[tuple[str, Shape]]) -> Speed:
-        """Of linears or GEMMs, each with the recipe of its formats: their time together, unknown if one is.
+        """The speed of linears or GEMMs, each with the recipe of its formats: their time together, unknown if one is.
 
         Parts of several recipes make a speed that is predicted: no linear that mixes recipes was measured.
         """

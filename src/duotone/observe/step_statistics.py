@@ -57,7 +57,7 @@ class StepStatistics(Sampler):
 
     def _begin(self) -> None:
         self.keys: list[tuple[Key, float]] = []
-        """Of each plane, with the largest element of its format."""
+        """The key of each plane, with the largest element of its format."""
         self._whole: list[Tensor] = []
         self._twins: dict[int, int] = {}
         """Planes that are the transposes of others, which are measured for both."""

@@ -76,7 +76,7 @@ class NormStage(ProducerStage):
         )
 
     def backward_of_produced(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
-        """As `backward`, by kernels where they take it."""
+        """`backward`, by kernels where they take it."""
         if self.zero_centered:
             return self.backward(dy, saved, needs)
         x, gamma, beta, *measured = saved

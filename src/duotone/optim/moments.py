@@ -20,8 +20,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALE = "exp_avg_scale"
 FP8, CODES, BLOCK = str(torch.float8_e4m3fn), torch.uint8, 128
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16)} | {FP8: CODES}
-"""Of moments, and but for FP8 of masters. Groups hold names: torch.distributed.checkpoint takes no dtypes, and gloo
-gathers no FP8."""
+"""Dtypes of moments and, except FP8, of masters. Groups hold names: torch.distributed.checkpoint takes no dtypes, and
+gloo gathers no FP8."""
 FORMAT = formats.get("fp8_e4m3_1x128_fp32")
 QUANTIZER = Quantizer(FORMAT, None)
 

@@ -75,7 +75,7 @@ Numbers = Rates[float] | Tensor
 
 
 def numbers_of(group: Group, steps: Sequence[Tensor]) -> Sequence[Numbers]:
-    """Those of parameters that are at these steps. Of a capturable group the device computes them, in fp64."""
+    """The numbers of parameters at these steps. For a capturable group the device computes them, in fp64."""
     if not group["capturable"] or not steps:
         return [Rates.of(group, step.item()) for step in steps]
     t = torch.stack([*steps]).to(torch.float64)

@@ -45,7 +45,7 @@ class TensorInfo(NamedTuple):
     requires_grad: bool
     quantizer: Quantizer | None = None
     index: int = -1
-    """Of a CUDA device, -1 elsewhere."""
+    """The index of a CUDA device, -1 elsewhere."""
 
     spread: "Spread | None" = None
     """Set if the tensor is the local tensor of a DTensor."""

@@ -58,7 +58,7 @@ def rewrite(stages: Stages) -> tuple[Stages, Stages]:
 
 
 def rewrite_traced(stages: Stages) -> tuple[Stages, Stages]:
-    """The same in a trace, which checks no rule."""
+    """`rewrite` in a trace, which checks no rule."""
     forward = backward = stages
     for rule in RULES.traced["forward"]:
         forward = rule(forward)

@@ -68,7 +68,7 @@ def placement_of(x: DTensor, name: str) -> Placement:
 def run_spread(
     ops: Sequence[Op], x: DTensor, extra: Sequence[object], first: bool | Tensor | None, owner: object
 ) -> DTensor:
-    """As `run`, for a DTensor: one op after the other, each on local tensors."""
+    """`run` for a DTensor: one op after the other, each on local tensors."""
     name = getattr(owner, "module_name", "") or type(owner).__name__
     if extra:
         raise UserError(f"{name} takes further inputs as local tensors beside a local tensor: pass to_local() of each")

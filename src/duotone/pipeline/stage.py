@@ -18,7 +18,7 @@ Needs = tuple[bool, ...]
 """Which gradients autograd asks for: of the input first, then of the operands."""
 
 Gradients = tuple[Tensor | None, ...]
-"""Of the input, then of the operands."""
+"""Gradients of the input, then of the operands."""
 
 
 class Stage:

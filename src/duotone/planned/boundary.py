@@ -24,8 +24,9 @@ BOUNDARY = 1 << 62
 def run_with_boundary(
     ops: Sequence[Op], x: Tensor, first: bool | Tensor | None, module: Planned, fp8_output: bool, fp8_grad: bool
 ) -> Outputs:
-    """As `run` of ops whose last is `module`: its output quantized with `fp8_output`, the gradient of `x` with
-    `fp8_grad`, which stays as it is under a backward override.
+    """`run` of ops that end with `module`. `fp8_output` quantizes its output, `fp8_grad` the gradient of `x`.
+
+    Under a backward override the gradient stays as it is.
     """
     for asked, role, slot in (
         (fp8_output, module.output_quantizer_role, "output"),

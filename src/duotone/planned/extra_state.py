@@ -23,7 +23,7 @@ LINEAR: Slots = {"forward": (0, 0, 1, 1), "backward": (0, 0)}
 """For each slot of a linear here the slot there. Both directions share one there."""
 
 ATTENTION: Slots = {"forward": (2, 2, 2, 2, 2, 2, 8, 8, 3, 3), "backward": (3, 3, 5, 5)}
-"""Of attention: query, key and value share a slot there; then the softmax and the output, dO and dP."""
+"""The slots of attention: query, key and value share a slot there; then the softmax and the output, dO and dP."""
 
 
 class Opaque:

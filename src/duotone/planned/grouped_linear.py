@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class GroupedLinear(PlannedGroup, nn.Module):
     """y_i = x_i w_i^T + b_i for consecutive rows x_i of one input: the values of `num_gemms` separate Linears.
 
-    Their bits too, except on Hopper where one kernel multiplies all experts: its sums run in an order of their own.
+    It has their bits too, except on Hopper where one kernel multiplies all experts: it sums in another order.
 
     Parameters are `weight0`, `bias0` and so on; with `single_grouped_weight` one `weight` (n, out_features,
     in_features), with `single_grouped_bias` one `bias` (n, out_features). Checkpoints of either kind load into both.

@@ -37,8 +37,9 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
-    """y (R, N), a place (*lead, N), and how many rows count, a tensor of one element, or None for all of y ->
-    the place, whose rows are those of y; rows beyond stay as they are.
+    """Write y (R, N) into the first rows of `place` (*lead, N), and return the place. Other rows stay as they are.
+
+    `counted`, a tensor of one element, says how many rows of y count; None is all.
     """
     count = y.shape[0]
 
@@ -50,10 +51,10 @@ def placed_output(y: Tensor, place: Tensor, counted: Tensor | None) -> Tensor:
 
 
 def placed_gradient(x: Tensor, count: int, place: Tensor, counted: Tensor | None) -> Tensor:
-    """x (*lead, K), R, a place of x's shape, and how many rows count, likewise -> the first rows of x, (R, K).
+    """The first `count` rows of x (*lead, K). `counted`, a tensor of one element, says how many of them count.
 
-    Their gradient goes to the place, whose other rows stay as they are, and the place is the gradient of x. Under
-    `create_graph` the gradient of x is a new tensor with zeros there, because a graph must not be written over.
+    Their gradient goes to `place`, of x's shape, whose other rows stay as they are. The place is the gradient of x.
+    Under `create_graph` that is a new tensor with zeros in other rows, because a graph must not be written over.
     """
 
     def gradients(dy: Tensor) -> tuple[Tensor]:

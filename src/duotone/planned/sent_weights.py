@@ -102,7 +102,7 @@ class SentWeight:
         self.is_sent = False
         """Whether a forward has sent it since. The next one measures anew: writes through `.data` leave no version."""
         self.amaxes: dict[Usage, Tensor] = {}
-        """Those of all shards, of each plane that needs one, since the writes that `stamp` counts."""
+        """The amax of all shards for each plane that needs one, since the writes that `stamp` counts."""
         STEPS.register()
 
     def __call__(

@@ -121,7 +121,7 @@ def shared(answers: Mapping[str, Quantizer], own: str) -> Answers:
 
 
 def number(planner: "Planner") -> str:
-    """A number for a planner, by which ops of a graph find it as long as its module lives."""
+    """A number for a planner. Ops of a graph find it by that as long as its module lives."""
     return _PLANNERS.add(planner)
 
 

@@ -105,9 +105,9 @@ INTERNAL = ("_rowwise", "_columnwise", "quantizer", "context", "is_piece", "gath
 def quantized_parameter(
     weight: Tensor, quantizer: Quantizer, *, preserve: bool, columnwise: bool = False, ctx: QuantizeContext = LOCAL
 ) -> nn.Parameter:
-    """A parameter over planes of `weight` alone; columnwise planes where gradients are enabled now, or asked for.
+    """A parameter that holds only planes of `weight`; with columnwise ones if asked for, or if gradients are enabled.
 
-    `preserve` keeps the high-precision values, if it has some, on the CPU: `get_high_precision_init_val()`.
+    `preserve` keeps high-precision values of `weight` on the CPU: `get_high_precision_init_val()`.
     """
     usage = Usage(True, columnwise or torch.is_grad_enabled())
     requires_grad = weight.requires_grad

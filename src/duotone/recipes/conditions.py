@@ -236,7 +236,7 @@ class _Automaton:
         return self._copies(body, least, start)
 
     def _copies(self, body: Iterable[Node], count: int, after: int, way_out: int | None = None) -> int:
-        """`count` times the body, each of which may be left out where there is a way out."""
+        """`count` times the body. With a `way_out`, each may be left out."""
         for _ in range(count):
             before = len(self._states)
             start = self._sequence(body, after)

@@ -92,7 +92,7 @@ class AdaptedQuantizer(Quantizer):
 
 
 def _refuse_unused(quantizer: object, slot: str) -> None:
-    """RecipeError for a subclass with a `quantize` of its own, which no module would call."""
+    """RecipeError for a subclass that overrides `quantize`, which no module would call."""
     kind = type(quantizer)
     quantize = getattr(kind, "quantize", None)
     is_own = quantize is not None and not quantize.__module__.startswith("duotone.")

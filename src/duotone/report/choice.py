@@ -75,7 +75,7 @@ def _shapes(settings: Settings, size: Sequence[int] | None) -> dict[str, Shape]:
 
 
 def _speeds(runs: Sequence[RunEntry], shapes: Mapping[str, Shape]) -> dict[str, Speed]:
-    """Of those linears under each run: of each GEMM with its formats, or with the name of a run without a plan."""
+    """The speeds of linears under each run: of each GEMM with its formats, or with the name of a run without a plan."""
     table, result = speeds.measured(), {}
     for run in runs:
         plan = {(row["module"], row["gemm"]): (row["a"] or "", row["b"] or "") for row in run["plan"]}

@@ -153,7 +153,7 @@ def _items(model: nn.Module, weights: Weights, names: StoredNames) -> Iterator[I
 
 
 def _config(model: nn.Module, scheme: Scheme | None, ignored: list[str]) -> dict[str, object]:
-    """The config of the model, if it has one as those of transformers, and how its linears are quantized."""
+    """The config of the model, if it is one of transformers, and how its linears are quantized."""
     text = getattr(getattr(model, "config", None), "to_json_string", None)
     config: dict[str, object] = json.loads(str(text())) if callable(text) else {}
     config |= {"architectures": [type(model).__name__], "dtype": "bfloat16"}

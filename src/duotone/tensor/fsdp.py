@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ARGUMENTS = "mesh", "outer_size", "outer_stride", "module", "mp_policy"
 BEFORE = Signature([Parameter(name, Parameter.POSITIONAL_ONLY) for name in ARGUMENTS])
-"""Of a hook before a gather. FSDP2 asks for it at every gather, and inspect would compute it each time."""
+"""The signature of a hook before a gather. FSDP2 asks at every gather, and inspect would compute it each time."""
 
 
 class BeforeGather:

@@ -42,7 +42,7 @@ CHECKPOINT = "_checkpoint_wrapped_module"
 
 
 class Gathers:
-    """Those of one parameter whose planes have these formats.
+    """The gathers of one parameter whose planes have these formats.
 
     `derives`: the columnwise plane is the transpose of the rowwise one, without loss.
     """
@@ -62,7 +62,7 @@ class Gathers:
         self.shard = self.whole = NOTHING
         """What stays of this rank's planes, alive until copies of it are done, and the planes of all ranks."""
         self.source: object = None
-        """Of what a forward sent last, of formats whose backward sends it again."""
+        """What a forward sent last, in formats whose backward sends it again."""
         self.wires: tuple[list[Tensor], list[Tensor]] = [], []
         """The flat buffers in which each plane arrives. FSDP2 makes those of the first gather."""
         self.names: dict[int, list[str]] = {}

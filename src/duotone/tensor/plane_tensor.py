@@ -40,7 +40,7 @@ class PlaneTensor(Tensor):
     context: QuantizeContext
     is_piece: bool
     gathers: "Gathers | None" = None
-    """Of a shard of FSDP2, and of the whole tensor that its gathers give."""
+    """The gathers of a shard of FSDP2, or of the whole tensor that they give."""
 
     def __new__(
         cls,

@@ -26,7 +26,7 @@ HOPPER, BLACKWELL, WORKSTATION = (9, 0), (10, 0), (12, 0)
 
 
 def capability() -> Version | None:
-    """Of the GPU that modules are built on; None without one, where every format runs emulated."""
+    """The capability of the GPU that modules are built on; None without one, where every format runs emulated."""
     return target("cuda").arch if torch.cuda.is_available() else None
 
 

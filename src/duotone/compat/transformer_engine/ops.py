@@ -19,7 +19,7 @@ UNUSED = ("rng_state_tracker_function", "tensor_parallel_size")
 
 
 def uniform(weight: Tensor) -> None:
-    """As torch fills the weights of its linears."""
+    """Fill a weight as torch fills those of its linears."""
     nn.init.kaiming_uniform_(weight, a=5**0.5)
 
 
