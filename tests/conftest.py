@@ -4,14 +4,12 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
 
 import pytest
 import torch
-
-from duotone.observe.census import PipelineCall
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's packages are imported: tests use no network
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each process that compiles starts a pool of others
@@ -64,26 +62,6 @@ def _casts(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         if request.path.parent.name not in COMPILED_CASTS:
             patched.setattr("duotone.dispatch.stages.COMPILE_FROM", 1 << 30)
-        yield
-
-
-WORKSPACES: dict[Hashable, tuple[int, int]] = {}
-"""Of calls of linears in forecasts of memory, by what they depend on."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _forecasts(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Tools forecast the memory of each run. But for tests/observe, a process does so once for equal calls."""
-
-    def workspace(call: PipelineCall) -> tuple[int, int]:
-        if call.key not in WORKSPACES:
-            WORKSPACES[call.key] = measure(call)
-        return WORKSPACES[call.key]
-
-    measure = PipelineCall.workspace
-    with pytest.MonkeyPatch.context() as patched:
-        if request.path.parent.name != "observe":
-            patched.setattr(PipelineCall, "workspace", workspace)
         yield
 
 

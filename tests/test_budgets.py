@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38093
-TOOL_LINES = 7583
+LIBRARY_LINES = 38106
+TOOL_LINES = 7585
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -30,10 +30,10 @@ BUDGETS = {
     "formats": (1493, 0, 0),
     "integrations": (631, 9, 0),
     "kernels": (5035, 0, 0),
-    "lab": (3681, 13, 1),
+    "lab": (3683, 13, 1),
     "linear": (1876, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2296, 6, 0),
+    "observe": (2309, 6, 0),
     "ops": (1425, 0, 0),
     "optim": (813, 2, 0),
     "package": (341, 1, 0),

@@ -10,6 +10,7 @@ from torch import nn
 
 import duotone
 from duotone import observe, ops, recipes
+from duotone.observe.memory_ledger import module_rows
 from duotone.state.delayed import DelayedState
 
 BF16 = torch.bfloat16
@@ -26,7 +27,7 @@ def batch(rows: int, cols: int, *, grad: bool = True) -> torch.Tensor:
 
 
 def saved(model: nn.Module, x: torch.Tensor) -> int:
-    return sum(row["saved"] for row in observe.ledger(model, lambda: model(x)).rows())
+    return sum(row.saved for row in module_rows(model, lambda: model(x)))
 
 
 @pytest.mark.parametrize("name", [*NAMES, "fp8-block", "fp8-delayed", "mxfp8-fwd-high-precision-bwd"])
@@ -108,7 +109,7 @@ def test_rows_have_the_bytes_counted_by_hand() -> None:
     x = batch(96, 64, grad=False)
     made = observe.ledger(m, lambda: m(x))
     rows = {row["module"]: row for row in made.rows()}
-    assert set(rows) == {"0", "1", "2"}
+    assert set(rows) == {"0", "1", "2"} and module_rows(m, lambda: m(x)) == made.modules
     assert rows["0"]["weights"] == 2 * 64 * 128 and rows["2"]["weights"] == 2 * (128 * 32 + 32)
     assert rows["0"]["caches"] == rows["2"]["caches"] == 8  # the seed
     # Columnwise MXFP8 planes: one byte an element and one for each 32 along the contraction.

@@ -18,6 +18,7 @@ from duotone.lab.journal import Journal
 from duotone.lab.memory import StepMemory, measure_step
 from duotone.lab.schema import EventEntry, GemmEntry, Loss, ModuleEntry, Observations, PlaneEntry, observations
 from duotone.lab.trainer import Trainer
+from duotone.observe.memory_ledger import module_rows
 from duotone.recipes import Recipe, Schedule
 
 UNTIMED = 3
@@ -214,10 +215,11 @@ def _ledger(trainer: Trainer) -> list[ModuleEntry]:
             return trainer.loss(0)
 
     try:
-        rows = observe.ledger(trainer.model, step).rows()
+        rows = module_rows(trainer.model, step)
     except UserError:
         return []
-    return [{name: row[name] for name in ModuleEntry.__annotations__} for row in rows]  # type: ignore[misc]
+    names = ModuleEntry.__annotations__
+    return [{name: getattr(row, name) for name in names} for row in rows]  # type: ignore[misc]
 
 
 def _first_step(run: Run) -> str:

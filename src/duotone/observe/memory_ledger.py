@@ -15,6 +15,7 @@ is predicted too low.
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -171,11 +172,7 @@ def ledger(model: nn.Module, step: Step) -> Ledger:
         wrong = type(model).__name__ if not isinstance(model, nn.Module) else type(step).__name__
         raise UserError(f"ledger takes a module and a function that runs one forward; got {wrong}")
     device = device_of(model)
-    census = Census(known=set(holdings(model).sizes))
-    try:
-        with as_before(model, device):
-            _backward(census.run(model, step))
-        owned = holdings(model)  # the first run may have created planes and states
+    with _watched(model, step) as (census, owned):
         arguments = census.inputs()
         inputs = {key: size for key, size in sizes(arguments).items() if key not in owned.sizes}
         fixed = sum(owned.sizes.values()) + sum(inputs.values())
@@ -183,10 +180,26 @@ def ledger(model: nn.Module, step: Step) -> Ledger:
         census.clear_gradients()
         with as_before(model, device):
             measured = _measured_peak(step, device, [*owned.tensors, *arguments], fixed)
-    finally:
-        census.restore_gradients()
     unsaved = sum(size for key, size in inputs.items() if key not in census.saved)
     return Ledger(_rows(model, owned, census), unsaved, peak, measured)
+
+
+def module_rows(model: nn.Module, step: Step) -> tuple[LedgerRow, ...]:
+    """The `modules` of a ledger, without its peaks: `step` runs once."""
+    with _watched(model, step) as (census, owned):
+        return _rows(model, owned, census)
+
+
+@contextmanager
+def _watched(model: nn.Module, step: Step) -> Iterator[tuple[Census, Holdings]]:
+    """Run `step` and its backward; gives what was counted and what the model holds then."""
+    census = Census(known=set(holdings(model).sizes))
+    try:
+        with as_before(model, device_of(model)):
+            _backward(census.run(model, step))
+        yield census, holdings(model)  # the run may have created planes and states
+    finally:
+        census.restore_gradients()
 
 
 def _rows(model: nn.Module, owned: Holdings, census: Census) -> tuple[LedgerRow, ...]:
