@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38106
+LIBRARY_LINES = 38111
 TOOL_LINES = 7585
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2484, 7, 0),
     "conversion": (2656, 5, 0),
-    "dispatch": (3313, 1, 0),
+    "dispatch": (3318, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (631, 9, 0),

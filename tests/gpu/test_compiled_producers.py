@@ -72,5 +72,6 @@ def test_the_ops_are_what_their_schemas_say(row: str) -> None:
         saved.append(op(what, inputs, 1e-5, row, row, True))
     again = op("LayerNorm", [x, gamma, beta, *saved[0][:2]], 1e-5, "", row, True)
     assert torch.equal(again[0], op("LayerNorm", [x, gamma, beta], 1e-5, "", row, True)[2])
-    call = ("LayerNorm", x, x, gamma, beta, saved[0][:2], [True, False, True])
-    opcheck(torch.ops.duotone.norm_gradients.default, call)
+    for needs in ([True, False, True], [True, True, True]):
+        call = ("LayerNorm", x, x, gamma, beta, saved[0][:2], needs)
+        opcheck(torch.ops.duotone.norm_gradients.default, call)

@@ -140,9 +140,14 @@ def empty_produced(what: str, inputs: Inputs, eps: float, row: str, col: str, *_
 def norm_gradients(
     what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
 ) -> list[Tensor]:
-    """The gradients of x, gamma and beta that `needs` names, as `RowNorm.backward_of_produced` gives them."""
-    gradients = NORMS[what].backward_of_produced(dy, x, gamma, beta, saved, tuple(needs))
-    return [gradient.contiguous() for gradient in gradients if gradient is not None]
+    """The gradients of x, gamma and beta that `needs` names, as `RowNorm.backward_of_produced` gives them.
+
+    The kernel writes those of gamma and beta into one matrix, and results of an op may not share memory.
+    """
+    dx, dgamma, dbeta = NORMS[what].backward_of_produced(dy, x, gamma, beta, saved, tuple(needs))
+    if dgamma is not None and dbeta is not None:
+        dbeta = dbeta.clone()
+    return [gradient.contiguous() for gradient in (dx, dgamma, dbeta) if gradient is not None]
 
 
 def _gradient_shapes(
