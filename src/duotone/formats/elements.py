@@ -102,16 +102,16 @@ class Element:
     def narrow(self, values: Tensor) -> Tensor:
         """fp32 values -> codes as `stored_dtype`."""
         values = values.clamp(-abs(self.exact_max), abs(self.exact_max))
-        is_number = values == values
+        is_nan = values != values
         if self.dtype is not None:
             # The cast keeps the sign of NaN on some backends: only a positive NaN goes in.
-            return torch.where(is_number, values, float("nan")).to(self.dtype)
+            return values.masked_fill(is_nan, torch.nan).to(self.dtype)
         magnitude = values.abs()
         step_inverse, offset = self._select(magnitude)
         code = torch.round(magnitude * step_inverse) + offset
         negative = torch.copysign(torch.ones_like(values), values) < 0  # signbit, which no backend vectorizes
         code = torch.where(negative, code + self.sign_code, code)
-        return torch.where(is_number, code, float(self.nan_code)).to(torch.uint8)
+        return code.masked_fill(is_nan, float(self.nan_code)).to(torch.uint8)
 
     def widen(self, stored: Tensor) -> Tensor:
         """Codes as `stored_dtype` -> fp32 values."""
@@ -137,7 +137,7 @@ class Element:
         step = self._step(shifted)
         rounded = (torch.floor(shifted / step) * step).clamp(max=abs(self.exact_max))
         nan = torch.nan if self.has_nan else abs(self.exact_max)
-        return torch.where(values == values, torch.copysign(rounded, values), nan)
+        return torch.copysign(rounded, values).masked_fill(values != values, nan)
 
     def _select(self, magnitude: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """1/step and code offset of each magnitude's band: code = round(magnitude / step) + offset."""
@@ -152,7 +152,7 @@ class Element:
     def _step(self, magnitude: Tensor) -> Tensor:
         step = torch.full_like(magnitude, abs(self.bands[0][1]))
         for lower, width, _ in self.bands[1:]:
-            step = torch.where(magnitude >= abs(lower), abs(width), step)
+            step = step.masked_fill(magnitude >= abs(lower), abs(width))
         return step
 
 
@@ -181,6 +181,8 @@ def unpack_pairs(packed: Tensor) -> Tensor:
 MANTISSA_MASK = 0x007FFFFF
 EXPONENT_MASK = 0x7F800000
 QUIET_NAN = 0x7FC00000
+SMALLEST_POWER = 0x00400000
+"""Bits of 2^-127, the power of two of the byte 0."""
 
 
 def block_amax(blocks: Tensor, nan: float = 0.0) -> Tensor:
@@ -188,7 +190,7 @@ def block_amax(blocks: Tensor, nan: float = 0.0) -> Tensor:
     if blocks.numel() == 0:
         return blocks.new_zeros((blocks.shape[0], blocks.shape[2]), dtype=torch.float32)
     magnitude = blocks.to(torch.float32).abs()
-    return torch.where(magnitude == magnitude, magnitude, nan).amax(dim=(1, 3))
+    return magnitude.masked_fill(magnitude != magnitude, nan).amax(dim=(1, 3))
 
 
 def cast(blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = False) -> Tensor:
@@ -198,7 +200,7 @@ def cast(blocks: Tensor, multiplier: Tensor, element: Element, marks: bool = Fal
     """
     x = blocks.to(torch.float32)
     if marks:
-        x = torch.where(torch.isinf(x), torch.nan, x)
+        x = x.masked_fill(torch.isinf(x), torch.nan)
     return element.narrow(x * multiplier)
 
 
@@ -228,10 +230,10 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
     A quotient that overflows is `overflow`; 1 where amax is 0 or not finite; `to_power` rounds down to a power of two.
     """
     if epsilon:
-        amax = torch.where(amax < epsilon, epsilon, amax)
+        amax = amax.masked_fill(amax < epsilon, epsilon)
     scale = divide(largest, amax)
-    scale = torch.where(torch.isinf(scale), overflow, scale)
-    scale = torch.where((amax == 0) | ~torch.isfinite(amax), 1.0, scale)
+    scale = scale.masked_fill(torch.isinf(scale), overflow)
+    scale = scale.masked_fill((amax == 0) | ~torch.isfinite(amax), 1.0)
     if to_power:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
     return scale, divide(1.0, scale)
@@ -243,18 +245,16 @@ def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
     The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN.
     """
     ratio = (amax * reciprocal).view(torch.int32)
-    exponent, mantissa = ratio >> 23, ratio & MANTISSA_MASK
-    code = (exponent + (mantissa > 0).to(torch.int32)).clamp(max=254)
-    code = torch.where(exponent == 0, (mantissa > 0x400000).to(torch.int32), code)
-    code = torch.where((exponent == 255) & (mantissa > 0), 255, code)
-    bits = torch.where(code == 254, 0x00400000, (254 - code) << 23)
-    return code.to(torch.uint8), torch.where(code == 255, QUIET_NAN, bits).to(torch.int32).view(torch.float32)
+    code = ((ratio + MANTISSA_MASK) >> 23).clamp(max=254)
+    code, is_nan = code.masked_fill(ratio <= SMALLEST_POWER, 0), amax != amax
+    bits = ((254 - code) << 23).masked_fill(code == 254, SMALLEST_POWER).masked_fill(is_nan, QUIET_NAN)
+    return code.masked_fill(is_nan, 255).to(torch.uint8), bits.view(torch.float32)
 
 
 def power_of_two(biased: Tensor) -> Tensor:
     """int32 -> fp32 2^(biased - 127); 0 is the subnormal 2^-127; 255, and -1 as its inverse, are NaN."""
-    bits = torch.where(biased == 0, 0x00400000, biased << 23)
-    return torch.where((biased == 255) | (biased < 0), QUIET_NAN, bits).to(torch.int32).view(torch.float32)
+    bits = (biased << 23).masked_fill(biased == 0, SMALLEST_POWER)
+    return bits.masked_fill(biased & 0xFF == 0xFF, QUIET_NAN).view(torch.float32)
 
 
 class Stages:

@@ -106,7 +106,7 @@ class ScaledFormat(Format):
         marks = propagate and is_scaled
         if seed is not None and self.is_stochastic:
             bits = stages.random_bytes(philox.as_seed(seed, x.device), rows, cols, philox.PLANES[plane])
-            blocks = torch.where(torch.isinf(blocks), torch.nan, blocks) if marks else blocks
+            blocks = blocks.masked_fill(torch.isinf(blocks), torch.nan) if marks else blocks
             codes = stages.cast_stochastic(blocks, multiplier, self.block.view(bits), self.element)
         else:
             codes = stages.cast(blocks, multiplier, self.element, marks)

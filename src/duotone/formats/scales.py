@@ -62,7 +62,7 @@ class Fp32Scale(ScaleRule):
         amax = x.agreed(x.amax, x.block.spans)
         scale, stored = x.stages.fp32_scale(amax, *self.limits(x.element, x.dtype), self.power_of_two)
         if x.propagate:
-            stored = torch.where(torch.isinf(amax), torch.nan, stored)
+            stored = stored.masked_fill(torch.isinf(amax), torch.nan)
         return Scaled(scale, {"scale": stored.reshape(self.specs(x.block, *x.shape)["scale"].shape)})
 
     def from_scale(self, scale: Tensor, x: Blocked) -> Scaled:
@@ -100,7 +100,7 @@ class E8M0Scale(ScaleRule):
         return {"scale": PartSpec(block.grid(rows, cols), torch.uint8, block.rows, block.cols)}
 
     def from_amax(self, x: Blocked, amax: Tensor | None = None) -> Scaled:
-        amax = torch.where(torch.isinf(x.amax), torch.nan, x.amax) if x.propagate else x.amax
+        amax = x.amax.masked_fill(torch.isinf(x.amax), torch.nan) if x.propagate else x.amax
         code, multiplier = x.stages.exponent_scale(amax, abs(x.element.reciprocal))
         return Scaled(multiplier, {"scale": code})
 
@@ -156,7 +156,7 @@ class TwoLevelScale(ScaleRule):
                 g = x.amax.amax(dim=1) if self.per_row else x.amax.amax().reshape(1)
             g = x.agreed(g, (not self.per_row, True))
         scale = divide(abs(x.element.exact_max) * abs(self.exact_block_max), g).clamp(max=abs(FLT_MAX))
-        return g, torch.where((g == 0) | (scale == 0), 1.0, scale)[:, None]
+        return g, scale.masked_fill((g == 0) | (scale == 0), 1.0)[:, None]
 
     def store(self, block_scale: Tensor, global_scale: Tensor, g: Tensor, x: Blocked) -> Scaled:
         """Round the block scales to E4M3; the multiplier inverts what was stored."""
