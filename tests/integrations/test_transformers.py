@@ -162,6 +162,9 @@ def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_
     assert not info["unexpected_keys"] and not info["missing_keys"]
     values = run.model.state_dict()
     assert all(torch.equal(tensor, values[name]) for name, tensor in loaded.state_dict().items())
+    hooks = len(run.model._state_dict_hooks)
+    run.train()
+    assert len(run.model._state_dict_hooks) == hooks
 
 
 def test_a_report_tells_what_ran(tmp_path) -> None:

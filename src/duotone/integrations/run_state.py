@@ -107,6 +107,8 @@ def _formats(tensors: Mapping[str, QuantizedTensor]) -> dict[str, object]:
 
 def hide_states(model: nn.Module) -> None:
     """Take the scales and histories of delayed scaling out of the state_dict, which plain models then load."""
+    if _drop_states in model._state_dict_hooks.values():
+        return
     model.register_state_dict_post_hook(_drop_states)
     model.register_load_state_dict_pre_hook(_fill_states)
 
