@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38111
-TOOL_LINES = 7585
+LIBRARY_LINES = 38204
+TOOL_LINES = 7587
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2724, 20, 0),
+    "attention": (2723, 20, 0),
     "cli": (1534, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2484, 7, 0),
@@ -28,22 +28,22 @@ BUDGETS = {
     "dispatch": (3318, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (631, 9, 0),
+    "integrations": (633, 9, 0),
     "kernels": (5035, 0, 0),
     "lab": (3683, 13, 1),
-    "linear": (1876, 5, 0),
+    "linear": (1893, 5, 0),
     "modules": (655, 1, 0),
     "observe": (2309, 6, 0),
-    "ops": (1425, 0, 0),
+    "ops": (1443, 0, 0),
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
-    "pipeline": (1514, 15, 2),
-    "planned": (3051, 15, 5),
+    "pipeline": (1519, 15, 2),
+    "planned": (3057, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1383, 0, 0),
     "state": (1768, 10, 0),
-    "tensor": (2651, 15, 0),
+    "tensor": (2699, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

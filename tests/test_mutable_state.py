@@ -59,6 +59,7 @@ ALLOWED = {
     "formats.scaled_format._tiled": PURE,
     "formats.registry._VARIANTS": REGISTRY,
     "linear.plane_source.STEPS": "counts optimizer steps for weight caches: fused optimizers leave no version",
+    "ops.quantize_op.STAGES": GRAPHS,
     "ops.quantize_op._NUMBERS": "a name, and so a seed, for each op that nobody named",
     "pipeline.autograd.RUNNER": "what runs a pipeline; an observer wraps it while it watches",
     "pipeline.rewrites.RULES": REGISTRY,
@@ -89,6 +90,7 @@ ALLOWED = {
     "planned.traced_stages.RECOMPUTED": GRAPHS,
     "planned.traced_stages._NAMES": GRAPHS,
     "tensor.quantized.OPS": REGISTRY,
+    "tensor.quantizer.TRACED": GRAPHS,
 }
 """`room.file.name`: the reason."""
 

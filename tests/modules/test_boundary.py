@@ -173,3 +173,43 @@ def test_rules_of_convert_name_boundaries_too_and_are_not_reported() -> None:
     lost = (Rule(module="9", tensor_type="grad_input", format="fp8_e5m2_row"),)
     with pytest.warns(UserWarning, match="matches no tensor of the model"):
         duotone.convert(torch.nn.Sequential(torch.nn.Linear(64, 32)), recipes.load("mxfp8"), lost)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "fp8-delayed"])
+def test_boundaries_are_part_of_one_graph_with_the_bits_of_eager(name) -> None:
+    """What a graph quantizes, the next linear of the graph reads as it is."""
+    role = {"output": QuantizerRole("linear", "input", "b"), "gradient": QuantizerRole("linear", "grad_output", "a")}
+
+    def chain() -> tuple[duotone.Linear, duotone.Linear]:
+        torch.manual_seed(3)
+        first, second = (duotone.Linear(64, 64, recipe=name, name=each) for each in "ab")
+        first.output_quantizer_role, second.grad_input_quantizer_role = role["output"], role["gradient"]
+        return first, second
+
+    def step(run, modules, x):
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        return leaf.grad, *(p.grad.clone() for m in modules for p in m.parameters())
+
+    eager, compiled = chain(), chain()
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda x: compiled[1](compiled[0](x, fp8_output=True), fp8_grad=True), backend="aot_eager", fullgraph=True
+    )
+    for _ in range(2):
+        x = torch.randn(2, 32, 64)
+        expected = step(lambda x: eager[1](eager[0](x, fp8_output=True), fp8_grad=True), eager, x)
+        assert all(map(torch.equal, step(run, compiled, x), expected))
+
+
+def test_a_graph_reads_a_quantized_input_in_its_formats() -> None:
+    """It is not encoded anew in those of the recipe, and a pair that eager code refuses is refused."""
+    x = recipes.load("mxfp8")(QuantizerRole("linear", "input")).quantize(torch.randn(32, 64))
+    for recipe in (recipes.load("mxfp8"), recipes.Float8CurrentScaling(emulate_mixed=True)):
+        module = duotone.Linear(64, 32, recipe=recipe)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x), module(x))
+    module = duotone.Linear(64, 32, recipe="fp8-current")
+    for call in (module, torch.compile(module, backend="aot_eager", fullgraph=True)):
+        with pytest.raises(Exception, match="would multiply input rowwise with weight rowwise"):
+            call(x)

@@ -563,13 +563,15 @@ def test_ops_of_every_kind_are_one_graph_with_the_bits_of_eager() -> None:
     assert equal(outcome(compiled, model.parameters(), x), outcome(model, model.parameters(), x))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(("forward", "backward"), [(True, False), (True, True)])
-def test_quantize_runs_outside_of_graphs_with_the_bits_of_eager(forward, backward) -> None:
-    """A graph passes no quantized tensor from op to op; without fullgraph it is cut there."""
-    model = ops.Sequential(ops.GELU(), ops.Quantize(forward, backward, recipe=MX), linear(32, recipe=MX))
+@pytest.mark.parametrize("recipe", [MX, NV], ids=lambda recipe: recipe.name)
+def test_quantize_is_part_of_one_graph_with_the_bits_of_eager(recipe) -> None:
+    """In a pipeline, between modules, with a gradient that a linear encodes again, and as the first op."""
+    pipeline = ops.Sequential(ops.Quantize(True, True), linear(32), ops.Quantize(True, True), ops.GELU())
+    eager = nn.Sequential(ops.GELU(), ops.Quantize(), pipeline)
+    compiled = copy.deepcopy(eager)
     torch._dynamo.reset()
-    compiled, x = torch.compile(model, backend="aot_eager"), rows()
-    assert equal(outcome(compiled, model.parameters(), x), outcome(model, model.parameters(), x))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="Quantize outside of graphs: compile without fullgraph"):
-        torch.compile(model, backend="aot_eager", fullgraph=True)(rows())
+    run = torch.compile(compiled, backend="aot_eager", fullgraph=True)
+    with duotone.autocast(recipe=recipe):
+        for x in (rows(), rows()):
+            assert equal(outcome(run, compiled.parameters(), x), outcome(eager, eager.parameters(), x))
+    assert duotone.rng_state(compiled) == duotone.rng_state(eager)

@@ -23,7 +23,7 @@ def names_of(config: str) -> list[str]:
 def trace(m: duotone.Linear, recipe: recipes.Recipe) -> None:
     """What a trace of a call does outside of itself."""
     traced.ask(m.plans.config, recipe.key)
-    where = ("cpu", "torch.float32", "", False, "")
+    where = ("cpu", "torch.float32", "", False, "", "")
     key = m.plans.config, getattr(m.plans.answered, recipe.key), recipe.key, True, True, "record", *where
     with mock.patch.object(traced, "is_trace_recomputed", return_value=False):  # which only a trace can tell
         traced.plan_name(key)

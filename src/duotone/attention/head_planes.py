@@ -86,17 +86,16 @@ class HeadOperand:
         if fmt is None or fmt.is_delayed or not (same and self.is_whole and fmt.is_derivable):
             return None
         if torch.compiler.is_dynamo_compiling():
-            from duotone.tensor.traced_quantize import row_parts  # imports Dynamo
+            from duotone.tensor.traced_quantize import planes_in_graph  # imports Dynamo
 
-            parts = dict(zip(fmt.parts(1, 1), row_parts(x, fmt.name), strict=True))
+            plane = planes_in_graph(x, Usage(True, False)).rowwise
         else:
             plane = x.planes.rowwise
-            if plane is None or plane.format != fmt:
-                return None
-            parts = plane.parts
-        heads = to_heads(parts["codes"].reshape(x.shape)).transpose(1, 2)
+        if plane is None or plane.format != fmt:
+            return None
+        heads = to_heads(plane.parts["codes"].reshape(x.shape)).transpose(1, 2)
         matrix = heads.flatten(0, 1).flatten(1)
-        row = Plane(fmt, {**parts, "codes": matrix}, (matrix.shape[0], matrix.shape[1]))
+        row = Plane(fmt, {**plane.parts, "codes": matrix}, (matrix.shape[0], matrix.shape[1]))
         rowwise, columnwise = self.usage(usage)
         col = row.transposed() if columnwise else None
         return [each for each in (row if rowwise else None, col) if each is not None]

@@ -21,7 +21,14 @@ from duotone.linear.operand_plan import (
     OperandPlan,
 )
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, GemmPlan, LinearPlan, PlanRequest, ask_recipe
-from duotone.linear.plane_source import DEQUANTIZE_HELD, ENCODE_NOW, USE_HELD, PlaneSource, source_of_plain
+from duotone.linear.plane_source import (
+    DEQUANTIZE_HELD,
+    ENCODE_NOW,
+    USE_HELD,
+    USE_IN_GRAPH,
+    PlaneSource,
+    source_of_plain,
+)
 from duotone.recipes.recipe import MEASURED
 from duotone.recipes.roles import PLANES_OF_GEMM, TENSOR_TYPES
 from duotone.recipes.rules import first_rule
@@ -93,7 +100,8 @@ def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, d
         sources["weight"] = _source_of_held_weight(request, answers["weight"], request.weight_held)
     if request.input_held is None:
         return dict(answers), sources
-    return {**answers, "input": request.input_held}, {**sources, "input": USE_HELD}
+    source = USE_IN_GRAPH if request.is_traced else USE_HELD
+    return {**answers, "input": request.input_held}, {**sources, "input": source}
 
 
 def _source_of_held_weight(request: PlanRequest, wanted: Quantizer, present: Quantizer) -> PlaneSource:

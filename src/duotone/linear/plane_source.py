@@ -54,6 +54,13 @@ def _planes_of(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeConte
     return Planes(row if usage.rowwise else None, col if usage.columnwise else None)
 
 
+def _planes_in_graph(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
+    from duotone.tensor.traced_quantize import planes_in_graph  # imports Dynamo
+
+    assert isinstance(x, QuantizedTensor)
+    return planes_in_graph(x, usage)
+
+
 def _dequantized(x: Tensor, quantizer: Quantizer, usage: Usage, ctx: QuantizeContext) -> Planes:
     assert isinstance(x, QuantizedTensor)
     return quantizer.encode(x.values(x.dtype), usage, ctx)
@@ -65,6 +72,8 @@ HIGH_PRECISION = PlaneSource("high precision", _values)
 """A plain tensor that stays in high precision."""
 USE_HELD = PlaneSource("held", _planes_of)
 """The planes of a quantized tensor."""
+USE_IN_GRAPH = PlaneSource("held", _planes_in_graph)
+"""In a trace: the planes of a quantized input, which the graph may make itself."""
 DEQUANTIZE_HELD = PlaneSource("held, dequantized", _dequantized)
 """The values of a quantized tensor in a plan that computes in high precision."""
 

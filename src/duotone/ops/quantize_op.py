@@ -10,10 +10,12 @@ from torch import Tensor
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY
 from duotone.linear.operand_plan import BACKWARD_OPERANDS
+from duotone.numbered import ByName, constant_in_traces
 from duotone.ops.basic import BasicOp
 from duotone.pipeline.op import TensorInfo
 from duotone.pipeline.stage import Gradients, Needs, Saved, Stage
-from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
+from duotone.planned.traced_stages import content
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead, recipe_of
 from duotone.recipes.roles import ANYWHERE, QuantizerRole
 from duotone.state import seeds
 from duotone.state.autocast_context import HIGH_PRECISION, active_region
@@ -23,6 +25,9 @@ from duotone.tensor.plane import Usage
 from duotone.tensor.quantizer import Quantizer
 
 _NUMBERS = itertools.count(1)
+STAGES = ByName()
+"""For each recipe, by its key: the stages under it, by name."""
+
 INPUT, GRAD_OUTPUT = QuantizerRole("linear", "input"), QuantizerRole("linear", "grad_output")
 
 
@@ -51,13 +56,13 @@ class QuantizeStage(Stage):
 
     def forward(self, x: Tensor, seed: Tensor | None) -> tuple[Tensor, Saved]:
         if self.forward_to is not None:
-            x = self.forward_to.make(x, Usage(True, self.columnwise), self._context(seed))
+            x = self.forward_to.quantize(x, usage=Usage(True, self.columnwise), ctx=self._context(seed))
         return x, ((seed,),)
 
     def backward(self, dy: Tensor, saved: Saved, needs: Needs) -> Gradients:
         if self.backward_to is not None:
             ((seed,),) = saved
-            dy = self.backward_to.make(dy, ctx=self._context(None if seed is None else seed + int(self.draws[0])))
+            dy = self.backward_to.quantize(dy, ctx=self._context(None if seed is None else seed + int(self.draws[0])))
         return dy, None
 
     def _context(self, seed: Tensor | None) -> QuantizeContext:
@@ -70,8 +75,6 @@ class Quantize(BasicOp):
     `recipe` applies where no autocast encloses the call. Under a backward override gradients stay as they are. Raises
     RecipeError if the recipe gives a delayed format, whose scale belongs to the module that consumes the tensor.
     """
-
-    makes_quantized = True
 
     def __init__(
         self,
@@ -88,33 +91,23 @@ class Quantize(BasicOp):
         if backward:
             seed = seeds.initial_seed(f"Quantize_{next(_NUMBERS)}")
             self.register_buffer(seeds.BUFFER, seed, persistent=False)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._stages: dict[tuple[str, bool], QuantizeStage] = {}
         self._region = CallRegion()
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in super().__getstate__().items() if name not in ("_stages", "_region")}
+        return {name: value for name, value in super().__getstate__().items() if name != "_region"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._forget()
+        self._region = CallRegion()
 
     def link(self, info: TensorInfo, is_first_microbatch: bool | Tensor | None) -> tuple[Stage, TensorInfo]:
         region = active_region() if torch.compiler.is_dynamo_compiling() else self._region.now(mode_now())
         recipe = self.recipe if region is None else region.recipe
         if recipe.evaluation is not None and not self.training:
             recipe = recipe.evaluation
-        key = (recipe.key, info.requires_grad)
-        stage = self._stages.get(key)
-        if stage is None:
-            forward, backward = (None if role is None else _quantizer(recipe, role) for role in self.roles)
-            if not BACKWARD_OPERANDS[recipe.backward_override].quantizes_gradient:
-                backward = None
-            stage = QuantizeStage(forward, backward, info.requires_grad, recipe.propagate_nonfinite)
-            drop_dead(self._stages)
-            self._stages[key] = stage
+        forward, backward = self.roles
+        name = _name_stage(recipe.key, _fields(forward), _fields(backward), info.requires_grad)
+        stage: QuantizeStage = getattr(getattr(STAGES, recipe.key), name)
         return stage, info if stage.forward_to is None else info._replace(quantizer=stage.forward_to)
 
     def operands(self, stage: Stage, info: TensorInfo, extra: Sequence[object]) -> Sequence[Tensor | None]:
@@ -126,6 +119,31 @@ class Quantize(BasicOp):
         """The slot that it quantizes for a consumer: "output" of forward, "grad_input" of backward."""
         slot, role = ("output", self.roles[0]) if mode == "forward" else ("grad_input", self.roles[1])
         return {} if role is None else {slot: role}
+
+
+Role = tuple[str, str, str] | None
+"""The fields of a role, as constants of a trace."""
+
+
+def _fields(role: QuantizerRole | None) -> Role:
+    return None if role is None else (role.module_type, role.tensor_type, role.name)
+
+
+@constant_in_traces
+def _name_stage(recipe: str, forward: Role, backward: Role, columnwise: bool) -> str:
+    """Build a stage once for all ops of these roles. Returns its name among the `STAGES` of the recipe."""
+    name = f"stage_{content((forward, backward, columnwise))}"
+    if not hasattr(STAGES, recipe):
+        drop_dead(vars(STAGES))
+        setattr(STAGES, recipe, ByName())
+    stages = getattr(STAGES, recipe)
+    if not hasattr(stages, name):
+        followed = recipe_of(recipe)
+        if not BACKWARD_OPERANDS[followed.backward_override].quantizes_gradient:
+            backward = None
+        x, dy = (None if role is None else _quantizer(followed, QuantizerRole(*role)) for role in (forward, backward))
+        setattr(stages, name, QuantizeStage(x, dy, columnwise, followed.propagate_nonfinite))
+    return name
 
 
 def _quantizer(recipe: Recipe, role: QuantizerRole) -> Quantizer | None:

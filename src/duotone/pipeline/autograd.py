@@ -13,6 +13,7 @@ from torch.autograd.function import FunctionCtx
 from duotone.errors import UserError
 from duotone.pipeline.stage import Gradients, Saved, Stages
 from duotone.state.frames import FORWARD
+from duotone.tensor import QuantizedTensor
 from duotone.tensor.plane import DeferredPlane, Plane
 
 if TYPE_CHECKING:
@@ -83,7 +84,9 @@ class PipelineFunction(torch.autograd.Function):
         if gradients[0] is None:
             y = ctx._input_metadata[0]
             gradients = torch.zeros(tuple(y.shape), dtype=y.dtype, device=y.device), *gradients[1:]
-        if again is not None and torch.is_grad_enabled():
+        if again is None:
+            run = run_traced_backward
+        elif torch.is_grad_enabled():
             run = again.differentiate
         device = gradients[0].device.type
         if device == "meta" or not torch.is_autocast_enabled(device):
@@ -126,6 +129,12 @@ def run_backward(
             break  # what is before saved nothing
     missing = at - FIXED
     return None, None, handed[0] if needs[2] else None, *[None] * missing, *of_operands
+
+
+def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
+    """`run_backward` in a trace. The gradient of x becomes plain: no graph gives its inputs quantized gradients."""
+    forward, backward, dx, *rest = run_backward(ctx, gradients)
+    return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *rest
 
 
 _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[misc]

@@ -131,8 +131,6 @@ class Op(Channels, KnownRoles):
     """Mixed in before an nn.Module. `link` is asked in order, before anything runs; a bad input is refused there."""
 
     takes_first_microbatch = True
-    makes_quantized = False
-    """Whether outputs or gradients may be quantized tensors, which no graph can pass from op to op."""
     _rewritten: "Rewritten"
 
     @property
@@ -214,12 +212,10 @@ def run(
 ) -> Any:
     """Link the ops and run them as one pipeline. `owner` is the module that remembers rewritten tuples.
 
-    DTensors and ops that make quantized tensors run outside of compiled graphs, without `may_trace`. `spread` says how
-    the DTensor lies on its mesh whose local tensor is `x`.
+    DTensors run outside of compiled graphs, without `may_trace`. `spread` says how the DTensor lies on its mesh whose
+    local tensor is `x`.
     """
     if type(x) is not Tensor and (type(x) is DeferredOutput or is_distributed(x)):
-        return _special_run(x, may_trace)(ops, x, extra, first, owner)
-    if torch.compiler.is_dynamo_compiling() and any([op.makes_quantized for op in ops]):
         return _special_run(x, may_trace)(ops, x, extra, first, owner)
     info = info_of(x, owner, spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
@@ -257,7 +253,7 @@ def run(
 
 
 def _special_run(x: Tensor, may_trace: bool) -> Callable[..., Any]:
-    """What runs a call whose input is deferred or a DTensor, or that no graph can hold."""
+    """What runs a call whose input is deferred or a DTensor."""
     if type(x) is DeferredOutput:
         return x.reader.read
     if may_trace and (torch.compiler.is_dynamo_compiling() or "torch._dynamo" in sys.modules):

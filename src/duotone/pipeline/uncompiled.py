@@ -1,4 +1,4 @@
-"""Calls with DTensors or ops.Quantize, which torch.compile runs as they are.
+"""Calls with DTensors, which torch.compile runs as they are.
 
 This module is imported only if something is compiled: making the function imports all of Dynamo.
 """
@@ -11,5 +11,5 @@ from duotone.pipeline.op import run
 
 run_uncompiled = torch.compiler.disable(
     partial(run, may_trace=False),
-    reason="Duotone runs DTensors and ops.Quantize outside of graphs: compile without fullgraph",
+    reason="Duotone runs DTensors outside of graphs: compile without fullgraph",
 )

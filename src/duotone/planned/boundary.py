@@ -58,9 +58,11 @@ def run_with_boundary(
 
 
 def quantized_gradient(x: Tensor, quantizer: Quantizer, context: QuantizeContext) -> Tensor:
-    """x, whose gradient is quantized."""
+    """x, whose gradient is quantized; in a trace a plain tensor with the same values."""
 
     def gradients(dy: Tensor) -> tuple[Tensor]:
+        if torch.compiler.is_dynamo_compiling():
+            return (quantizer.quantize(dy, ctx=context).dequantize(),)
         if not torch.is_grad_enabled():
             return (quantizer.make(dy, ctx=context),)
         if quantizer.rowwise == quantizer.columnwise == IDENTITY:

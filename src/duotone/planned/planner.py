@@ -17,7 +17,7 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import Layout
 from duotone.linear.plan import LinearPlan, PlanRequest, ask_recipe
 from duotone.linear.plan_builder import build_plan
-from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD
+from duotone.linear.plane_source import DEQUANTIZE_HELD, USE_HELD, USE_IN_GRAPH
 from duotone.linear.sink import GRADIENT, main_grad
 from duotone.numbered import ByName
 from duotone.pipeline.op import KEEPS, TensorInfo, is_distributed
@@ -209,7 +209,8 @@ class Planner:
         if held is not None and any(lacks_rowwise(weight) for weight in module.weights):
             traced_stages.refuse_recompute()
         is_cast = module.weights[0].dtype is not info.dtype
-        where = (info.place, str(info.dtype), group, is_cast, self._held(held))
+        input_held = "" if info.quantizer is None else info.quantizer.words
+        where = (info.place, str(info.dtype), group, is_cast, self._held(held), input_held)
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
@@ -227,9 +228,7 @@ class Planner:
         """The formats of a quantized weight. A quantizer of a user's class has no equals."""
         if held is None:
             return ""
-        row, col = held.rowwise, held.columnwise
-        words = f"{row.name if row else ''}/{col.name if col else ''}/{held.columnwise_source}"
-        return words if type(held) is Quantizer else f"{words}/{self.number}"
+        return held.words if type(held) is Quantizer else f"{held.words}/{self.number}"
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """What a recipe gives each slot. A recipe that is a function is asked once per slot and never again."""
@@ -364,6 +363,8 @@ class Planner:
             if first.device != (device := module.weights[0].device):
                 raise UserError(f"is_first_microbatch is on {first.device} and the weight on {device}; move it there")
             self.options.flag = first
+        if compiling and stage.plan.input.source is USE_IN_GRAPH:
+            raise UserError(f"{module.module_name}: {KEEPS}, and compiled take no quantized input: dequantize it")
         if compiling and not isinstance(first, Tensor):
             fuses, waits = module.fuse_wgrad_accumulation, module.delay_wgrad_compute
             marked = [fuses and not waits and hasattr(w, "grad_added_to_main_grad") for w in module.weights]

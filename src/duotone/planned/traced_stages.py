@@ -24,7 +24,7 @@ from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
 from duotone.tensor.context import Slot
-from duotone.tensor.quantizer import Quantizer
+from duotone.tensor.quantizer import TRACED, Quantizer, name_quantizer
 
 if TYPE_CHECKING:
     from duotone.planned.planner import PlannedStage, Planner
@@ -64,6 +64,8 @@ class Key(NamedTuple):
     """Whether the weight has another dtype than the input."""
     weight_held: str
     """The formats that the weight is held in, or ""."""
+    input_held: str
+    """The same of the input."""
 
 
 class Answers(dict[str, Quantizer]):
@@ -231,6 +233,7 @@ def plan_name(fields: tuple[Any, ...]) -> str:
             key.device,
             getattr(torch, key.dtype.removeprefix("torch.")),
             (key.input_grad, key.weight_grad),
+            getattr(TRACED, name_quantizer(key.input_held)) if key.input_held else None,
             is_traced=True,
         )
         owners = {planner: planner.owner() for planner in list(_ALIKE[key.config])}  # none is collected meanwhile

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from duotone.errors import MissingPlaneError, UserError
@@ -45,6 +46,15 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
             fresh = self.quantizer.encode(self.values(self.dtype).reshape(self.matrix_shape), wanted, self.context)
             self._rowwise = self._rowwise or fresh.rowwise
             self._columnwise = self._columnwise or fresh.columnwise
+
+    @property
+    def traced_words(self) -> str:
+        """`Quantizer.words` of a tensor that a graph makes, of which a trace reads strings and no objects; else ""."""
+        if not any(isinstance(part, FakeTensor) for part in self.parts):
+            return ""
+        row, col = self.formats
+        quantizer = self.quantizer
+        return replace(quantizer, rowwise=row or quantizer.rowwise, columnwise=col or quantizer.columnwise).words
 
     def __deepcopy__(self, memo: dict[int, object]) -> "QuantizedTensor":
         other = self.with_planes(self.planes.map(torch.clone), is_piece=False)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from duotone.dispatch.stages import stages_for
 from duotone.errors import UserError
-from duotone.formats import IDENTITY, Format
+from duotone.formats import IDENTITY, Format, get
 from duotone.formats.elements import Stages
+from duotone.numbered import ByName, constant_in_traces
 from duotone.tensor.context import LOCAL, QuantizeContext
 from duotone.tensor.history import History
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_once
@@ -52,6 +53,12 @@ class Quantizer:
             raise UserError(
                 f"columnwise_source {self.columnwise_source!r} is unknown; allowed are {', '.join(SOURCES)}"
             )
+
+    @property
+    def words(self) -> str:
+        """The formats and `columnwise_source`, which a graph holds as a constant."""
+        row, col = ("" if fmt is None else fmt.name for fmt in (self.rowwise, self.columnwise))
+        return f"{row}/{col}/{self.columnwise_source}"
 
     @property
     def is_stochastic(self) -> bool:
@@ -264,8 +271,24 @@ def quantizer_of(x: Tensor) -> Quantizer | None:
     """The quantizer of a quantized tensor, in the formats that it really holds."""
     if type(x) is Tensor or not isinstance(x, QuantizedTensor):
         return None
+    is_activation = torch.compiler.is_dynamo_compiling() and not isinstance(x, torch.nn.Parameter)
+    if is_activation and (words := x.traced_words):
+        return getattr(TRACED, name_quantizer(words))
     row, col = x.planes
     quantizer = x.quantizer
     if (row is None or quantizer.rowwise == row.format) and (col is None or quantizer.columnwise == col.format):
         return quantizer
     return Quantizer(row.format if row else quantizer.rowwise, col.format if col else quantizer.columnwise)
+
+
+TRACED = ByName()
+"""Quantizers by their words, of tensors that graphs make."""
+
+
+@constant_in_traces
+def name_quantizer(words: str) -> str:
+    """Returns `words`, the name in `TRACED` of the quantizer that they stand for, without a history."""
+    row, col, source = words.split("/")
+    if not hasattr(TRACED, words):
+        setattr(TRACED, words, Quantizer(get(row) if row else None, get(col) if col else None, source))
+    return words

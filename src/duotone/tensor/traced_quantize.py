@@ -11,9 +11,10 @@ from duotone.errors import MissingPlaneError
 from duotone.formats import get
 from duotone.tensor.context import QuantizeContext
 from duotone.tensor.history import History
-from duotone.tensor.plane import Usage
+from duotone.tensor.plane import Plane, Planes, Usage
+from duotone.tensor.plane_tensor import matrix_shape
 from duotone.tensor.quantized import QuantizedTensor
-from duotone.tensor.quantizer import Quantizer, encode_plane
+from duotone.tensor.quantizer import Quantizer, quantizer_of
 from duotone.tensor.traced_writes import delayed_scales, fixed
 
 HISTORY_FIELDS = tuple(field.name for field in dataclasses.fields(History))
@@ -50,11 +51,25 @@ def _quantize(
     return quantizer.quantized(x, Usage(*usage), ctx)
 
 
+def planes_in_graph(x: QuantizedTensor, usage: Usage) -> Planes:
+    """In a trace: the planes that `usage` names. One that the tensor lacks is derived without loss."""
+    rows, cols = matrix_shape(x.shape)
+    quantizer, parts = quantizer_of(x), iter(_parts(x, *usage))
+    assert quantizer is not None
+    planes = [
+        Plane(fmt, {part: next(parts) for part in fmt.part_names}, shape) if wants and fmt is not None else None
+        for fmt, wants, shape in (
+            (quantizer.rowwise, usage.rowwise, (rows, cols)),
+            (quantizer.columnwise, usage.columnwise, (cols, rows)),
+        )
+    ]
+    return Planes(*planes)
+
+
 @torch.compiler.allow_in_graph
-def row_parts(x: Tensor, name: str) -> tuple[Tensor, ...]:
-    """The parts of the rowwise plane of a quantized tensor in the format `name`; encoded now if it has another one."""
-    assert isinstance(x, QuantizedTensor)
-    plane = x.planes.rowwise
-    if plane is None or plane.format.name != name:
-        plane = encode_plane(get(name), x.dequantize().reshape(-1, x.shape[-1]))
-    return tuple(plane.parts.values())
+def _parts(x: QuantizedTensor, rowwise: bool, columnwise: bool) -> tuple[Tensor, ...]:
+    x.update_usage(rowwise or None, columnwise or None)
+    planes = [
+        plane for plane, wants in zip(x.planes, (rowwise, columnwise), strict=True) if plane is not None and wants
+    ]
+    return tuple(part for plane in planes for part in plane.parts.values())
