@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38204
+LIBRARY_LINES = 38219
 TOOL_LINES = 7587
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
-    "planned": (3057, 15, 5),
+    "planned": (3068, 15, 5),
     "recipes": (1998, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1383, 0, 0),
     "state": (1768, 10, 0),
-    "tensor": (2699, 15, 0),
+    "tensor": (2703, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -461,6 +461,19 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
         fully_shard(uneven)
     assert "its 96 rows over 2 ranks do not end on blocks of 32" in str(caught[-1].message), caught
     uneven(torch.randn(32, 64)).sum().backward()
+    heads = duotone.MultiheadAttention(64, 2, attention_dropout=0.0, recipe="fp8-current")
+    experts = duotone.GroupedLinear(2, 64, 64, single_grouped_weight=True, recipe="mxfp8")
+    for m, inputs in ((heads, (torch.randn(4, 2, 64),)), (experts, (torch.randn(64, 64), [24, 40]))):
+        want = m(*inputs)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fully_shard(duotone.gather_quantized(m))
+        assert any("travels in high precision: it" in str(each.message) for each in caught), caught
+        same(m(*inputs), want)
+        m(*inputs).sum().backward()
+    packed = duotone.GroupedLinear(2, 64, 64, single_grouped_weight=True, recipe="mxfp8")
+    duotone.convert_parameters(packed, "mxfp8")
+    assert "packed weight of experts" in refusal(lambda: fully_shard(packed))
     quantized = model(recipes.load("fp8-current"))
     assert "along rows" in refusal(lambda: fully_shard(quantized[0], shard_placement_fn=lambda _: Shard(1)))
     assert refusal(lambda: duotone.gather_quantized(shard_of("fp8-delayed"))).startswith("0: Quantizer(")

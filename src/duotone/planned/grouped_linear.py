@@ -12,7 +12,7 @@ from duotone.linear.grouped import GroupedStage
 from duotone.linear.layout import local_sizes, parallel_layout
 from duotone.linear.row_counts import Rows, device_splits, host_splits
 from duotone.pipeline.autograd import is_transformed
-from duotone.pipeline.op import Op, info_of, run
+from duotone.pipeline.op import Op, info_of, is_distributed, run
 from duotone.planned.output_buffers import check_place, placed_gradient, placed_output
 from duotone.planned.planned_group import PlannedGroup, Splits, leaves_splits
 from duotone.planned.split_parameters import tensors_of
@@ -20,6 +20,7 @@ from duotone.planned.weights import initialise, keep_initialiser, quantize_weigh
 from duotone.recipes.recipe import RecipeLike
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.tensor import QuantizedTensor
+from duotone.tensor.fsdp import shard_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,8 +155,10 @@ class GroupedLinear(PlannedGroup, nn.Module):
             return tensors_of(self, "weight")["weight"].unbind(0)  # type: ignore[no-any-return]
         with torch.inference_mode(False), torch.no_grad():
             whole = tensors_of(self, "weight")["weight"]
+            if is_distributed(whole):  # between passes of FSDP2, a rank has some experts alone
+                whole = torch.empty((), dtype=whole.dtype, device=shard_of(whole).device).expand(whole.shape)
             members = whole.unbind(0)
-        return tuple(w.requires_grad_(whole.requires_grad) for w in members)
+        return tuple(w.requires_grad_(whole.requires_grad) for w in members)  # type: ignore
 
     def whole_weights(self, weights: Sequence[Tensor]) -> Sequence[Tensor]:
         traced = torch.compiler.is_dynamo_compiling()  # which knows no question for inference mode

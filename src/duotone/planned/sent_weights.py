@@ -16,6 +16,7 @@ from duotone.errors import UserError
 from duotone.linear.operand_plan import OperandPlan
 from duotone.linear.plane_source import STEPS
 from duotone.pipeline.op import is_distributed
+from duotone.planned.split_parameters import is_split
 from duotone.planned.traced_stages import Call
 from duotone.state.region import active_recipe
 from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
@@ -39,9 +40,10 @@ def gather_quantized(model: nn.Module) -> nn.Module:
     """Let FSDP2 gather the planes of plain weights, which each rank encodes from its shard. The bits stay the same.
 
     For converted linears and Duotone modules, before or after `fully_shard`, and before the first forward. Parameters,
-    gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first forward. Weights
-    whose shards are uneven, cut blocks, are offloaded to the CPU or are spread over a second mesh travel as they are,
-    with a warning. UserError if a recipe rounds weights stochastically or scales them by their history.
+    gradients, optimizer states and checkpoints stay plain. A weight keeps the formats of its first forward. Some travel
+    as they are, with a warning: weights in pieces, packed ones, and those whose shards are uneven, cut blocks, are
+    offloaded to the CPU or are spread over a second mesh. UserError if a recipe rounds weights stochastically or scales
+    them by their history.
     """
     for module in model.modules():
         if hasattr(module, "sends_planes"):
@@ -54,9 +56,13 @@ def send_planes(module: "Planned") -> None:
     """Give the shards of a module's weights their hooks, if it sends planes."""
     if not module.sends_planes:
         return
+    if is_split(module):
+        warnings.warn(f"{module.module_name} travels in high precision: its weight is in pieces", stacklevel=2)
+        module.sends_planes = False
+        return
     weight = module.plans.plan(active_recipe() or module.recipe).weight
     for name, parameter in module.named_parameters(recurse=False):
-        if not is_distributed(parameter) or not any(parameter is each for each in module.weights):
+        if not is_distributed(parameter) or not any(parameter is each for each in module.weight_parameters):
             continue
         shard = parameter._local_tensor
         if hasattr(shard, PRE):
@@ -79,6 +85,8 @@ def _refusal(parameter: "DTensor", shard: Tensor, weight: OperandPlan) -> str:
     dims = [at for at, placement in enumerate(parameter.placements) if not placement.is_replicate()]
     if len(dims) != 1 or not parameter.placements[dims[0]].is_shard(0) or weight.context.shard is not None:
         return f"it lies as {parameter.placements}; planes travel over one mesh that cuts its rows"
+    if parameter.dim() != 2:
+        return "it is packed"
     if shard.device.type != parameter.device_mesh.device_type:
         return f"its shards are on {shard.device}"
     rows, ranks = parameter.shape[0], parameter.device_mesh.size(dims[0])

@@ -113,6 +113,10 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
             continue
         holder = cast("DTensor", parameter)
         mesh, rows = holder.device_mesh, holder.shape[0]
+        if holder.dim() != 2:
+            raise UserError(
+                "FSDP2 gathers no packed weight of experts that is quantized; keep a weight for each expert"
+            )
         dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard()]
         if any(not holder.placements[at].is_shard(0) for at in dims):
             raise UserError(
