@@ -103,7 +103,9 @@ def test_planes_of_quantized_parameters_are_in_the_checkpoint(masters: bool, tmp
 
 
 def test_checkpoints_are_those_of_plain_models_and_load_into_running_ones(tmp_path) -> None:
-    trainer, model = fit(DuotonePrecision("fp8-delayed"), tmp_path)
+    precision = DuotonePrecision("fp8-delayed")
+    trainer, model = fit(precision, tmp_path)
+    assert repr(precision) == "DuotonePrecision(fp8-delayed)"
     assert duotone.recipe_state(model)
     plain = Module.load_from_checkpoint(f"{tmp_path}/step=4.ckpt")
     assert type(plain.layers[0]) is nn.Linear and torch.equal(plain.layers[0].weight, model.layers[0].weight)

@@ -155,8 +155,10 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(recipe, tmp_path) -> Non
 
 
 def test_a_plain_model_expects_all_that_trainer_saved_under_delayed_scaling(tmp_path) -> None:
-    run = trainer(tmp_path, DuotoneCallback("fp8-delayed"), 2)
+    callback = DuotoneCallback("fp8-delayed")
+    run = trainer(tmp_path, callback, 2)
     run.train()
+    assert repr(callback) == "DuotoneCallback(fp8-delayed)"
     run.save_model(str(tmp_path / "model"))
     loaded, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]

@@ -63,6 +63,7 @@ def test_a_monitored_run_computes_the_same_bits(recipe: str, tmp_path: Path) -> 
     plain = train(copy.deepcopy(model), None, 4)
     with observe.Monitor(model, tmp_path / "m.jsonl", every=2, on_alarm=lambda alarm: None) as monitor:
         monitored = train(model, monitor, 4)
+    assert repr(monitor) == f"Monitor(4 steps, every 2, {len(monitor.alarms)} alarms)"
     assert all(torch.equal(a, b) for a, b in zip(plain, monitored, strict=True))
 
 

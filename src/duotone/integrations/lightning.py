@@ -27,6 +27,9 @@ class FabricDuotonePrecision(FabricPrecision):
         self.recipe, self.rules = as_recipe(type(self).__name__, recipe), tuple(rules)
         self.states: list[RunState] = []
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.recipe.name})"
+
     def convert_module(self, module: nn.Module) -> nn.Module:
         if all(state.model is not module for state in self.states):
             convert(module, self.recipe, self.rules)

@@ -158,6 +158,9 @@ class DuotoneCallback(TrainerCallback):
         self.regions: list[autocast] = []
         self.hooks: list[RemovableHandle] = []
 
+    def __repr__(self) -> str:
+        return f"DuotoneCallback({getattr(self.schedule or self.recipe, 'name', None)})"
+
     def on_init_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
         if self.schedule is not None and self.recipe is None:
             self.recipe = self.schedule.phases[0].recipe

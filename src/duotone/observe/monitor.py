@@ -97,6 +97,9 @@ class Monitor:
             self.close()
             raise
 
+    def __repr__(self) -> str:
+        return f"Monitor({self.steps} steps, every {self._every}, {len(self.alarms)} alarms)"
+
     def __enter__(self) -> Self:
         return self
 
