@@ -10,8 +10,9 @@ import click
 from duotone.cli.table import echo, print_table
 from duotone.errors import UserError
 from duotone.lab import files
-from duotone.lab.schema import Document, GemmEntry, RunEntry
+from duotone.lab.schema import Document, RunEntry
 from duotone.report.numbers import SPACE
+from duotone.report.plan_table import counts
 
 LONG = frozenset(
     "recipe train_loss heldout_loss repeats plan statistics drift spreads products operands events modules".split()
@@ -22,7 +23,7 @@ COLUMNS: dict[str, Callable[[RunEntry], str]] = {
     "recipe": lambda run: run["name"],
     "held-out": lambda run: _number(run.get("judged_loss", run["final_heldout_loss"]), ".4f"),
     "gap %": lambda run: "" if run["is_reference"] else _gap(run),
-    "step ms": lambda run: "" if _is_emulated(run) else _number(run["step_ms"], ".1f"),
+    "step ms": lambda run: _step_time(run),
     "peak MiB": lambda run: "" if (peak := run["peak_memory_bytes"]) is None else f"{peak / 2**20:,.1f}",
     "native": lambda run: _native(run),
 }
@@ -106,16 +107,12 @@ def _gap(run: RunEntry) -> str:
     return _number(run["gap_percent"], "+.3f") + ("" if width is None else f" ± {width:.3f}")
 
 
-def _is_emulated(run: RunEntry) -> bool:
-    """Whether a GEMM on codes is emulated: then the step time says nothing about hardware that multiplies them."""
-    return any(not row["native"] for row in _quantized(run))
-
-
-def _quantized(run: RunEntry) -> list[GemmEntry]:
-    return [row for row in run["plan"] if "identity" not in (row["a"], row["b"])]
+def _step_time(run: RunEntry) -> str:
+    """Nothing where a GEMM is emulated: its time says nothing about hardware that multiplies the codes."""
+    return "" if counts(run["plan"])["emulated"] else _number(run["step_ms"], ".1f")
 
 
 def _native(run: RunEntry) -> str:
     """How many quantized GEMMs run on the codes themselves."""
-    quantized = [bool(row["native"]) for row in _quantized(run)]
-    return f"{sum(quantized)} of {len(quantized)}" if quantized else ""
+    native, emulated, _ = counts(run["plan"]).values()
+    return f"{native} of {native + emulated}" if native + emulated else ""
