@@ -14,32 +14,32 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38219
-TOOL_LINES = 7587
+LIBRARY_LINES = 38220
+TOOL_LINES = 7590
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
     "attention": (2723, 20, 0),
-    "cli": (1534, 2, 0),
+    "cli": (1531, 2, 0),
     "comm": (162, 1, 0),
-    "compat": (2484, 7, 0),
+    "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
     "dispatch": (3318, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (633, 9, 0),
+    "integrations": (639, 9, 0),
     "kernels": (5035, 0, 0),
     "lab": (3683, 13, 1),
     "linear": (1893, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2309, 6, 0),
+    "observe": (2312, 6, 0),
     "ops": (1443, 0, 0),
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
     "planned": (3068, 15, 5),
-    "recipes": (1998, 6, 0),
+    "recipes": (1999, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1383, 0, 0),
     "state": (1768, 10, 0),

@@ -12,6 +12,7 @@ from duotone import formats
 from duotone.dispatch.stages import amax_of
 from duotone.errors import RecipeError, UserError
 from duotone.formats.scaled_format import check_values
+from duotone.recipes.builtin import uniform
 from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.history import History
 from duotone.tensor.paired import paired
@@ -168,10 +169,6 @@ def fp8_element(fp8_dtype: Fp8Dtype) -> str:
     return element
 
 
-def _uniform(name: str) -> Quantizer:
-    return Quantizer(formats.get(name), formats.get(name))
-
-
 class IdentityQuantizer(QuantizerHandle):
     """High precision in both directions."""
 
@@ -224,7 +221,7 @@ class Float8CurrentScalingQuantizer(QuantizerHandle):
         **usage: bool,
     ) -> None:
         stem = f"fp8_{fp8_element(fp8_dtype)}_tensor" + "_pow2" * force_pow_2_scales
-        super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
+        super().__init__(uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
 class Float8BlockQuantizer(QuantizerHandle):
@@ -243,14 +240,14 @@ class Float8BlockQuantizer(QuantizerHandle):
             raise UserError(f"block_scaling_dim is 1 (1x128) or 2 (128x128); got {block_scaling_dim}")
         block = {1: "1x128", 2: "128x128"}[block_scaling_dim]
         stem = f"fp8_{fp8_element(fp8_dtype)}_{block}" + "_fp32" * (not force_pow_2_scales)
-        super().__init__(_uniform(formats.with_floor(stem, amax_epsilon)), **usage)
+        super().__init__(uniform(formats.with_floor(stem, amax_epsilon)), **usage)
 
 
 class MXFP8Quantizer(QuantizerHandle):
     """MXFP8: E8M0 scales of 32 elements, or of 32x32 with `with_2d_quantization`."""
 
     def __init__(self, fp8_dtype: Fp8Dtype = "e4m3", *, with_2d_quantization: bool = False, **usage: bool) -> None:
-        super().__init__(_uniform(f"mxfp8_{fp8_element(fp8_dtype)}" + "_32x32" * with_2d_quantization), **usage)
+        super().__init__(uniform(f"mxfp8_{fp8_element(fp8_dtype)}" + "_32x32" * with_2d_quantization), **usage)
 
 
 class NVFP4Quantizer(QuantizerHandle):

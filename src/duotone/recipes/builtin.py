@@ -16,7 +16,8 @@ from duotone.tensor.quantizer import Quantizer
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def _uniform(name: str) -> Quantizer:
+def uniform(name: str) -> Quantizer:
+    """One format in both directions."""
     return Quantizer(formats.get(name), formats.get(name))
 
 
@@ -71,7 +72,7 @@ class Float8CurrentScaling(Fp32ScaledRecipe):
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         stem = f"fp8_{fp8_element(self.fp8_format, role)}_{self.granularity}"
-        return _uniform(formats.with_floor(stem + "_pow2" * self.power_of_two_scales, self.amax_epsilon))
+        return uniform(formats.with_floor(stem + "_pow2" * self.power_of_two_scales, self.amax_epsilon))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +137,7 @@ class MXFP8BlockScaling(Fp8Recipe):
 
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         square = self.weight_2d and role is not None and _is(role, "weight") and role.module_type in LINEAR
-        return _uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
+        return uniform(f"mxfp8_{fp8_element(self.fp8_format, role)}" + "_32x32" * square)
 
 
 OVER_SIX = ("none", "weights", "activations", "all")
@@ -175,7 +176,7 @@ class NVFP4BlockScaling(Recipe):
     def assign(self, role: QuantizerRole | None) -> Quantizer:
         if _is(role, "weight"):
             stem = "nvfp4" if self.disable_2d_quantization else "nvfp4_16x16"
-            return _uniform(stem + self._over_six("weights"))
+            return uniform(stem + self._over_six("weights"))
         rotation = "" if self.disable_rht else "_rht"
         if role is not None and role.tensor_type in SLOTS["backward"]:
             rounding = "" if self.disable_stochastic_rounding else "_sr"

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TypeGuard
 
+from duotone.text import UNITS
 from duotone.text import shorten as shorten
 
 MISSING = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
 SPACE = "\N{NO-BREAK SPACE}"
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def finite(value: float | None) -> TypeGuard[float]:
