@@ -107,19 +107,19 @@ def backend(graph: "GraphModule", inputs: "list[Tensor]") -> Callable[..., objec
 def _refuse_cut_libraries(folder: str) -> None:
     """Raise where the cache has a library that was not written to its end: to load it would kill the process."""
     end = time.monotonic() + WRITING
-    files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)  # folders may go meanwhile
-    for library in files:
-        while library.suffix == ".so" and _is_cut(library):
+    walk = os.walk(folder)  # folders may go meanwhile
+    for library in (os.path.join(at, name) for at, _, names in walk for name in names if name.endswith(".so")):
+        while _is_cut(library):
             if time.monotonic() > end:
                 raise OSError(f"{library} is cut short; remove it")
             time.sleep(0.05)
 
 
-def _is_cut(library: Path) -> bool:
+def _is_cut(library: str) -> bool:
     """Whether an ELF file of 64 bits ends before its section headers do, which come last."""
     try:
-        with library.open("rb") as file:
-            header, length = file.read(64), library.stat().st_size
+        with open(library, "rb", buffering=0) as file:
+            header, length = file.read(64), os.fstat(file.fileno()).st_size
     except FileNotFoundError:  # another process took it away
         return False
     if len(header) < 64 or not header.startswith(b"\x7fELF\x02"):  # to load it is an error
