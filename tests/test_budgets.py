@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38220
+LIBRARY_LINES = 38250
 TOOL_LINES = 7590
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
-    "dispatch": (3318, 1, 0),
+    "dispatch": (3333, 1, 0),
     "distributed": (455, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (639, 9, 0),
@@ -33,7 +33,7 @@ BUDGETS = {
     "lab": (3683, 13, 1),
     "linear": (1893, 5, 0),
     "modules": (655, 1, 0),
-    "observe": (2312, 6, 0),
+    "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (3068, 15, 5),
     "recipes": (1999, 6, 0),
     "report": (1737, 0, 0),
-    "serving": (1383, 0, 0),
+    "serving": (1400, 0, 0),
     "state": (1768, 10, 0),
     "tensor": (2703, 15, 0),
 }

@@ -44,6 +44,7 @@ ALLOWED = {
     "dispatch.casts._DECODERS": PURE,
     "dispatch.casts._segment_cast": LAUNCH,
     "dispatch.stages._compile": PURE,
+    "dispatch.stages._UNCOMPILED": "whether an enclosing call has too little work for a compiler, for each thread",
     "dispatch.compiler._FAILURES": "why the C++ compiler failed after its probe worked; it is not asked again",
     "dispatch.compiler.cache_folder": MACHINE,
     "dispatch.compiler.probe": MACHINE,

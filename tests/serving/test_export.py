@@ -13,8 +13,9 @@ from toy import TOKENS, toy
 
 import duotone
 from duotone import formats
+from duotone.dispatch import stages
 from duotone.observe.storages import LiveStorages, total_bytes
-from duotone.serving import exported_weight, folder, schemes, tensor_file
+from duotone.serving import exported_weight, exporting, folder, schemes, tensor_file
 from duotone.serving.tensor_file import write_tensors
 
 SCHEMES = {
@@ -484,3 +485,21 @@ def test_memory_is_that_of_some_rows_not_of_a_shard_or_a_weight(scheme: str, tmp
         report = duotone.export(model, tmp_path / "x", scheme=scheme)
     assert report.bytes > 10 * 2**20
     assert live.peak - total_bytes(weights) <= 2**16 * 40
+
+
+def test_the_compiler_is_asked_for_exports_of_many_parameters_alone(tmp_path, monkeypatch) -> None:
+    asked, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(stages, "COMPILE_FROM", 1 << 15)
+    monkeypatch.setattr(stages, "compiler_reason", lambda: asked.append(torch.get_num_threads()) or "off in this test")
+    model = nn.Sequential(nn.Linear(256, 256))
+    small = duotone.export(model, tmp_path / "x", scheme="NVFP4A16")
+    assert not asked
+    monkeypatch.setattr(exporting, "COMPILE_FROM", 0)
+    large = duotone.export(model, tmp_path / "y", scheme="NVFP4A16")
+    assert set(asked) == {threads} and torch.get_num_threads() == threads
+    assert small == large and same_files(tmp_path / "x", tmp_path / "y")
+
+
+def same_files(one, other) -> bool:
+    names = [sorted(file.name for file in folder.iterdir()) for folder in (one, other)]
+    return names[0] == names[1] and all((one / name).read_bytes() == (other / name).read_bytes() for name in names[0])

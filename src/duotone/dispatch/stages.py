@@ -5,7 +5,9 @@ Candidates are asked in order; the first without a reason against it runs. All g
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from types import CodeType, FunctionType
 from typing import TypeVar
@@ -47,7 +49,20 @@ def _stages(elements: int) -> Stages:
         return PLAIN
     # Under a dispatch mode Dynamo gives a function up for good, without a word.
     observed = torch._C._len_torch_dispatch_stack() > 0
-    return CHUNKED if observed or compiler_reason() else COMPILED
+    return CHUNKED if observed or _UNCOMPILED.get() or compiler_reason() else COMPILED
+
+
+_UNCOMPILED = ContextVar("uncompiled", default=False)
+
+
+@contextmanager
+def uncompiled(applies: bool = True) -> Iterator[None]:
+    """In this thread casts on the CPU are not compiled: for less work than the compiler takes time and memory for."""
+    token = _UNCOMPILED.set(applies)
+    try:
+        yield
+    finally:
+        _UNCOMPILED.reset(token)
 
 
 def amax_of(x: Tensor) -> Tensor:

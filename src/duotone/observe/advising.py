@@ -6,15 +6,13 @@ linears in the measured table.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from duotone.dispatch.stages import amax_of
+from duotone.dispatch.stages import amax_of, uncompiled
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.observe import speeds
@@ -76,7 +74,7 @@ def advise(
     (samples, notes), table = sample_operands(model, step, memory), speeds.measured()
     shapes = _shapes(samples, size)
     is_small = sum(sample.operands["weight"].numel() for sample in samples) < COMPILE_FROM
-    with BaseTorchDispatchMode() if is_small else nullcontext():  # casts do not compile in a dispatch mode
+    with uncompiled(is_small):
         rows = [
             row
             for sample, shape in zip(samples, shapes, strict=True)

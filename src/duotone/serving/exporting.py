@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from duotone.conversion.naming import require_model
+from duotone.dispatch.stages import uncompiled
 from duotone.errors import UserError
 from duotone.serving.exported_weight import ExportedWeight, ExportReport, ExportRow, share_global_scales
 from duotone.serving.folder import CONFIG, NOTES, Item, Note, write_folder
@@ -25,6 +26,9 @@ from duotone.serving.stored_tensors import (
     stored_tensors,
 )
 from duotone.tensor.plane_tensor import plain
+
+COMPILE_FROM = 1 << 28
+"""Parameters from which compiled casts on a CPU save more time than the compiler takes. It also takes 130 MiB."""
 
 
 def export(
@@ -96,14 +100,27 @@ def write_export(model: nn.Module, path: Path, options: ExportOptions, names: St
         linear.refuse_source(options.allow_requantize)
     items = list(_items(model, weights, names))
     config = _config(model, scheme, list(_ignored(model, weights, items, names)))
-    total, notes = write_folder(
-        path,
-        items,
-        options.max_shard_bytes,
-        lambda notes: {CONFIG: json.dumps(config, indent=2), **_texts(model, notes)},
-    )
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < COMPILE_FROM
+    with uncompiled(is_small), _threads(1 if is_small else torch.get_num_threads()):
+        total, notes = write_folder(
+            path,
+            items,
+            options.max_shard_bytes,
+            lambda notes: {CONFIG: json.dumps(config, indent=2), **_texts(model, notes)},
+        )
     rows = tuple(ExportRow(*note[:4]) for note in notes)
     return ExportReport(BF16 if scheme is None else scheme.name, rows, total)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """So many threads of torch: more would wait for each other in stages of few elements, long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _calibrated(
