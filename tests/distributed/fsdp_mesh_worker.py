@@ -126,6 +126,43 @@ def a_smaller_mesh_after_forward_is_refused_in_one_line(folder: Path) -> None:
             raise AssertionError("torch keeps one buffer of a parameter after forward, and planes have two")
 
 
+def parallel_pair(over: DeviceMesh, name: str, whole: list[Tensor]) -> nn.Sequential:
+    """Modules that know their ranks, with quantized weights of this rank's part."""
+    options = {"bias": False, "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
+    with duotone.quantized_model_init(recipe=recipes.load(name)):
+        m = nn.Sequential(
+            duotone.Linear(64, 128, parallel_mode="column", tp_group=over["model"].get_group(), **options),
+            nn.ReLU(),
+            duotone.Linear(128, 64, parallel_mode="row", tp_group=over["model"].get_group(), **options),
+        )
+    rank = over["model"].get_local_rank()
+    with torch.no_grad():
+        for layer, weight, dim in zip((m[0], m[2]), whole, (0, 1), strict=True):
+            layer.weight.copy_(weight.chunk(2, dim)[rank])
+    return m
+
+
+@check
+def quantized_weights_of_parallel_modules_shard_over_data(folder: Path) -> None:
+    over = mesh()
+    for name in ("fp8-current", "mxfp8", "fp8-rowwise"):
+        whole = [layer.weight.detach().clone() for layer in (network(name)[0], network(name)[2])]
+        for weight in whole:
+            weight[: len(weight) // 4] *= 4  # the shards' own amaxes differ
+        split, both = parallel_pair(over, name, whole), shard(parallel_pair(over, name, whole), over)
+        for got, want in zip(train(both), train(split), strict=True):
+            same(got, want, name)
+        single = network(name)
+        with torch.no_grad():
+            for layer, weight in zip((single[0], single[2]), whole, strict=True):
+                layer.weight.copy_(weight)
+                layer.bias.zero_()
+                layer.bias.requires_grad_(False)
+        duotone.convert_parameters(single, recipes.load(name))
+        losses = train(parallel_pair(over, name, whole))[:3]
+        torch.testing.assert_close(torch.stack(losses), torch.stack(train(single)[:3]), rtol=2.0**-5, atol=0)
+
+
 @check
 def weights_that_tensor_parallelism_cuts_travel_as_they_are(folder: Path) -> None:
     over = mesh()
