@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38250
+LIBRARY_LINES = 38246
 TOOL_LINES = 7590
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -26,7 +26,7 @@ BUDGETS = {
     "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
     "dispatch": (3333, 1, 0),
-    "distributed": (455, 3, 1),
+    "distributed": (451, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (639, 9, 0),
     "kernels": (5035, 0, 0),

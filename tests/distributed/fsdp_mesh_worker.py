@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import duotone
 from duotone import recipes
+from duotone.distributed import save
 from duotone.errors import UserError
 
 NAMES = ("fp8-current", "mxfp8", "fp8-delayed", "nvfp4")
@@ -152,6 +153,12 @@ def quantized_weights_of_parallel_modules_shard_over_data(folder: Path) -> None:
         split, both = parallel_pair(over, name, whole), shard(parallel_pair(over, name, whole), over)
         for got, want in zip(train(both), train(split), strict=True):
             same(got, want, name)
+        try:
+            save(folder / "refused", both, torch.optim.SGD(both.parameters()))
+        except UserError as error:
+            assert "which a checkpoint cannot place" in str(error)
+        else:
+            raise AssertionError("a checkpoint would take a rank's part of a weight for the whole")
         single = network(name)
         with torch.no_grad():
             for layer, weight in zip((single[0], single[2]), whole, strict=True):

@@ -63,14 +63,10 @@ def clean(name: str) -> str:
 def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry]:
     """Parameters and persistent buffers. A quantized one is the parts of its planes, by side and format.
 
-    UserError if a module holds a shard of a weight that is no DTensor: nothing says how it lies over the ranks.
+    UserError if a module has `parallel_mode`: nothing says how its shards lie, whether FSDP2 cuts them again or not.
     """
     for name, module in model.named_modules():
-        if (
-            isinstance(module, Planned)
-            and module.layout.group
-            and not any(isinstance(p, DTensor) for p in module.parameters(False))
-        ):
+        if isinstance(module, Planned) and module.layout.group:
             raise UserError(
                 f"{name or 'the model'} holds a shard of its weight (parallel_mode=), which a checkpoint cannot place; "
                 "cut it with parallelize_module, whose parameters are DTensors"
