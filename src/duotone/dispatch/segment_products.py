@@ -60,8 +60,8 @@ def _calls_cublas(index: int) -> bool:
 
 
 SMALL = 1 << 24
-"""Elements of a weight up to which products of rows that the host knows are grouped too: one launch, instead of one for
-each segment, is then worth more than cuBLAS's faster slow accumulation. Measured, see docs/hopper.md."""
+"""Weights of at most so many elements are multiplied in one launch even if the host knows the rows. One launch for all
+segments is then worth more than cuBLAS's faster slow accumulation. Measured, see docs/hopper.md."""
 
 
 def product(

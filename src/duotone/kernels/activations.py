@@ -1,9 +1,9 @@
-"""What a cast makes on its way: activations and their gradients, which a kernel of its own makes too, and norms.
+"""What a cast kernel computes itself: activations and their gradients, which a second kernel computes too, and norms.
 
 `activated` and `slope` take fp32 values of a narrower dtype and round to it wherever eager torch would, with its
-arithmetic. GELU alone is faster than torch's and not its bits: its exponential is the hardware's, good to about 2^-21,
-so a result next to a tie may round to the other neighbour; far below 0, where torch cancels in 1 + tanh, digits differ.
-The kernel that makes a norm alone (`kernels/norms.py`) has the same arithmetic, `affine`, and so the same bits.
+arithmetic. GELU alone is faster and has not torch's bits. Its exponential is the hardware's, good to about 2^-21, so a
+result next to a tie may round to the other neighbour. Far below 0, where torch cancels in 1 + tanh, digits differ.
+The kernel that computes a norm alone (`kernels/norms.py`) has the same arithmetic, `affine`, and so the same bits.
 """
 
 import functools
@@ -74,10 +74,10 @@ def gelu_sigmoid(x):
 def sigmoid_and_silu(x, DTYPE: tl.constexpr):
     """1 / d and x / d of d = 1 + exp(-x).
 
-    Narrow inputs go without the branches of a division, which keep instructions from overlapping: one of Newton's steps
-    for the reciprocal and one for the quotient (Markstein), by d / 2^32 so that no reciprocal is subnormal. Both are
-    rounded to nearest but next to x = 0, where one is an ulp off; values and gradients of normal size then round as if
-    it were not, which was checked for all of those inputs.
+    Narrow inputs avoid the branches of a division, which keep instructions from overlapping. They take one of Newton's
+    steps for the reciprocal and one for the quotient (Markstein), by d / 2^32 so that no reciprocal is subnormal. Both
+    are rounded to nearest, except next to x = 0, where one is an ulp off. Values and gradients of normal size round as
+    if it were not: all of those inputs were checked.
     """
     d = 1.0 + libdevice.exp(-x)
     if DTYPE == tl.float32:

@@ -129,7 +129,7 @@ def keys_kernel(
     """The gradients of BM keys and values of one of G heads. k, v and gradients are (batch, tokens, G, D).
 
     q and do are descriptors by rows of planes for sums over the width, q_sum and do_sum those for sums over tokens.
-    lse, in units of log2 and less log2 of what P is multiplied by, and delta are (batch, H, queries). `p_scale` and
+    lse and delta are (batch, H, queries). lse is in units of log2, less the log2 of the scale of P. `p_scale` and
     `ds_scale` are delayed scales. The longest programs of causal attention come first.
     """
     across = tl.num_programs(0) // tl.cdiv(TK, BM)

@@ -1,8 +1,8 @@
 """Groups of 16 elements inside of kernels: each of 16 tensors holds one element of all groups, so that a thread holds
 whole groups and their transform, amax, rounding and packing cross no thread.
 
-Codes are made in floating point: on magnitudes, the E2M1 code is the least of three lines, 2a, a + 2 and a / 2 + 4, and
-to nearest, ties to even, on the code axis is E2M1's rounding. Each line is one fma onto 2^23, where the spacing is 1.
+Codes are computed in floating point. The E2M1 code of a magnitude a is the least of three lines: 2a, a + 2, a / 2 + 4.
+E2M1 rounds as the code does: to nearest, ties to even. Each line is one fma onto 2^23, where the spacing is 1.
 """
 
 import triton

@@ -18,8 +18,8 @@ TILE = (32, 128, 4)
 
 @triton.jit
 def scaled(result, rows, cols, m, n, M, N, constant, ROWS: tl.constexpr, COLS: tl.constexpr, CONSTANT: tl.constexpr):
-    """made * ((rows * cols) * constant) for one factor each; else the constant first, then rows and columns, which are
-    multiplied with each other before where one of them is a single number."""
+    """result * ((rows * cols) * constant) if each is one number. Else the constant first, then rows, then columns; if
+    one of these is a single number, the two are multiplied before."""
     row, col = 1.0, 1.0
     if ROWS != NONE:
         row = tl.load(rows) if ROWS == ONE else tl.load(rows + m, mask=m < M, other=0.0)

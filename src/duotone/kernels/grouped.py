@@ -40,8 +40,8 @@ SEGMENT, LINE, BLOCK = (tl.constexpr(i) for i in range(3))
 """What has a scale: a segment, a row of either operand, a block of both."""
 
 TILES = {True: Tile(128, 256, 8, 3, 8, True), False: Tile(128, 128, 4, 3, 8, False)}
-"""By `fast`. Sums that leave the tensor cores take registers of their own, of half a tile at a time: two programs share
-a multiprocessor, one adding while the other multiplies, and new ones fill what ended ones leave."""
+"""By `fast`. Sums that leave the tensor cores take more registers, for half a tile at a time. Two programs share a
+multiprocessor: one adds while the other multiplies, and new ones take the places of those that ended."""
 
 
 BLOCK_TILE = Tile(64, 128, 4, 3, 16, False, 168)
@@ -92,10 +92,10 @@ def _promoted_sums(a, b, member, row, col, low, high, BM: tl.constexpr, BN: tl.c
 def _block_sums(
     a, b, member, row, col, low, high, of_a, of_b, m, M, n, N, SQUARE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """BM rows of a times BN rows of b, each CHUNK multiplied by the scales of its blocks before it is added.
+    """BM rows of a times BN rows of b. Each CHUNK is multiplied by the scales of its blocks before it is added.
 
-    of_a (chunks, M) holds those of lines m. of_b holds those of lines n in (chunks, N) or, SQUARE, of CHUNK lines in
-    (N / CHUNK, chunks).
+    of_a (chunks, M) holds the scales of lines m. of_b holds those of lines n in (chunks, N) or, if SQUARE, of CHUNK
+    lines in (N / CHUNK, chunks).
     """
     total = tl.zeros([BM, BN], tl.float32)
     left = of_a + tl.minimum(m, M - 1)

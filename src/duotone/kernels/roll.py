@@ -13,8 +13,8 @@ from duotone.kernels.launch import Launch, kernel
 def roll_kernel(table, largest, before, L, SPIKE, RECENT: tl.constexpr, SKIP: tl.constexpr, T: tl.constexpr):
     """One slot a program: its column of (L, N) moves up, its live amax becomes the newest entry, its scale follows.
 
-    SKIP: a live amax that is not finite does not enter, and counts in row 0 of the events (2, N). One above SPIKE times
-    the largest of the rest enters as this, and counts in row 1; SPIKE 0 lets it be.
+    SKIP: a live amax that is not finite does not enter, and counts in row 0 of the events (2, N). A live amax above
+    SPIKE times the largest of the rest enters as that product, and counts in row 1. SPIKE 0 clamps nothing.
     """
     slot = tl.program_id(0)
     column = tl.load(table + 4 * slot).to(tl.pointer_type(tl.float32))

@@ -163,8 +163,8 @@ def segment_cast_kernel(
 ):  # fmt: skip
     """One tile of one segment. `row_from` and `col_from` hold encode scales, SLOT apart, or bits of amaxes.
 
-    Columnwise codes are one matrix (K, WIDTH) where WHOLE, else (K, length) of each segment after each other; scales of
-    rows lie as rows do where WHOLE, else as columns of codes.
+    With WHOLE, columnwise codes are one matrix (K, WIDTH), and scales of rows lie as rows do. Else codes are those of
+    one segment (K, length) after the other, and scales of rows lie as columns of codes.
     """
     PAD: tl.constexpr = CHUNK if WHOLE else STEP
     H: tl.constexpr = TM // 4

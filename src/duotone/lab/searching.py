@@ -1,7 +1,7 @@
 """A search for the recipe of a model: a bf16 run, the effect of each option on it, an integer program, and a check.
 
-The predicted gap of an option is its forward effect, and what its backward effect costs in progress: where the loss
-falls by r nats for each e-fold of steps, a run that loses the share s of its progress ends about r s nats higher.
+The predicted gap of an option is its forward effect, plus what its backward effect costs in progress. If the loss falls
+by r nats for each e-fold of steps, a run that loses the share s of its progress ends about r s nats higher.
 """
 
 import math

@@ -1,8 +1,8 @@
 """A census of one step: which module called what in which order, and which storages autograd kept for it.
 
-What a pipeline takes on top of what lives anyway is found from its stages and shapes alone: they run on fake tensors,
-which have shapes and no data. So decoded operands, casts and results count as the plans' own kernels make them, for
-every format and GEMM rule, and nothing is computed.
+What a pipeline takes on top of this follows from its stages and shapes alone. They run on fake tensors, which have
+shapes and no data. So decoded operands, casts and results count as the kernels of the plans allocate them, for every
+format and GEMM rule, and nothing is computed.
 """
 
 import weakref

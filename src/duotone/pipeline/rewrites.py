@@ -1,7 +1,7 @@
 """Rewrite rules: functions of a tuple of stages that put one fused stage in the place of several.
 
-A rule changes speed and memory, never results. Rules for both passes go first, then those of forward and of backward,
-each on the outcome of the one before; a fused stage has to stand for the same basic stages in the same order.
+A rule changes speed and memory, never results. Rules for both passes run first, then those of forward and of backward.
+Each takes the result of the one before. A fused stage has to stand for the same basic stages in the same order.
 """
 
 from collections.abc import Callable, Sequence

@@ -99,14 +99,14 @@ class GroupedLinear(PlannedGroup, nn.Module):
     ) -> Any:
         """(*lead, in_features) and the rows of each expert -> (*lead, out_features).
 
-        `m_splits` is a list of n integers or an int tensor; they sum to the rows of x, and zeros are allowed. A tensor
-        on a GPU is waited for, except on Hopper where all formats are FP8 with scales per tensor, row or block of 128,
-        and no gradient is put off: then nothing looks at the sum, and results of rows beyond it are undefined.
+        `m_splits` is a list of n integers or an int tensor. They sum to the rows of x, and zeros are allowed. The host
+        waits for a tensor on a GPU. It does not wait on Hopper if all formats are FP8 with scales per tensor, row or
+        block of 128, and no gradient is put off. Results of rows beyond the sum are then undefined.
         With `return_bias` the biases follow, not added.
 
-        `out` (*lead, out_features) takes the output, which then shares its memory, `dgrad_out`, shaped as x, the
+        `out` (*lead, out_features) takes the output, which then shares its memory. `dgrad_out`, shaped as x, takes the
         gradient of x. Both are contiguous and have no gradient. With `out` the counts may sum to less than the rows of
-        x: rows beyond keep what they hold in `out` and `dgrad_out`, and without `dgrad_out` have a gradient of zero.
+        x. Rows beyond keep their values in `out` and `dgrad_out`. Without `dgrad_out` their gradient is zero.
         """
         if out is not None or dgrad_out is not None:
             y = self._run_placed(x, m_splits, is_first_microbatch, out, dgrad_out)

@@ -112,10 +112,10 @@ def expression(pattern: str) -> "Expression":
 
 
 class Expression:
-    """As `re.fullmatch`, for characters, classes, groups, `|`, repeats, positions, and lookaheads at the very start.
+    """`re.fullmatch` for characters, classes, groups, `|`, repeats, positions, and lookaheads at the very start.
 
-    RecipeError where the pattern is no regular expression, is longer than LARGEST states with its repeats written out,
-    or has back references, lookbehinds, lookaheads elsewhere, flags of a group, possessive or atomic parts.
+    RecipeError if the pattern is no regular expression, or has more than LARGEST states with its repeats written out.
+    Also for back references, lookbehinds, lookaheads elsewhere, flags of a group, possessive and atomic parts.
     """
 
     def __init__(self, pattern: str) -> None:
