@@ -36,19 +36,35 @@ def on_one_rank(run: Callable[[], list[Any]]) -> list[Any]:
     return results[0]
 
 
-def losses_of(trainer: Trainer) -> list[float]:
-    """Of four steps, and the held-out one after them."""
-    return [*(trainer.step() for _ in range(4)), trainer.heldout_loss()]
+def losses_of(trainer: Trainer, steps: int = 4) -> list[float]:
+    """Of the steps, and the held-out one after them."""
+    return [*(trainer.step() for _ in range(steps)), trainer.heldout_loss()]
+
+
+@functools.cache
+def corpus() -> data.Corpus:
+    return data.load((), context=presets.get("tiny").model.context)
+
+
+@functools.cache
+def uninterrupted(folder: Path, case: tuple[Parallel, str, str]) -> tuple[ParallelTrainer, list[float]]:
+    """A trainer that was saved after two of its four steps, and `losses_of` it."""
+    parallel, model, recipe = case
+    config = TrainConfig(presets.get("tiny"), steps=4, model=model)
+    trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus())
+    losses = [trainer.step(), trainer.step()]
+    trainer.save(folder / f"{parallel}-{recipe}", {"train_loss": [[1, 0.5]]})
+    return trainer, [*losses, *losses_of(trainer, 2)]
 
 
 @check
 def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> None:
-    corpus = data.load((), context=presets.get("tiny").model.context)
-    for parallel, model, recipe in CASES:
-        config = TrainConfig(presets.get("tiny"), steps=4, model=model)
-        trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus)
-        one = Trainer(config, recipes.load(recipe), corpus)
-        pairs = list(zip(losses_of(trainer), on_one_rank(functools.partial(losses_of, one)), strict=True))
+    for case in CASES:
+        parallel, _, recipe = case
+        trainer, losses = uninterrupted(folder, case)
+        config = trainer.config
+        one = Trainer(config, recipes.load(recipe), corpus())
+        pairs = list(zip(losses, on_one_rank(functools.partial(losses_of, one)), strict=True))
         assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
         assert len(trainer.ranks()) == 4
@@ -76,8 +92,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
     for run in runs:
         run.is_observed = False
-    corpus = data.load((), context=config.preset.model.context)
-    compared = on_one_rank(lambda: comparison.compare(config, runs, corpus, make=Trainer)["runs"])
+    compared = on_one_rank(lambda: comparison.compare(config, runs, corpus(), make=Trainer)["runs"])
     ends = [[entry["final_heldout_loss"] for entry in each] for each in (result["runs"], compared)]
     assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
     assert [entry["error"] for entry in result["runs"]] == [None, None] and not result["partial"]
@@ -87,8 +102,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
 @check
 def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
     config = TrainConfig(presets.get("tiny"), steps=4)
-    corpus = data.load((), context=config.preset.model.context)
-    trainer = ParallelTrainer(Parallel(fsdp=4), config, recipes.load("mxfp8"), corpus)
+    trainer = ParallelTrainer(Parallel(fsdp=4), config, recipes.load("mxfp8"), corpus())
     forward = trainer.model.forward
     if dist.get_rank():
         trainer.model.forward = lambda *batch: forward(*batch) * float("nan")
@@ -97,16 +111,13 @@ def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
 
 @check
 def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
-    corpus = data.load((), context=presets.get("tiny").model.context)
-    for parallel, model, recipe in CASES:
-        config = TrainConfig(presets.get("tiny"), steps=4, model=model)
-        trainer, resumed = (ParallelTrainer(parallel, config, recipes.load(recipe), corpus) for _ in range(2))
-        trainer.step(), trainer.step()
-        trainer.save(folder / f"{parallel}-{recipe}", {"train_loss": [[1, 0.5]]})
-        losses = trainer.step(), trainer.step()
+    for case in CASES:
+        parallel, _, recipe = case
+        trainer, losses = uninterrupted(folder, case)
+        resumed = ParallelTrainer(parallel, trainer.config, recipes.load(recipe), corpus())
         history = resumed.resume(folder / f"{parallel}-{recipe}" / "step-00000002")
         assert history == {"train_loss": [[1, 0.5]]} and resumed.done == 2
-        assert (resumed.step(), resumed.step()) == losses, parallel
+        assert losses_of(resumed, 2) == losses[2:], parallel
         state, want = resumed.optimizer.state(), trainer.optimizer.state()
         assert state.keys() == want.keys()
         for name, tensor in want.items():
