@@ -12,9 +12,10 @@ from _pytest.mark import ParameterSet
 triton = pytest.importorskip("triton", reason="Triton is not installed; `make test` brings it on Linux on x86-64")
 from budgets import CAPABILITIES, REMEDY, Use, build, complaint, load, measure  # noqa: E402
 from cases import CASES, Case  # noqa: E402
+from triton import JITFunction  # noqa: E402
 
 RECORDED_WITH, RECORDED = load()
-OF_KERNEL = {case.function: [other for other in CASES if other.function is case.function] for case in CASES}
+KERNELS = list(dict.fromkeys(case.function for case in CASES))
 LIKE_OTHERS = (
     *("both planes nvfp4 and nvfp4_rht, odd sizes", "both planes nvfp4, odd sizes"),  # with stochastic rounding too
     *("both planes nvfp4_16x16_sr", "both planes nvfp4_4over6:"),
@@ -24,12 +25,31 @@ LIKE_OTHERS = (
 """Beginnings of the names of cases whose choices, one by one and most of them by twos, other quick cases have too."""
 
 
+def choices(case: Case) -> set[tuple[str, str]]:
+    """The choices of a case by twos, and each with itself."""
+    launch = {"warps": case.warps, "stages": case.stages, "fusion": case.fusion, "registers": case.registers}
+    names = sorted(map(str, {**case.types, **case.constants, **launch}.items()))
+    return set(itertools.combinations_with_replacement(names, 2))
+
+
+def quick_names(kernel: JITFunction) -> list[str]:
+    """Cases of a kernel that have, one by one and by twos, the choices of all that are not like others."""
+    cases = [case for case in CASES if case.function is kernel and not case.name.startswith(LIKE_OTHERS)]
+    quick = {case.name: choices(case) for case in cases}
+    for name, twos in list(quick.items()):
+        if twos <= set().union(*(others for other, others in quick.items() if other != name)):
+            del quick[name]
+    return list(quick)
+
+
+QUICK = {kernel: quick_names(kernel) for kernel in KERNELS}
+
+
 def build_of(case: Case, capability: int) -> ParameterSet:
-    """Cases of a kernel take turns with the architectures. A kernel with fewer cases has its last one for the rest."""
-    cases = OF_KERNEL[case.function]
-    at, turn = cases.index(case), CAPABILITIES.index(capability)
-    quick = turn == at % 3 or (at == len(cases) - 1 and turn > at)
-    quick = quick and not case.name.startswith(LIKE_OTHERS)
+    """Quick cases of a kernel take turns with the architectures. Where they are fewer, the last one has the rest."""
+    names, turn = QUICK[case.function], CAPABILITIES.index(capability)
+    at = names.index(case.name) if case.name in names else -1
+    quick = at >= 0 and (turn == at % 3 or (at == len(names) - 1 and turn > at))
     identity = f"{case.name.replace(' ', '-')}-sm_{capability}"
     return pytest.param(case, capability, id=identity, marks=() if quick else pytest.mark.slow)
 
@@ -39,7 +59,7 @@ BUILDS = [build_of(*pair) for pair in itertools.product(CASES, CAPABILITIES)]
 
 def test_each_kernel_has_a_quick_build_for_each_architecture() -> None:
     quick = {(build.values[0].function, build.values[1]) for build in BUILDS if not build.marks}
-    assert quick == set(itertools.product(OF_KERNEL, CAPABILITIES))
+    assert quick == set(itertools.product(KERNELS, CAPABILITIES))
 
 
 @pytest.mark.filterwarnings("default:.*budget:UserWarning")
