@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-from duotone import recipes
+from duotone import autocast, recipes
 from duotone.attention import DotProductAttention, MultiheadAttention, TransformerLayer
 from duotone.errors import RecipeError
 
@@ -156,26 +156,47 @@ def codes_go_round_and_give_the_fp8_attention_of_one_process(folder: Path) -> No
 
 
 @check
+def windows_of_codes_reach_over_ranks(folder: Path) -> None:
+    for window, kind, is_balanced in (
+        ((5, 0), "causal", True),
+        ((40, 7), "no_mask", False),
+        ((-1, 3), "no_mask", True),
+    ):
+        ring._cp_options.enable_load_balance = is_balanced
+        m = DotProductAttention(HEADS, 64, num_gqa_groups=1, attn_mask_type=kind, window_size=window, recipe=LOW)
+        heads = [torch.randn(TOKENS, 2, count, 64, dtype=DTYPE) for count in (HEADS, 1, 1)]
+        compare(m, heads, f"{window}, {is_balanced}")
+
+
+@check
 def quantized_projections_go_round(folder: Path) -> None:
     ring._cp_options.enable_load_balance = True
     recipe = recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
     m = MultiheadAttention(WIDTH, HEADS, attention_dropout=0.0, recipe=recipe, params_dtype=DTYPE, bias=False)
     compare(m, [torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)], "fp8_mha", torch.rand(TOKENS, 64), FP8)
+    x = torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)
+    with parallel([x], [0]), torch.no_grad():
+        outputs = []
+        for each in (recipe, LOW):  # heads are encoded once, under the scale of all ranks, by both
+            with autocast(recipe=each):
+                outputs.append(m(x))
+        near(*outputs, "encoded once", 0.0)
 
 
 @check
 def what_codes_do_not_serve_goes_round_in_high_precision(folder: Path) -> None:
     heads = [torch.randn(TOKENS, 1, HEADS, 64, dtype=DTYPE) for _ in range(3)]
-    options = {"window_size": (3, 0)}
+    options = {"attn_mask_type": "padding"}
+    masks = {"attention_mask": torch.zeros(1, TOKENS // dist.get_world_size(), dtype=torch.bool, device=checks.DEVICE)}
     m = DotProductAttention(HEADS, 64, recipe=LOW, **options)
     with parallel(heads, [0] * 3), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with suppress(AssertionError):  # torch's ring takes no mask
-            m(*heads)
+            m(*heads, **masks)
         assert any("context_parallel has no products of codes with a mask" in str(one.message) for one in caught)
         strict = recipes.Float8CurrentScaling(fp8_dpa=True, strict=True)
         try:
-            DotProductAttention(HEADS, 64, recipe=strict, **options)(*heads)
+            DotProductAttention(HEADS, 64, recipe=strict, **options)(*heads, **masks)
         except RecipeError as error:
             assert "context_parallel" in str(error), error
         else:

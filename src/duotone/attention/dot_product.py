@@ -134,8 +134,9 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         )
         heads = query_layer, key_layer, value_layer
         is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen, kind)
-        if is_low and not self._leaves_to_ring(recipe, query_layer, seen):
-            return self._low_precision.run(heads, layout, seen, kind.causal, recipe, group)
+        if is_low and not self._leaves_to_ring(recipe, heads, layout, seen, kind):
+            window = window_of(kind, window_size or self.window_size)
+            return self._low_precision.run(heads, layout, seen, window, recipe, group)
         query, key, value = (to_heads(x, layout) for x in heads)
         options = {"dropout": self.dropout, "scale": self.softmax_scale}
         if seen is None:
@@ -143,19 +144,21 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         if seen.dtype is torch.int32:
             seen = seen_by(seen, slice(0, query.shape[2]), slice(0, key.shape[2]))
         nothing = ~seen.any(dim=-1, keepdim=True)
-        return from_heads(
-            attend(query, key, value, **options, attn_mask=seen | nothing).masked_fill(nothing, 0), layout
-        )
+        out = attend(query, key, value, **options, attn_mask=seen | nothing)
+        return from_heads(out.masked_fill(nothing, 0), layout)
 
-    def _leaves_to_ring(self, recipe: Recipe, query: Tensor, seen: Tensor | None) -> bool:
+    def _leaves_to_ring(
+        self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType
+    ) -> bool:
         """Whether torch's context parallelism runs the call, in high precision. RecipeError if the recipe is strict."""
         if F.scaled_dot_product_attention is SDPA or not in_context_parallel():
             return False
+        axis = token_axis(layout)
         if torch.compiler.is_dynamo_compiling():
             reason = "in compiled code"
-        elif seen is not None:
-            reason = "with a mask, a window or a cache"
-        elif self.pick(recipe, str(query.device))[0]:
+        elif kind.padding or kind.arbitrary or heads[0].shape[axis] != heads[1].shape[axis]:
+            reason = "with a mask, a cache or another number of keys"
+        elif seen is None and self.pick(recipe, str(heads[0].device))[0]:
             reason = "that were measured to be faster; set dpa_min_tokens to 0 for products in FP8"
         else:
             return False

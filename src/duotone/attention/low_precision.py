@@ -10,6 +10,7 @@ from torch import Tensor
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
+from duotone.attention.masks import UNBOUNDED, Window
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.attention.ranks import Ranks
 from duotone.numbered import ByName, Numbered, constant_in_traces
@@ -83,11 +84,15 @@ class LowPrecision:
         heads: tuple[Tensor, Tensor, Tensor],
         layout: str,
         seen: Tensor | None,
-        causal: bool,
+        window: Window,
         recipe: Recipe,
         group: str,
     ) -> Tensor:
-        """Query, key and value in a layout -> the output with heads as one axis. `seen` broadcasts to their scores."""
+        """Query, key and value in a layout -> the output with heads as one axis.
+
+        `seen` broadcasts to their scores. It is None for a `window` of all keys, or of those up to a query's position.
+        Ranks that share a sequence have no `seen`: their window is that of the whole sequence.
+        """
         module = self._module()
         assert module is not None
         device = heads[0].device.type
@@ -96,13 +101,13 @@ class LowPrecision:
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
         ranks, v = None if compiling else Ranks.now(), heads[2]
         q, k = conditioned(recipe, heads[0], heads[1], token_axis(layout), ranks)
-        if ranks is not None and causal:
-            seen = ranks.triangle(q.shape[token_axis(layout)], q.device)
+        if ranks is not None:
+            seen = None if window == UNBOUNDED else ranks.spans(window, q.shape[token_axis(layout)], q.device)
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
-        call = Call(*where, causal and seen is None, module.dropout, tracks, ranks)
+        call = Call(*where, window == (-1, 0) and seen is None, module.dropout, tracks, ranks)
         stage = _traced(getattr(module._alike, recipe.key), call) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None

@@ -19,6 +19,7 @@ from duotone.numbered import ByName
 from duotone.pipeline.slot_roles import InnerBoundaryRoles
 from duotone.recipes.recipe import Recipe, RecipeLike, drop_dead
 from duotone.recipes.roles import QuantizerRole
+from duotone.state.torch_private import in_context_parallel
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,6 +198,10 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         if not recipe.fp8_mha:  # nothing that one layer alone has becomes a guard
             return False, False
         output, gradient = getattr(self._crossing, recipe.key, (False, False))
+        if (
+            output and in_context_parallel()
+        ):  # whose ranks agree on the scales of their keys, when attention encodes them
+            output = False
         # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
         return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.attention.masks import Window
 from duotone.comm.collectives import all_gather, all_reduce, group_rank, group_size, reduce_scatter
 from duotone.state.torch_private import context_parallel
 from duotone.tensor.plane import Plane, sharded_parts
@@ -72,14 +73,16 @@ class Ranks(NamedTuple):
         shape[dim] *= self.count
         return Plane(plane.format, parts, (shape[0], shape[1]))
 
-    def triangle(self, tokens: int, device: torch.device) -> Tensor:
-        """`spans` of causal attention, for this rank's tokens as queries and all tokens as keys."""
+    def spans(self, window: Window, tokens: int, device: torch.device) -> Tensor:
+        """`spans` of a window, (-1, 0) for causal attention, for this rank's tokens as queries and all as keys."""
         count, rank, index = self.count, group_rank(self.group), torch.arange(tokens, device=device)
         place = rank * tokens + index
         if self.is_balanced:
             half = tokens // 2
             place = torch.where(index < half, rank * half, (2 * count - 2 - rank) * half) + index
-        keys = torch.arange(count * tokens, device=device)
-        of_queries = torch.stack((torch.zeros_like(place), place + 1))
-        of_keys = torch.stack((torch.searchsorted(place, keys), torch.full_like(keys, tokens)))
-        return torch.cat((of_queries, of_keys), -1)[None].to(torch.int32)
+        keys, (left, right) = torch.arange(count * tokens, device=device), window
+        far = count * tokens
+        before, behind = far if left < 0 else left, far if right < 0 else right
+        of_queries = torch.stack(((place - before).clamp(min=0), (place + behind + 1).clamp(max=far)))
+        first, last = torch.searchsorted(place, keys - behind), torch.searchsorted(place, keys + before, right=True)
+        return torch.cat((of_queries, torch.stack((first, last))), -1)[None].to(torch.int32)
