@@ -37,7 +37,7 @@ def pytest_collection_finish() -> None:
     It runs less often than by default: a tracing compiler makes many objects, and few of them are cycles.
     """
     gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    gc.set_threshold(200_000, 10, 100)
     gc.enable()
 
 

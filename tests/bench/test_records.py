@@ -1,5 +1,6 @@
 """Records of a case: ratios, rates, errors as rows, JSON lines, and the file that takes them."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,6 +14,12 @@ from bench.timing.duel import Pace
 from duotone.errors import UserError
 
 PACE = Pace(turns=3, seconds=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _no_collection(monkeypatch):
+    """Each case begins with one, which walks over all objects of the process: half a second late in a run."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
 class Clock:
