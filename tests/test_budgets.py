@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38262
+LIBRARY_LINES = 38419
 TOOL_LINES = 7590
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,11 +25,11 @@ BUDGETS = {
     "comm": (162, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
-    "dispatch": (3333, 1, 0),
+    "dispatch": (3492, 1, 0),
     "distributed": (451, 3, 1),
     "formats": (1493, 0, 0),
     "integrations": (639, 9, 0),
-    "kernels": (5035, 0, 0),
+    "kernels": (5045, 0, 0),
     "lab": (3683, 13, 1),
     "linear": (1893, 5, 0),
     "modules": (655, 1, 0),
@@ -38,7 +38,7 @@ BUDGETS = {
     "optim": (813, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
-    "planned": (3068, 15, 5),
+    "planned": (3056, 15, 5),
     "recipes": (1999, 6, 0),
     "report": (1737, 0, 0),
     "serving": (1400, 0, 0),

@@ -23,6 +23,8 @@ def cast(x: Tensor, row: str, col: str, propagate: bool, *_: object) -> list[Ten
 def inputs_of(what: str) -> list[Tensor | None]:
     """Those of norms are in fp32, as their statistics are on CUDA."""
     x = torch.randn(*LEAD, WIDTH)
+    if what == "rows":
+        return [x[0], x[1], x[2]]
     if what in ("LayerNorm", "RMSNorm"):
         return [x, torch.randn(WIDTH), torch.randn(WIDTH) if what == "LayerNorm" else None]
     dy = torch.randn(*LEAD, WIDTH // 2 if "gated" in what else WIDTH)
@@ -35,6 +37,8 @@ def expected(what: str, inputs: Sequence[Tensor]) -> Tensor:
         return F.layer_norm(inputs[0], (WIDTH,), inputs[1], inputs[2])
     if what == "RMSNorm":
         return F.rms_norm(inputs[0], (WIDTH,), inputs[1], 1e-5)
+    if what == "rows":
+        return torch.cat([*inputs])
     *dy, x = inputs
     x = x.clone().requires_grad_()
     functions = {"gelu": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu, "silu": F.silu}

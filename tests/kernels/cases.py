@@ -382,6 +382,9 @@ def norm_kernels(kind: str, k: int, dtype: torch.dtype = torch.bfloat16, folds: 
         *launched(f"{name}, gradient", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs))[
             : 1 + folds
         ],
+        launched(
+            f"{name}, gradient and sum", lambda: norms.backward(given.x, given.x, given.gamma, *saved, needs, given.x)
+        )[0],
     ]
 
 

@@ -52,6 +52,9 @@ def gradients(dy: Tensor, x: Tensor, norm: Norm, step: float, where: str) -> Che
         wanted = needs[0], needs[1] and norm.gamma is not None, needs[2] and norm.beta is not None
         got = backward(dy, x, norm.gamma, norm.mean, norm.rstd, wanted)
         yield f"{where} gradients {needs}", [one is not None for one in got] == list(wanted)
+        if got[0] is not None:
+            total, *_ = backward(dy, x, norm.gamma, norm.mean, norm.rstd, wanted, x)
+            yield f"{where} added to the gradient {needs}", torch.equal(total, got[0] + x)
         for i, one in enumerate(got):
             if one is not None:
                 yield f"{where} gradient {i} {needs}", one.dtype is x.dtype and close(one, want[i], 2 * step)

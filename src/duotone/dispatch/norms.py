@@ -16,6 +16,7 @@ from torch import Tensor
 
 from duotone.dispatch.cast_ops import TracedProducer
 from duotone.dispatch.casts import PLAIN_TYPES, has_kernels
+from duotone.dispatch.graph_patterns import find_patterns
 
 if TYPE_CHECKING:
     from duotone.kernels.activations import FusedProducer
@@ -74,22 +75,31 @@ class RowNorm:
         return TracedProducer(self.op, inputs, shape, eps, 0 if saved else self.statistics)
 
     def backward_of_produced(
-        self, dy: Tensor, x: Tensor, gamma: Weight, beta: Weight, saved: Saved, needs: Needs
+        self,
+        dy: Tensor,
+        x: Tensor,
+        gamma: Weight,
+        beta: Weight,
+        saved: Saved,
+        needs: Needs,
+        added: Tensor | None = None,
     ) -> Gradients:
-        """`backward`, which takes what kernels do not take."""
+        """`backward`, which takes what kernels do not take. `added` (*lead, K) is added to the gradient of x."""
         if torch.compiler.is_dynamo_compiling():
             wanted = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
+            find_patterns()
             results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), wanted))
             dx, dgamma, dbeta = (next(results) if want else None for want in wanted)
             return dx, dgamma, dbeta
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
-            return self.backward(dy, x, gamma, beta, saved, needs)
+            dx, dgamma, dbeta = self.backward(dy, x, gamma, beta, saved, needs)
+            return dx if dx is None or added is None else dx + added, dgamma, dbeta
         from duotone.kernels import norms
 
-        of_dy, of_x = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x))
+        of_dy, of_x, *of_added = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x, added) if t is not None)
         mean = saved[0] if self.centred else None
         wanted = needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])
-        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], wanted)
+        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], wanted, *of_added)
         return None if dx is None else dx.view(x.shape), dgamma, dbeta
 
 

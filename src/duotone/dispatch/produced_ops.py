@@ -90,12 +90,46 @@ class OfNorm:
         return [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for _ in range(count)]
 
 
-PRODUCERS = {
+@dataclass(frozen=True)
+class OfRows:
+    """Matrices of one width, one below the other."""
+
+    def fused(self, inputs: Inputs, eps: float) -> None:
+        return None
+
+    def values(self, inputs: Inputs, eps: float) -> tuple[Tensor, ...]:
+        return (rows_below(inputs),)  # type: ignore[arg-type]
+
+    def shape(self, inputs: Inputs) -> tuple[int, int]:
+        return sum(x.shape[0] for x in inputs), inputs[0].shape[1]  # type: ignore[union-attr]
+
+    def statistics(self, inputs: Inputs) -> list[Tensor]:
+        return []
+
+
+PRODUCERS: dict[str, OfActivation | OfNorm | OfRows] = {
+    "rows": OfRows(),
     **{each.op: OfActivation(each) for each in ACTIVATIONS.values() if each.kernel},
     **{f"gradient of {each.op}": OfGradient(each) for each in ACTIVATIONS.values() if each.kernel},
     **{kernel.op: OfNorm(kernel) for kernel in NORMS.values() if isinstance(kernel, RowNorm)},
 }
 """By the names in graphs."""
+
+
+def rows_below(parts: Sequence[Tensor]) -> Tensor:
+    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
+    first = parts[0].detach()
+    shape = sum(part.shape[0] for part in parts), *first.shape[1:]
+    return first.as_strided(shape, first.stride(), first.storage_offset()) if _adjacent(parts) else torch.cat([*parts])
+
+
+def _adjacent(parts: Sequence[Tensor]) -> bool:
+    at, store = parts[0].data_ptr(), parts[0].untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != at or part.untyped_storage().data_ptr() != store:
+            return False
+        at += part.numel() * part.element_size()
+    return True
 
 
 def _matrix_shape(x: Tensor | None) -> tuple[int, int]:
@@ -138,28 +172,44 @@ def empty_produced(what: str, inputs: Inputs, eps: float, row: str, col: str, *_
 
 
 def norm_gradients(
-    what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
+    what: str,
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    saved: list[Tensor],
+    needs: list[bool],
+    added: Tensor | None = None,
 ) -> list[Tensor]:
     """The gradients of x, gamma and beta that `needs` names, as `RowNorm.backward_of_produced` gives them.
 
     The kernel writes those of gamma and beta into one matrix, and results of an op may not share memory.
     """
-    dx, dgamma, dbeta = NORMS[what].backward_of_produced(dy, x, gamma, beta, saved, tuple(needs))
+    norm = NORMS[what]
+    assert isinstance(norm, RowNorm)
+    dx, dgamma, dbeta = norm.backward_of_produced(dy, x, gamma, beta, saved, tuple(needs), added)
     if dgamma is not None and dbeta is not None:
         dbeta = dbeta.clone()
     return [gradient.contiguous() for gradient in (dx, dgamma, dbeta) if gradient is not None]
 
 
 def _gradient_shapes(
-    what: str, dy: Tensor, x: Tensor, gamma: Tensor | None, beta: Tensor | None, saved: list[Tensor], needs: list[bool]
+    what: str,
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    saved: object,
+    needs: list[bool],
+    *_: object,
 ) -> list[Tensor]:
     inputs = zip((x, gamma, beta), needs, strict=True)
     return [one.new_empty(one.shape) for one, need in inputs if one is not None and need]
 
 
 define_op(
-    "norm_gradients(str what, Tensor dy, Tensor x, Tensor? gamma, Tensor? beta, Tensor[] saved, bool[] needs)"
-    " -> Tensor[]",
+    "norm_gradients(str what, Tensor dy, Tensor x, Tensor? gamma, Tensor? beta, Tensor[] saved, bool[] needs,"
+    " Tensor? added=None) -> Tensor[]",
     norm_gradients,
     _gradient_shapes,
     devices=("CUDA",),

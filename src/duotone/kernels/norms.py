@@ -58,10 +58,13 @@ def _slope(grad, value, weight, K, CENTRED: tl.constexpr):
 
 @kernel
 def norm_gradient_kernel(
-    dy, x, gamma, mean, rstd, dx, partial, M, K,
+    dy, x, gamma, mean, rstd, added, dx, partial, M, K,
     DGAMMA: tl.constexpr, DBETA: tl.constexpr, TK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dx of every P-th row, and sums over them for gamma, then beta, where wanted: a row each of (1 or 2, P, K)."""
+    """dx of every P-th row, and sums over them for gamma, then beta, where wanted: a row each of (1 or 2, P, K).
+
+    dx is rounded before `added`, if there is one, is added to it.
+    """
     k = tl.arange(0, TK)
     inside = k < K
     weight = wide(gamma, k, inside)
@@ -82,8 +85,10 @@ def norm_gradient_kernel(
         if DBETA:
             of_beta += grad
         if dx is not None:
-            result = _slope(grad, value, weight, K, mean is not None) * scale
-            tl.store(dx + row * K + k, result.to(dx.dtype.element_ty), mask=inside)
+            result = (_slope(grad, value, weight, K, mean is not None) * scale).to(dx.dtype.element_ty)
+            if added is not None:
+                result = (result.to(tl.float32) + wide(added + row * K, k, inside)).to(dx.dtype.element_ty)
+            tl.store(dx + row * K + k, result, mask=inside)
         scale = later
     place = tl.program_id(0) * K + k
     if DGAMMA:
@@ -171,17 +176,22 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor | None,
     needs: tuple[bool, bool, bool],
+    added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K)."""
+    """The gradients of x, gamma and beta that `needs` names, in x's dtype; dy and x contiguous (M, K).
+
+    `added`, likewise, is added to the gradient of x.
+    """
     m, k = x.shape
     wants_dx, *wanted = needs
     dx = torch.empty_like(x) if wants_dx else None
     columns, warps = _width(k)
     count, programs = sum(wanted), min(m, SUMS // columns)
     partial = torch.empty((count, programs, k), dtype=torch.float32, device=x.device) if count else None
-    stages = 1 + max(1, IN_FLIGHT // (2 * k * x.element_size()))
-    launch = _backward(columns, warps, min(stages, 3), needs, gamma is not None, mean is not None)
-    launch(programs, (dy, x, gamma, mean, rstd, dx, partial), (m, k))
+    stages = 1 + max(1, IN_FLIGHT // ((2 if added is None else 3) * k * x.element_size()))
+    present = gamma is not None, mean is not None, added is not None
+    launch = _backward(columns, warps, min(stages, 3), needs, present)
+    launch(programs, (dy, x, gamma, mean, rstd, added, dx, partial), (m, k))
     if partial is None:
         return dx, None, None
     out = torch.empty((count, k), dtype=x.dtype, device=x.device)
@@ -207,7 +217,7 @@ def _forward(columns: int, warps: int, variant: int, makes: bool, records: bool)
 
 
 @functools.cache
-def _backward(columns: int, warps: int, stages: int, needs: tuple[bool, bool, bool], gamma: bool, mean: bool) -> Launch:
+def _backward(columns: int, warps: int, stages: int, needs: tuple[bool, ...], present: tuple[bool, ...]) -> Launch:
     """The launch of backward: twice as many warps, because a thread also holds sums."""
     constants = {"DGAMMA": needs[1], "DBETA": needs[2], "TK": columns, "STAGES": stages}
     return norm_gradient_kernel.bind(constants, 2 * warps)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from duotone.dispatch.graph_patterns import find_patterns
+from duotone.dispatch.produced_ops import rows_below
 from duotone.errors import UserError
 from duotone.pipeline.autograd import with_gradient
 
@@ -63,23 +65,9 @@ def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """(n_i, *rest) -> (sum n_i, *rest): a view if the parts lie one after the other in memory, else a copy."""
-    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses
+    """As `rows_below`, with gradients."""
+    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses; the op of a cast does
+        find_patterns()
         return torch.cat(list(parts))
     sizes = [part.shape[0] for part in parts]
-
-    def value(*parts: Tensor) -> Tensor:
-        first = parts[0].detach()
-        shape = (sum(sizes), *first.shape[1:])
-        return first.as_strided(shape, first.stride(), first.storage_offset()) if _adjacent(parts) else torch.cat(parts)
-
-    return with_gradient(value, lambda dy: dy.split(sizes), *parts)
-
-
-def _adjacent(pieces: Sequence[Tensor]) -> bool:
-    at, store = pieces[0].data_ptr(), pieces[0].untyped_storage().data_ptr()
-    for piece in pieces:
-        if not piece.is_contiguous() or piece.data_ptr() != at or piece.untyped_storage().data_ptr() != store:
-            return False
-        at += piece.numel() * piece.element_size()
-    return True
+    return with_gradient(lambda *parts: rows_below(parts), lambda dy: dy.split(sizes), *parts)
