@@ -101,3 +101,15 @@ def test_boundaries_are_told_in_compiled_code_too() -> None:
         out = run(x)
         assert torch.equal(out, module(x)) and not torch.equal(out, expected)
     assert module.qkv.output_quantizer_role == duotone.QuantizerRole("dpa", "qkv", "a.core_attention")
+
+
+def test_compiled_code_takes_what_was_measured(monkeypatch) -> None:
+    """Where measurements decide, a trace compares the call with them."""
+    monkeypatch.setattr(DotProductAttention, "pick", lambda self, *where: (True, (4, 8)))
+    core = DotProductAttention(32, 8, qkv_format="bshd", name="a", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+    heads = [torch.randn(1, 6, 32, 8).bfloat16() for _ in range(3)]
+    compare(core, *heads)
+    with torch.no_grad():
+        low = torch.compile(core, fullgraph=True, backend="aot_eager")(*heads)
+        assert torch.equal(low, core(*heads))
+    assert not torch.equal(low, DotProductAttention(32, 8, qkv_format="bshd")(*heads))

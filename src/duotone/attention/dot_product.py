@@ -312,7 +312,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
         if not compiling:
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
-        tokens, is_masked = least[trains], seen is not None
+        tokens, is_masked = least[1] if trains else least[0], seen is not None  # a trace takes no bool as an index
         if is_measured and is_masked and least[1] < NEVER:
             tokens = SPANS_TOKENS
         if queries < tokens or not is_measured:
