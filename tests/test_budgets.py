@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38419
-TOOL_LINES = 7590
+LIBRARY_LINES = 38417
+TOOL_LINES = 7589
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -39,8 +39,8 @@ BUDGETS = {
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
     "planned": (3056, 15, 5),
-    "recipes": (1999, 6, 0),
-    "report": (1737, 0, 0),
+    "recipes": (1997, 6, 0),
+    "report": (1736, 0, 0),
     "serving": (1400, 0, 0),
     "state": (1768, 10, 0),
     "tensor": (2703, 15, 0),

@@ -62,6 +62,9 @@ PLANES_OF_GEMM = {
 }
 """The two operands of each GEMM: which tensor, read in which direction."""
 
+GEMM_OF_PLANE = {plane: gemm for gemm, planes in PLANES_OF_GEMM.items() for plane in planes}
+"""The GEMM that reads each plane of a linear."""
+
 
 def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> QuantizerRole:
     """The role of a tensor in a module's `slot`: of the slot's tensor type where it names none that a linear has."""

@@ -13,9 +13,9 @@ from duotone.recipes.roles import (
     ANYWHERE,
     ATTENTION_TYPES,
     BOUNDARIES,
+    GEMM_OF_PLANE,
     GEMMS,
     GRADIENTS,
-    PLANES_OF_GEMM,
     TENSOR_TYPES,
     QuantizerRole,
     Site,
@@ -164,21 +164,16 @@ class Rule:
         return {k: v for k, v in values.items() if v is not None and (k, v) != ("columnwise_source", "original")}
 
     def _format(self, tensor_type: str, direction: str) -> str | None:
-        gemm = _gemm_of(tensor_type, direction)
+        gemm = GEMM_OF_PLANE.get((tensor_type, direction))
         return getattr(self, direction) or (getattr(self, gemm) if gemm else None) or self.format
 
     def _require_format(self, tensor_type: str, direction: str) -> str:
         name = self._format(tensor_type, direction)
         if name is None:
-            gemm = _gemm_of(tensor_type, direction)
+            gemm = GEMM_OF_PLANE.get((tensor_type, direction))
             remedy = f"add {direction}, {gemm + ' ' if gemm else ''}or format ('identity' is high precision)"
             raise RecipeError(f"the rule {self.to_dict()} names no format for {tensor_type} {direction}; {remedy}")
         return name
-
-
-def _gemm_of(tensor_type: str, direction: str) -> str | None:
-    """The GEMM of a linear that reads this plane; None for tensors that no linear has."""
-    return next((g for g, operands in PLANES_OF_GEMM.items() if (tensor_type, direction) in operands), None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from duotone import formats, recipes
 from duotone.errors import UserError
 from duotone.lab.schema import PlaneEntry, RunEntry
-from duotone.recipes.roles import PLANES_OF_GEMM
+from duotone.recipes.roles import GEMM_OF_PLANE, PLANES_OF_GEMM
 from duotone.recipes.rules import DIRECTIONS
 from duotone.recipes.tables import text_of
 from duotone.report.numbers import finite, number, share
@@ -14,7 +14,6 @@ from duotone.report.numbers import finite, number, share
 Plane = tuple[str, str, str]
 """Module, role, direction."""
 
-READERS = {plane: gemm for gemm, planes in PLANES_OF_GEMM.items() for plane in planes}
 MOST = 5
 BETTER = 3.0
 """Decibels that another format must gain to be proposed; high precision is proposed otherwise."""
@@ -34,13 +33,13 @@ class Weak:
 def worst(run: RunEntry, others: Sequence[RunEntry], most: int = MOST) -> list[Weak]:
     """The planes of a run with the lowest signal-to-noise, the worst first."""
     lossy = [entry for entry in run["statistics"] if finite(entry["snr_db"])]
-    lossy = [entry for entry in lossy if (entry["role"], entry["plane"]) in READERS]
+    lossy = [entry for entry in lossy if (entry["role"], entry["plane"]) in GEMM_OF_PLANE]
     lossy.sort(key=lambda entry: entry["snr_db"] or 0.0)
     return [_weak(entry, others) for entry in lossy[:most]]
 
 
 def _weak(entry: PlaneEntry, others: Sequence[RunEntry]) -> Weak:
-    gemm = READERS[entry["role"], entry["plane"]]
+    gemm = GEMM_OF_PLANE[entry["role"], entry["plane"]]
     least = (entry["snr_db"] or 0.0) + BETTER
     best: tuple[float, str, tuple[str, str]] | None = None
     for other in others:
