@@ -1,9 +1,6 @@
 """DuotoneConfig loads models that follow a recipe. DuotoneCallback converts, follows a schedule and resumes."""
 
-import importlib.metadata
-import importlib.util
 import json
-import types
 
 import pytest
 import torch
@@ -95,26 +92,6 @@ def test_dequantize_gives_a_plain_model(plain) -> None:
 def test_wrong_recipes_are_one_line(plain) -> None:
     with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
         load(plain, "mxfp9")
-
-
-def test_an_old_or_absent_package_is_one_line(monkeypatch) -> None:
-    from duotone.integrations import transformers as ours
-
-    def again() -> None:
-        importlib.util.spec_from_file_location("again", ours.__file__).loader.exec_module(types.ModuleType("again"))
-
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.57.1")
-    with pytest.raises(duotone.UserError, match=r"^transformers 4.57.1 is too old: pip install 'transformers>=5'$"):
-        again()
-    monkeypatch.undo()
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.metadata, "version", absent)
-        with pytest.raises(duotone.UserError, match=r"^duotone.integrations.transformers needs transformers: pip "):
-            again()
-
-
-def absent(name: str) -> str:
-    raise importlib.metadata.PackageNotFoundError(name)
 
 
 # Trainer

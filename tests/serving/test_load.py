@@ -164,6 +164,10 @@ def test_half_written_exports_are_refused(tmp_path) -> None:
     shard.write_bytes(content)
     (tmp_path / "x" / "duotone.json").write_text('{"formats": {"layers.0.q_proj": "nonsense"}}')
     unchanged_and_refused(tmp_path / "x", toy(), r"duotone.json describes layers.0.q_proj wrongly; remove the file")
+    (tmp_path / "x" / "duotone.json").write_text('{"version": 2, "formats": {}}')
+    unchanged_and_refused(
+        tmp_path / "x", toy(), r"duotone.json is of a newer Duotone; install that, or remove the file"
+    )
     (tmp_path / "x" / "config.json").unlink()
     unchanged_and_refused(tmp_path / "x", toy(), r"has no config.json, so it is no whole export")
     unchanged_and_refused(tmp_path / "nowhere", toy(), r"nowhere is no folder of an export$")

@@ -3,14 +3,18 @@
 from collections.abc import Sequence
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 
 from duotone.conversion import convert
 from duotone.errors import UserError
+from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
+
+require("accelerate", "1.1")
+
+from accelerate import Accelerator  # noqa: E402
 
 
 def prepare(

@@ -2,15 +2,19 @@
 
 from collections.abc import Sequence
 
-from lightning.fabric.plugins import Precision as FabricPrecision
-from lightning.pytorch.plugins import Precision as TrainerPrecision
 from torch import nn
 
 from duotone.conversion import convert
 from duotone.errors import UserError
+from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState, hide_states
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
+
+require("lightning", "2.5")
+
+from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
+from lightning.pytorch.plugins import Precision as TrainerPrecision  # noqa: E402
 
 
 class FabricDuotonePrecision(FabricPrecision):

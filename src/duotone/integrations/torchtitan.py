@@ -5,17 +5,20 @@
 
 from dataclasses import dataclass, fields
 
-from torchtitan.components.quantization import QuantizationConverter
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router
-from torchtitan.protocols.model import BaseModel
-from torchtitan.trainer import Trainer
-
 from duotone.conversion import convert
+from duotone.integrations.requirement import require
 from duotone.integrations.run_state import KEY, hide_states, load_packed_state, packed_state
 from duotone.recipes.recipe import as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.state.seeds import BUFFER
+
+require("torchtitan", "0.3")
+
+from torchtitan.components.quantization import QuantizationConverter  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.models.common.moe import TokenChoiceTopKRouter as Router  # noqa: E402
+from torchtitan.protocols.model import BaseModel  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
 
 ROUTER = Rule(module="*.router.gate", format="identity")
 """What chooses experts stays in high precision."""

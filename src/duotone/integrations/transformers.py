@@ -3,7 +3,6 @@
 import sys
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from duotone.conversion import convert, convert_parameters, plan, revert
 from duotone.errors import UserError
+from duotone.integrations.requirement import require
 from duotone.integrations.run_state import (
     KEY,
     hide_states,
@@ -32,14 +32,7 @@ from duotone.serving.stored_tensors import stored_tensors
 from duotone.state.autocast_context import autocast
 from duotone.tensor import QuantizedTensor
 
-OLDEST = 5
-INSTALL = f"pip install 'transformers>={OLDEST}'"
-try:
-    VERSION = version("transformers")
-except PackageNotFoundError:
-    raise UserError(f"duotone.integrations.transformers needs transformers: {INSTALL}") from None
-if int(VERSION.split(".")[0]) < OLDEST:
-    raise UserError(f"transformers {VERSION} is too old: {INSTALL}")
+require("transformers", "5")
 
 from safetensors import safe_open  # noqa: E402
 from transformers import (  # noqa: E402

@@ -38,6 +38,8 @@ class Checkpoint:
         scheme = _scheme(read_text(path, CONFIG).get("quantization_config"), path)
         self.files = open_files(path)
         notes = read_text(path, NOTES) if (path / NOTES).exists() else {}
+        if notes.get("version", 1) != 1:
+            raise UserError(f"{path / NOTES} is of a newer Duotone; install that, or remove the file")
         self.linears: dict[str, StoredLinear] = {}
         stored: set[str] = set()
         if scheme is not None:
