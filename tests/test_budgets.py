@@ -14,8 +14,8 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38417
-TOOL_LINES = 7589
+LIBRARY_LINES = 38419
+TOOL_LINES = 7620
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3492, 1, 0),
     "distributed": (451, 3, 1),
     "formats": (1493, 0, 0),
-    "integrations": (639, 9, 0),
+    "integrations": (670, 9, 0),
     "kernels": (5045, 0, 0),
     "lab": (3683, 13, 1),
     "linear": (1893, 5, 0),
@@ -41,7 +41,7 @@ BUDGETS = {
     "planned": (3056, 15, 5),
     "recipes": (1997, 6, 0),
     "report": (1736, 0, 0),
-    "serving": (1400, 0, 0),
+    "serving": (1402, 0, 0),
     "state": (1768, 10, 0),
     "tensor": (2703, 15, 0),
 }
