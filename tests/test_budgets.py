@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38419
+LIBRARY_LINES = 38438
 TOOL_LINES = 7620
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (655, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),
-    "optim": (813, 2, 0),
+    "optim": (832, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
     "planned": (3056, 15, 5),

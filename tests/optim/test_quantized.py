@@ -4,6 +4,7 @@ import pytest
 import torch
 from optim_cases import QUANTIZERS, RATES, held, pair, parts, same_bits
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import duotone
 from duotone import recipes
@@ -284,3 +285,23 @@ def test_an_optimizer_of_whole_matrices_works_on_dequantized_weights(name) -> No
         want.copy_(want.dequantize(torch.float32))  # the decay, by 1
         want.copy_(want.dequantize(torch.float32) + twin.detach().float())
         assert all(same_bits(part, parts(want)[key]) for key, part in parts(p).items())
+
+
+def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
+    """A graph would hold the numbers of one step, so such a step runs outside of graphs and compiles nothing again."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    values = []
+    for compiles in (False, True):
+        torch.manual_seed(5)
+        parameters = [held(QUANTIZERS["mxfp8"]), nn.Parameter(torch.randn(16, 32).bfloat16())]
+        optimizer = AdamW(parameters, **RATES, master_weights=True)
+        step = torch.compile(optimizer.step, backend=counter) if compiles else optimizer.step
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape).bfloat16()
+            step()
+            with torch.no_grad():
+                parameters[1].add_(1)  # the master adopts it
+        values.append([*parts(parameters[0]).values(), parameters[1].detach()])
+    assert counter.frame_count == 0 and all(map(same_bits, *values))

@@ -90,6 +90,12 @@ class AdamW(Optimizer):
         All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
+        if torch.compiler.is_dynamo_compiling() and any(
+            [is_computed(p, self.state[p], group) for group in self.param_groups for p in group["params"]]
+        ):
+            from duotone.optim.uncompiled import step_uncompiled  # loads the compiler
+
+            return step_uncompiled(self, closure)  # type: ignore[no-any-return]
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):
             raise MissingPlaneError(
                 "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; "

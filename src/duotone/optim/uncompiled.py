@@ -1,0 +1,13 @@
+"""Steps of AdamW that write masters, which torch.compile runs as they are.
+
+This module is imported only if something is compiled: making the function imports all of Dynamo.
+"""
+
+import torch
+
+from duotone.optim.adamw import AdamW
+
+step_uncompiled = torch.compiler.disable(
+    AdamW.step,
+    reason="steps of duotone.optim.AdamW with masters run outside of graphs: compile without fullgraph",
+)
