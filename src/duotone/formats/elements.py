@@ -231,9 +231,8 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
     """
     if epsilon:
         amax = amax.masked_fill(amax < epsilon, epsilon)
-    scale = divide(largest, amax)
-    scale = scale.masked_fill(torch.isinf(scale), overflow)
-    scale = scale.masked_fill((amax == 0) | ~torch.isfinite(amax), 1.0)
+    scale = divide(largest, amax).nan_to_num(1.0, overflow)
+    scale = scale.masked_fill(amax.nan_to_num(0.0, 0.0) == 0, 1.0)
     if to_power:
         scale = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
     return scale, divide(1.0, scale)
