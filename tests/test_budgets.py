@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38438
+LIBRARY_LINES = 38437
 TOOL_LINES = 7620
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "conversion": (2656, 5, 0),
     "dispatch": (3492, 1, 0),
     "distributed": (451, 3, 1),
-    "formats": (1493, 0, 0),
+    "formats": (1492, 0, 0),
     "integrations": (670, 9, 0),
     "kernels": (5045, 0, 0),
     "lab": (3683, 13, 1),

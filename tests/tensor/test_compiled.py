@@ -26,9 +26,9 @@ def compiled(function):
 )
 def test_quantizers(name) -> None:
     """core 21: the tensor comes out whole, and can be used inside."""
-    q = QUANTIZERS[name]
-    for usage in (BOTH, ROW, COLUMN):
-        got = compiled(lambda x, usage=usage: q.quantize(x, usage=usage))(X)
+    q, usages = QUANTIZERS[name], (BOTH, ROW, COLUMN)
+    tensors = compiled(lambda x: [q.quantize(x, usage=usage) for usage in usages])(X)
+    for got, usage in zip(tensors, usages, strict=True):
         assert isinstance(got, QuantizedTensor) and got.quantizer == q and same(got, q.quantize(X, usage=usage))
     want = (q.quantize(X).dequantize() + 1) @ X.t()
     assert torch.equal(compiled(lambda x: (q(x).dequantize() + 1) @ x.t())(X), want)
@@ -38,12 +38,19 @@ def test_quantizers(name) -> None:
 def test_a_write_has_the_bytes_of_eager(name: str) -> None:
     """As a compiled step of an optimizer writes its parameter. Planes that share memory are written once."""
     source = X.repeat(8, 4)  # large enough for casts in pieces
-    for usage in (BOTH, ROW, COLUMN):
-        ours, theirs = (QUANTIZERS[name].quantize(source, usage=usage) for _ in range(2))
-        buffers = [part.data_ptr() for part in ours.parts]
-        compiled(lambda t, x: t.copy_(t.float() * 0.9 + x))(ours, source)
-        theirs.copy_(theirs.float() * 0.9 + source)
-        assert same(ours, theirs) and buffers == [part.data_ptr() for part in ours.parts]
+
+    def tensors() -> list[QuantizedTensor]:
+        return [QUANTIZERS[name].quantize(source, usage=usage) for usage in (BOTH, ROW, COLUMN)]
+
+    def step(tensors: list[QuantizedTensor], x: torch.Tensor) -> None:
+        for t in tensors:
+            t.copy_(t.float() * 0.9 + x)
+
+    ours, theirs = tensors(), tensors()
+    buffers = [part.data_ptr() for t in ours for part in t.parts]
+    compiled(step)(ours, source)
+    step(theirs, source)
+    assert all(map(same, ours, theirs)) and buffers == [part.data_ptr() for t in ours for part in t.parts]
 
 
 @pytest.mark.parametrize("make", [MXFP8Quantizer, Float8CurrentScalingQuantizer, NVFP4Quantizer])
