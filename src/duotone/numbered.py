@@ -35,5 +35,5 @@ def constant_in_traces(function: F) -> F:
 
     torch.compiler.assume_constant_result does so too, but it imports the compiler.
     """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True
     return function

@@ -97,4 +97,4 @@ for _old in sorted(MOVED, key=lambda old: ":" in old):
     _home = import_module(_module) if _name else sys.modules.setdefault(_module, ModuleType(_module))
     vars(_home).setdefault("__getattr__", _finder(_module))
 for _path in WEIGHTS_ONLY:
-    torch.serialization.add_safe_globals([(pkgutil.resolve_name(_path), _path.replace(":", "."))])  # type: ignore[list-item]
+    torch.serialization.add_safe_globals([(pkgutil.resolve_name(_path), _path.replace(":", "."))])

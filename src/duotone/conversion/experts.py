@@ -47,7 +47,7 @@ class ExpertsLinear(PlannedGroup, nn.Module):
         return getattr(self._owner, self.parameter)
 
     @property
-    def weight(self) -> nn.Parameter:  # type: ignore[override]
+    def weight(self) -> nn.Parameter:
         return self.whole
 
     @property

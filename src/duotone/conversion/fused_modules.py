@@ -210,7 +210,7 @@ class NormReaders:
         return same and all(p is None or (type(p) is nn.Parameter and p.device == x.device) for p in (gamma, beta))
 
     def defer(self, x: Tensor) -> DeferredOutput:
-        return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())  # type: ignore[no-any-return]
+        return Defer.apply(self, torch.is_grad_enabled(), x, *self.op.parameters())
 
     def read(
         self, ops: Sequence[Op], x: DeferredOutput, extra: Sequence[object], first: bool | Tensor | None, owner: object
@@ -234,7 +234,7 @@ class NormReaders:
         return run((self.op, *ops), x.source, extra, first, owner)
 
     def compute(self, source: Tensor) -> Tensor:
-        return plain_class(self.norm).forward(self.norm, source)  # type: ignore[no-any-return]
+        return plain_class(self.norm).forward(self.norm, source)
 
     def differentiate(self, dy: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> Gradients:
         stage = self.op.stages[True]

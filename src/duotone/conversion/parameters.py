@@ -109,7 +109,7 @@ def _conversions(model: nn.Module, plans: Plans, masters: Mapping[str, Tensor], 
 
 def _refuse_parts(name: str, module: Planned) -> None:
     """UserError if a weight consists of other parameters, or is a part of one."""
-    if is_parametrized(module, "weight"):  # type: ignore[arg-type]
+    if is_parametrized(module, "weight"):
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
     if is_split(module):
         raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")

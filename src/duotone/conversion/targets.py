@@ -150,5 +150,5 @@ _rebuild = functools.partial(forwards.rebuild, PlannedLinear)  # for old pickles
 
 def original_class(kind: type) -> type:
     if PARAMETRIZED in vars(kind):
-        return vars(kind)[PARAMETRIZED]  # type: ignore[no-any-return]
+        return vars(kind)[PARAMETRIZED]
     return next(base for base in kind.__mro__ if issubclass(base, nn.Module) and not issubclass(base, Planned))

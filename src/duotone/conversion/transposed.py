@@ -41,4 +41,4 @@ class TransposedLinear(PlannedLinear):
 def is_transposed(module: nn.Module) -> bool:
     """Whether calls of the module multiply by a weight that is stored transposed, and do nothing else."""
     kinds = [kind for kind in type(module).__mro__ if f"{kind.__module__}.{kind.__qualname__}" in CLASSES]
-    return bool(kinds) and type(module).forward is kinds[0].forward  # type: ignore[attr-defined]
+    return bool(kinds) and type(module).forward is kinds[0].forward

@@ -125,7 +125,7 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
         "differences": {key: [value, others[key]] for key, value in _shown(left).items() if value != others[key]},
         "compared": _compared(judgement.step, sorted(shared), bool(failed), left.get("steps") == right.get("steps")),
     }
-    settings.pop("search", None)  # type: ignore[misc]  # its goal is not that of the other runs
+    settings.pop("search", None)  # its goal is not that of the other runs
     return {**first, "partial": first["partial"] or second["partial"], "settings": settings, "runs": entries}
 
 

@@ -175,7 +175,7 @@ class ParallelTrainer(Trainer):
                 shard(mixture, mesh=mesh["fsdp"])
             shard(block, mesh=mesh["fsdp", "ep"]._flatten("data") if self.parallel.ep > 1 else mesh["fsdp"])
         shard(self.model, mesh=mesh["data"] if self.parallel.ep > 1 else mesh["fsdp"])
-        self.optimizer = ShardedAdamW(self.model, mesh["ep"])  # type: ignore[assignment]
+        self.optimizer = ShardedAdamW(self.model, mesh["ep"])
         self.first = 0
         self.part, self.parts = dist.get_rank() // self.parallel.tp, data
 

@@ -52,11 +52,11 @@ class Exchange(Rows):
         return Exchange(group, *sums, tuple(map(sum, zip(*received, strict=True))), theirs.sum(0), order, inverse)
 
     @property
-    def experts(self) -> int:  # type: ignore[override]
+    def experts(self) -> int:
         return len(self.splits)
 
     @property
-    def total(self) -> int:  # type: ignore[override]
+    def total(self) -> int:
         return sum(self.received)
 
     def count(self) -> Tensor:

@@ -52,7 +52,7 @@ class Routing(Rows):
         return Routing(flat, order, inverse, index.shape[-1], experts)
 
     @property
-    def total(self) -> int:  # type: ignore[override]
+    def total(self) -> int:
         return self.chosen.numel()
 
     def count(self) -> Tensor:
@@ -61,7 +61,7 @@ class Routing(Rows):
         return torch.diff(before, prepend=before.new_zeros(1))
 
     @cached_property
-    def counts(self) -> Tensor:  # type: ignore[override]
+    def counts(self) -> Tensor:
         return self.count()
 
     @property
@@ -73,7 +73,7 @@ class Routing(Rows):
         return self.count().masked_fill(strange.any(), -1).cpu()
 
     @cached_property
-    def splits(self) -> tuple[int, ...]:  # type: ignore[override]
+    def splits(self) -> tuple[int, ...]:
         """UserError where a choice is not among the experts."""
         if not self.chosen.numel():
             return (0,) * self.experts

@@ -169,7 +169,7 @@ class Census:
             if call is not None:
                 self._finish(call, result)
 
-        before.watches = after.watches = True  # type: ignore[attr-defined]  # what is counted runs as it would uncounted
+        before.watches = after.watches = True  # what is counted runs as it would uncounted
         stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
 

@@ -80,7 +80,7 @@ class TappedRecipe(Recipe):
         return self.inner.name
 
     @property
-    def asks_by_slot(self) -> bool:  # type: ignore[override]
+    def asks_by_slot(self) -> bool:
         return self.inner.asks_by_slot
 
     @property

@@ -37,7 +37,7 @@ class ActivationStage(ProducerStage):
         return (self.activation.differentiate(dy, saved[0]),)
 
     @property
-    def fuses_in_graphs(self) -> bool:  # type: ignore[override]
+    def fuses_in_graphs(self) -> bool:
         return self.activation.kernel != ""
 
     def fused_producer(self, x: Tensor) -> "FusedProducer | TracedProducer | None":

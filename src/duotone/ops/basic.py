@@ -104,7 +104,7 @@ class DropoutStage(Stage):
     reads = (False,)
 
     @property
-    def refusal(self) -> str:  # type: ignore[override]
+    def refusal(self) -> str:
         return "" if self.keeps else "it kept no mask of dropout, because nothing before that needs a gradient"
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:

@@ -39,7 +39,7 @@ class Pair(Stage):
         return *self.first.basics, *self.second.basics
 
     @property
-    def arity(self) -> tuple[int, ...]:  # type: ignore[override]
+    def arity(self) -> tuple[int, ...]:
         return (*self.first.arity, *self.second.arity)
 
     @property

@@ -52,7 +52,7 @@ class NormStage(ProducerStage):
         return y.to(x.dtype), self.keep(x, gamma, beta, *measured)
 
     @property
-    def fuses_in_graphs(self) -> bool:  # type: ignore[override]
+    def fuses_in_graphs(self) -> bool:
         return self.kernel.op != "" and not self.zero_centered
 
     def fused_producer(

@@ -48,7 +48,7 @@ class QuantizeStage(Stage):
         return forward, backward
 
     @property
-    def refusal(self) -> str:  # type: ignore[override]
+    def refusal(self) -> str:
         return "" if self.forward_to is self.backward_to is None else "it quantizes"
 
     def replay(self, x: Tensor, operands: Sequence[Tensor], saved: Saved | None) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ class Sequential(KnownRoles, nn.Sequential):
         """How many further inputs a call takes."""
         return public_inputs(tuple(self))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         *extra: object,

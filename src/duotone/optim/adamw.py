@@ -84,7 +84,7 @@ class AdamW(Optimizer):
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient; returns the loss of `closure`, if given.
 
         All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds

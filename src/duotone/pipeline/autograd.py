@@ -145,7 +145,7 @@ def apply_eagerly(forward: Stages, backward: Backward, x: Tensor, *operands: obj
     """`PipelineFunction.apply` where neither a trace nor a transform of torch.func runs, in less host time."""
     around, FORWARD.is_alone = FORWARD.is_alone, backward.alone
     try:
-        return _apply(forward, backward, _unwrap(x), *operands)  # type: ignore[no-any-return]
+        return _apply(forward, backward, _unwrap(x), *operands)
     finally:
         FORWARD.is_alone = around
 
@@ -245,7 +245,7 @@ class WithGradient(torch.autograd.Function):
 
 def with_gradient(value: Callable[..., T], gradients: Callable[..., Gradients], *x: Tensor) -> T:
     """`value(*x)`. `gradients` gives those of each x from those of the outputs, unless no output has one."""
-    return WithGradient.apply(value, gradients, *x)  # type: ignore[no-any-return]
+    return WithGradient.apply(value, gradients, *x)
 
 
 class Refused:

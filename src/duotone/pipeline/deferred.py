@@ -76,10 +76,10 @@ class DeferredOutput(Tensor):
     @staticmethod
     def __new__(cls, source: Tensor, reader: Reader, tracks: bool) -> "DeferredOutput":
         options = {"dtype": source.dtype, "device": source.device, "strides": source.stride()}
-        self = Tensor._make_wrapper_subclass(cls, source.shape, **options)  # type: ignore[attr-defined]
+        self = Tensor._make_wrapper_subclass(cls, source.shape, **options)
         self.inputs, self.reader, self.outputs, self.computed = Unchanged((source,)), reader, {}, None
         self.tracks = tracks
-        return self  # type: ignore[no-any-return]
+        return self
 
     @property
     def source(self) -> Tensor:
@@ -116,7 +116,7 @@ class DeferredOutput(Tensor):
     def data_ptr(self) -> int:
         return self.materialize().data_ptr()
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"{type(self).__name__}({self.materialize()!r})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -88,7 +88,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             full = (self.num_gemms, *shape) if packed else shape
             self.register_parameter(name, nn.Parameter(torch.empty(full, **options)))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         m_splits: Splits,
@@ -143,7 +143,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             rows = placed_gradient(x, total, dgrad_out, counted)
         y = run((self,), rows, (splits,), first, self)
         if out is None:
-            return y.view(*x.shape[:-1], y.shape[-1])  # type: ignore[no-any-return]
+            return y.view(*x.shape[:-1], y.shape[-1])
         return placed_output(y, out, counted)
 
     @property
@@ -152,7 +152,7 @@ class GroupedLinear(PlannedGroup, nn.Module):
             tensors = tensors_of(self, "weight0")
             return tuple(tensors[f"weight{i}"] for i in range(self.num_gemms))
         if is_transformed():  # torch.func knows no requires_grad_
-            return tensors_of(self, "weight")["weight"].unbind(0)  # type: ignore[no-any-return]
+            return tensors_of(self, "weight")["weight"].unbind(0)
         with torch.inference_mode(False), torch.no_grad():
             whole = tensors_of(self, "weight")["weight"]
             if is_distributed(whole):  # between passes of FSDP2, a rank has some experts alone

@@ -51,7 +51,7 @@ class OpaqueStage(Stage):
         return self.stage.plan
 
     @property
-    def arity(self) -> tuple[int, ...]:  # type: ignore[override]
+    def arity(self) -> tuple[int, ...]:
         return self.stage.arity
 
     def forward(self, x: Tensor, *operands: Any) -> tuple[Tensor, Saved]:

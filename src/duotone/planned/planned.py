@@ -210,7 +210,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         try:
             super()._apply(fn, recurse)
         finally:
-            self._parameters.update(quantized)  # type: ignore[arg-type]
+            self._parameters.update(quantized)
         for name, shard in shards.items():
             stay_quantized(self._parameters[name], shard)  # type: ignore[arg-type]
         fresh = self._buffers.get(seeds.BUFFER)

@@ -259,7 +259,7 @@ class Planner:
         _, stage = self._bound(plan)
         slot = getattr(stage.linears[member].plan, operand).context.slots[side]
         assert slot is not None
-        return slot  # type: ignore[no-any-return]
+        return slot
 
     def eager_stage(self, plan: str, first: bool | None) -> PlannedStage:
         """What an op of a graph runs for this module. `plan` is the name of its template, `first` as for `variant`."""

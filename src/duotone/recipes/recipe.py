@@ -216,7 +216,7 @@ def with_new_names(options: Table) -> Table:
 
 def _check_arguments(kind: type, args: tuple[object, ...], options: Table) -> None:
     """RecipeError unless a recipe of that class takes the arguments."""
-    known = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    known = [field.name for field in fields(kind) if field.init]
     if args:
         raise RecipeError(f"{kind.__name__} takes its fields by name; allowed are {', '.join(known)}")
     for name in options:

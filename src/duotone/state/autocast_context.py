@@ -85,7 +85,7 @@ class autocast(RegionManager[AutocastRegion]):
         @functools.wraps(function)
         async def wait(*args: P.args, **options: P.kwargs) -> object:
             with self._another():
-                return await function(*args, **options)  # type: ignore[misc]
+                return await function(*args, **options)
 
         return wait if inspect.iscoroutinefunction(function) else call  # type: ignore[return-value]
 

@@ -31,18 +31,18 @@ UNPACK_HOOK, CHECKPOINT_FILE = "unpack_hook", "checkpoint.py"
 ENGINE, COMPILED = "_engine_run_backward", "_functorch"
 """Where the engine is called, below which nothing recomputes; and compiled graphs, which recompute by themselves."""
 
-queue_callback = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Call a function at the end of the outermost backward of this thread."""
 
-has_thread_object = torch._C._is_key_in_tls  # type: ignore[attr-defined]
-thread_object = torch._C._get_obj_in_tls  # type: ignore[attr-defined]
+has_thread_object = torch._C._is_key_in_tls
+thread_object = torch._C._get_obj_in_tls
 """An object of a thread that torch hands to the threads of the backwards which this one starts."""
 
 
 def set_thread_object(key: str, value: object) -> None:
     """Let `thread_object(key)` give `value` in this thread and in those of its backwards."""
     before = sys.getrefcount(value)
-    torch._C._stash_obj_in_tls(key, value)  # type: ignore[attr-defined]
+    torch._C._stash_obj_in_tls(key, value)
     if sys.getrefcount(value) == before:  # torch 2.11 takes no reference, and gives one up when the thread ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 

@@ -117,7 +117,7 @@ class PlaneTensor(Tensor):
             )
         return derived
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values in `dtype` (nominal by default), from the more precise plane, on a tie the rowwise one.
 
         Gradients pass through unchanged.

@@ -32,7 +32,7 @@ def quantize_traced(quantizer: Quantizer, x: Tensor, usage: Usage, ctx: Quantize
     of_row, of_col = delayed_scales(quantizer, x, usage, ctx)
     shard = None if ctx.shard is None else (ctx.shard.group, ctx.shard.dim)
     value = (*names, quantizer.columnwise_source, fields, ctx.propagate)
-    return _quantize(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)  # type: ignore[no-any-return]
+    return _quantize(x, of_row, of_col, ctx.seed, value, (usage.rowwise, usage.columnwise), shard)
 
 
 @torch.compiler.allow_in_graph

@@ -151,7 +151,7 @@ class Writes(PlaneTensor):
         return QuantizeContext(shard, slots, seed, propagate=propagate, nominal=ctx.nominal or self.dtype)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter

@@ -98,7 +98,7 @@ class FusedAdam(optim.AdamW):
         state = self.state[param]
         if state_name == "exp_avg" and SCALE in state:
             return laid_like(param, first_moment(state))
-        return state[state_name.removesuffix("_param")]  # type: ignore[no-any-return]
+        return state[state_name.removesuffix("_param")]
 
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Write a state from a whole tensor or, for a DTensor, from the shard of this rank."""
@@ -106,7 +106,7 @@ class FusedAdam(optim.AdamW):
             store_first_moment(self.state[param], shard_of(unscaled_state))
         shard_of(self.get_unscaled_state(param, state_name)).copy_(shard_of(unscaled_state))
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         parameters = [p for group in self.param_groups for p in group["params"]] if self.use_decoupled_grad else []
         before = [(p, p.grad, p.grad_dtype) for p in parameters]
         for p in parameters:

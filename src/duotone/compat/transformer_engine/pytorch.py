@@ -64,7 +64,7 @@ class TakesTheirArguments:
             base = cls.__bases__[-1]
             cls.title = cls.__name__
             cls.constructor = constructor_arguments(base, *further)
-            cls.call = frozenset(arguments(base.forward))  # type: ignore[attr-defined]
+            cls.call = frozenset(arguments(base.forward))
 
     def __init__(self, *values: object, **options: object) -> None:
         named = by_name(f"te.{self.title}", ORDER[self.title].split(), values, options)
@@ -177,7 +177,7 @@ class LayerNormMLP(TransformerEngineBaseModule, modules.LayerNormMLP):
 
     def state_dict(self, *args: object, **options: object) -> dict[str, object]:
         """Their names for the parameters; those of Duotone load too."""
-        state = super().state_dict(*args, **options)  # type: ignore[call-overload]
+        state = super().state_dict(*args, **options)
         prefix = str(options.get("prefix", ""))
         for name, (part, kind) in ALIASES.items():
             if f"{prefix}{part}.{kind}" in state:
