@@ -71,3 +71,13 @@ def test_statistics_that_are_known_are_no_results(what: str, monkeypatch: pytest
     count = len(first) - len(produced_planes(what, [*inputs, *first[:2]], 1e-5, ROW, COLUMN, True))
     assert count == {"LayerNorm": 2, "RMSNorm": 1}[what]
     assert len(empty_produced(what, [*inputs, first[0]], 1e-5, ROW, COLUMN)) == len(first) - 1 - count
+
+
+@pytest.mark.parametrize("needs", [[True, True, False], [True, False, False], [False, True, False]])
+def test_a_tensor_is_added_to_the_gradient_of_the_input_alone(needs: list[bool]) -> None:
+    x, gamma, _ = inputs_of("RMSNorm")
+    dy, added, rstd = torch.randn(*LEAD, WIDTH), torch.randn(*LEAD, WIDTH), torch.rand(*LEAD, 1)
+    call = ("RMSNorm", dy, x, gamma, None, [rstd], needs)
+    alone, around = produced_ops.norm_gradients(*call), produced_ops.norm_gradients(*call, added)
+    expected = [alone[0] + added, *alone[1:]] if needs[0] else alone
+    assert all(torch.equal(a, b) for a, b in zip(around, expected, strict=True))
