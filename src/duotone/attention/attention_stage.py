@@ -290,7 +290,7 @@ def _torch_backward(call: OpCall, shape: Sizes, planes: HeadPlanes, lse: Tensor)
     operands = stage.query, stage.key, stage.value, stage.out, stage.gradient
     shapes = shape.query, shape.key, shape.value, shape.output, shape.output
     q, k, v, out, gradient = (
-        operand.values(each, size, operand.serving or next(iter(each)), call.dtype).flatten(1, 2)
+        operand.value_rows(each, size, call.dtype).flatten(1, 2)
         for operand, each, size in zip(operands, planes, shapes, strict=True)
     )
     logs = lse.flatten(1, 2).squeeze(-1)

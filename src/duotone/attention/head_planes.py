@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from duotone.dispatch.casts import contiguous_rows
 from duotone.dispatch.stages import stages_for
 from duotone.formats import IDENTITY, Format
 from duotone.formats.geometry import TENSOR
@@ -133,6 +134,16 @@ class HeadOperand:
         if direction == "rowwise":
             return as_heads(plane, shape).to(dtype)
         return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
+
+    def value_rows(self, planes: dict[str, Plane], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The values of the first plane, with contiguous rows where codes can be turned, which are half of the bytes."""
+        direction = self.serving or next(iter(planes))
+        turned = planes[direction].transposed() if self.is_whole and direction == "columnwise" else None
+        if turned is None or turned.format == IDENTITY:
+            return self.values(planes, shape, direction, dtype)
+        parts = {**turned.parts, "codes": contiguous_rows(turned.parts["codes"].view(torch.uint8))}
+        rows = {"rowwise": Plane(turned.format, parts, turned.shape)}
+        return replace(self, serving="").values(rows, shape, "rowwise", dtype)
 
 
 def _padded(rows: int, fmt: Format) -> int:
