@@ -14,22 +14,22 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38437
+LIBRARY_LINES = 38461
 TOOL_LINES = 7620
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2739, 20, 0),
+    "attention": (2749, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (162, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
-    "dispatch": (3492, 1, 0),
+    "dispatch": (3507, 1, 0),
     "distributed": (451, 3, 1),
     "formats": (1492, 0, 0),
     "integrations": (670, 9, 0),
-    "kernels": (5045, 0, 0),
+    "kernels": (5044, 0, 0),
     "lab": (3683, 13, 1),
     "linear": (1893, 5, 0),
     "modules": (655, 1, 0),

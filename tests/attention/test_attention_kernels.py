@@ -36,8 +36,11 @@ def triangle(shape: torch.Size, causal: bool, spans: Tensor | None, mask: Tensor
     """Bool, True where a query sees a key."""
     queries, keys = shape[-2:]
     if spans is not None:
-        seen = seen_by(spans, slice(0, queries), slice(0, keys))
-        return seen if mask is None else seen & mask
+        seen = seen_by(spans[:, :2], slice(0, queries), slice(0, keys))
+        if mask is None:
+            return seen
+        unread = seen_by(spans[:, 2:], slice(0, queries), slice(0, keys))
+        return seen & (mask | unread)
     everything = torch.ones(queries, keys, dtype=torch.bool)
     return everything.tril() if causal else everything
 
@@ -54,7 +57,7 @@ def decoded_attention(codes, scales, p_scale, options, spans=None, mask=None) ->
     return out, scores.logsumexp(-1).nan_to_num(neginf=0)
 
 
-def decoded_backward(x, weights, lse, options, spans=None, mask=None) -> tuple[Tensor, ...]:
+def decoded_backward(x, weights, lse, options, spans=None, mask=None, tiles=None) -> tuple[Tensor, ...]:
     """What `kernels.attention_backward.differentiate` computes, without rounding P and dS."""
     scale, causal, _, dtype = options
 
@@ -251,9 +254,9 @@ def test_short_attention_stays_in_high_precision_where_the_recipe_says_so(kernel
 @pytest.fixture
 def measured(kernel, monkeypatch) -> list[str]:
     """The kernel of a device with measurements: 64 queries pay alone, and 128 in training, of 4 heads or more."""
-    monkeypatch.setattr(attention, "LEAST_TOKENS", {((0, 0), 64): (64, 128), ((9, 0), 64): (64, 128)})
+    least = attention.LeastTokens(64, 128, 32, 40)
+    monkeypatch.setattr(attention, "LEAST_TOKENS", {((0, 0), 64): least, ((9, 0), 64): least})
     monkeypatch.setattr(dot_product, "MEASURED_HEADS", 4)
-    monkeypatch.setattr(dot_product, "SPANS_TOKENS", 32)
     return kernel
 
 
@@ -282,6 +285,9 @@ def test_the_plan_picks_what_was_measured_to_be_faster(measured, recipe) -> None
     padding = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="padding_causal", recipe=recipe)
     nothing = torch.zeros(2, 32, dtype=torch.bool)
     assert runs(measured, padding, 32, True, nothing) and not runs(measured, padding, 31, True, nothing[:, :31])
+    around = DotProductAttention(2, 64, qkv_format="bshd", name="a", attn_mask_type="padding", recipe=recipe)
+    longer = torch.zeros(2, 40, dtype=torch.bool)
+    assert runs(measured, around, 40, True, longer) and not runs(measured, around, 39, True, longer[:, :39])
     less = [torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3)]
     measured.clear()
     core(*less)

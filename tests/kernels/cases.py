@@ -480,7 +480,10 @@ def differentiate(name: str, width: int, causal: bool, fast: bool, mix: str, ds:
     options = 0.125, causal, fast, torch.bfloat16
     logs = torch.empty(2, heads, 4096)
     sight = (SPANS, MASK) if "masked" in name else ()
-    _, *cases = launched(name, lambda: attention_backward.differentiate(operands, weights, logs, options, *sight))
+    tiles = attention_backward.tiles_for(operands, weights, is_hopper="sm100" not in name)
+    _, *cases = launched(
+        name, lambda: attention_backward.differentiate(operands, weights, logs, options, *sight, tiles=tiles)
+    )
     named = zip(("dK and dV", "dQ"), cases, strict=True)
     return [replace(case, name=f"attention, {what} of width {width}, {name}") for what, case in named]
 
@@ -501,6 +504,8 @@ CASES += [
     *differentiate("high precision", 64, False, False, "", None),
     *differentiate("S and dV in FP8, masked", 128, False, True, "S dV", None),
     *differentiate("all in FP8, masked", 128, False, True, "S dV dP dQ dK", torch.float8_e5m2),
+    *differentiate("dS in FP8, queries in bf16, as on sm100", 128, True, True, "S dV", torch.float8_e5m2)[:1],
+    *differentiate("dS in FP8, queries in bf16, as on sm100", 256, True, True, "S dV", torch.float8_e5m2)[:1],
 ]
 CASES += launched("amaxes of matrices", lambda: amax.amaxes([matrix(256, 512), matrix(128, 64)]))
 CASES += launched("census of a matrix", lambda: amax.tensor_census(matrix(256, 512), torch.empty(3, dtype=torch.int64)))

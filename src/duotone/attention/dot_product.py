@@ -20,11 +20,10 @@ from duotone.dispatch.attention import (
     HALF,
     MEASURED,
     MEASURED_HEADS,
-    NEVER,
     NO_TOKENS,
     SDPA,
-    SPANS_TOKENS,
     AttentionProblem,
+    LeastTokens,
     attend,
 )
 from duotone.dispatch.target import HOPPER, target
@@ -231,7 +230,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests = ByName()
-        self._picks: dict[tuple[str, str, float], tuple[bool, tuple[int, int]]] = {}
+        self._picks: dict[tuple[str, str, float], tuple[bool, LeastTokens]] = {}
         self._low_precision = LowPrecision(self)
         self._met = ""
         """The key of the recipe that was met last."""
@@ -306,23 +305,22 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         """
         compiling, where = torch.compiler.is_dynamo_compiling(), (str(heads[0].device), self.dropout)
         is_measured, least = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
-        if least == (0, 0):
+        if not least.forward:
             return True
         queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
         if not compiling:
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
-        tokens, is_masked = least[1] if trains else least[0], seen is not None  # a trace takes no bool as an index
-        if is_measured and is_masked and least[1] < NEVER:
-            tokens = SPANS_TOKENS
+        is_padded = seen is not None and seen.dtype is not torch.int32 and kind.padding
+        tokens = least.for_call(trains, seen is not None, is_padded and not kind.causal)
         if queries < tokens or not is_measured:
             return queries >= tokens
         pairs, device = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
         dtype = torch.get_autocast_dtype(device) if is_autocast(device) else heads[0].dtype
-        leaves_out = seen is None or seen.dtype is torch.int32 or (kind.padding and kind.causal)
+        leaves_out = is_padded or seen is None or seen.dtype is torch.int32
         return leaves_out and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
 
-    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0) -> tuple[bool, tuple[int, int]]:
+    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0) -> tuple[bool, LeastTokens]:
         """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
         key = recipe.key, device, dropout
         if key not in self._picks:

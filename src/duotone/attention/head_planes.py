@@ -136,7 +136,7 @@ class HeadOperand:
         return as_heads(plane, (batch, groups, heads, width, tokens)).mT.to(dtype)
 
     def value_rows(self, planes: dict[str, Plane], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The values of the first plane, with contiguous rows where codes can be turned, which are half of the bytes."""
+        """The values of the first plane, with contiguous rows if codes can be turned, which have half of the bytes."""
         direction = self.serving or next(iter(planes))
         turned = planes[direction].transposed() if self.is_whole and direction == "columnwise" else None
         if turned is None or turned.format == IDENTITY:

@@ -13,6 +13,7 @@ from duotone.attention.heads import token_axis
 from duotone.attention.masks import UNBOUNDED, Window
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.attention.ranks import Ranks
+from duotone.dispatch.attention import LeastTokens
 from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
@@ -180,13 +181,13 @@ def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
 
 
-def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float) -> tuple[bool, tuple[int, int]]:
+def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float) -> tuple[bool, LeastTokens]:
     """`DotProductAttention.pick` in a trace."""
     return _pick(getattr(alike, recipe.key).number, recipe.key, device, dropout)
 
 
 @constant_in_traces
-def _pick(number: str, recipe: str, device: str, dropout: float) -> tuple[bool, tuple[int, int]]:
+def _pick(number: str, recipe: str, device: str, dropout: float) -> tuple[bool, LeastTokens]:
     return _module(number).pick(recipe_of(recipe), device, dropout)
 
 

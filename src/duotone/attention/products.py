@@ -8,7 +8,7 @@ from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
 from duotone.attention.ranks import Ranks
 from duotone.comm import ShardContext
-from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, SPANS_TOKENS, AttentionProblem
+from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, AttentionProblem, LeastTokens
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -183,7 +183,7 @@ class AttentionFormats:
         )
 
 
-def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int, int]) -> list[ProductPlan]:
+def product_rows(problem: AttentionProblem, is_measured: bool, least: LeastTokens) -> list[ProductPlan]:
     """What runs for each product. `least` are queries below which it runs in high precision, as `least_tokens`."""
     refusals, kernels = (problem.forward_refusal(), problem.backward_refusal()), (KERNEL, problem.backward_kernel)
     rows = []
@@ -196,11 +196,11 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: tuple[int,
         reason = ""
         if is_measured:
             reason = "calls with a mask of pairs or of less work run in high precision, which is faster there: "
-            forward, training = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
+            forward, training, *others = ("in all" if each >= NEVER else f"below {each} queries" for each in least)
             reason += f"{forward} without gradients, {training} with them, "
-            reason += f"windows, sequences and causal padding below {SPANS_TOKENS} (dpa_min_tokens)"
-        elif least[0]:
-            reason = f"calls of fewer than {least[0]} queries in high precision (dpa_min_tokens)"
+            reason += "windows, sequences and causal padding {}, other padding {} (dpa_min_tokens)".format(*others)
+        elif least.forward:
+            reason = f"calls of fewer than {least.forward} queries in high precision (dpa_min_tokens)"
         kernel = kernels[is_backward]
         rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
     return rows

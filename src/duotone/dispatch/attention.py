@@ -24,17 +24,33 @@ FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 KERNEL = "FP8 attention"
 MEASURED = "measured"
 NEVER = 1 << 40
-NO_TOKENS = NEVER, NEVER
-# bench/results/2026-11-23-h200-attention-{tiles,masks}.txt and bench/NOTES.md, casts included, next to cuDNN.
-LEAST_TOKENS: dict[tuple[tuple[int, int], int], tuple[int, int]] = {
-    (HOPPER, 128): (8192, 16384),
-    (HOPPER, 64): (16384, NEVER),
-    (HOPPER, 96): (16384, NEVER),
-    (HOPPER, 256): (16384, NEVER),
+
+
+class LeastTokens(NamedTuple):
+    """Queries from which FP8 is faster: without a mask in forward alone and in training, under windows, sequences and
+    causal padding, where torch masks all pairs, and under other padding."""
+
+    forward: int
+    training: int
+    spans: int
+    padding: int
+
+    def for_call(self, trains: bool, is_masked: bool, is_padded: bool) -> int:
+        """Those of a call. `is_padded`: its mask is padding without causality."""
+        unmasked = self.training if trains else self.forward
+        masked = self.padding if is_padded else self.spans
+        return unmasked if not is_masked or (masked >= NEVER and not trains) else masked
+
+
+NO_TOKENS = LeastTokens(NEVER, NEVER, NEVER, NEVER)
+# bench/results/2026-11-23-h200-attention-{tiles,masks,runs}.txt and bench/NOTES.md, casts included, next to cuDNN.
+LEAST_TOKENS: dict[tuple[tuple[int, int], int], LeastTokens] = {
+    (HOPPER, 128): LeastTokens(8192, 16384, 4096, 8192),
+    (HOPPER, 64): LeastTokens(16384, NEVER, NEVER, NEVER),
+    (HOPPER, 96): LeastTokens(16384, NEVER, NEVER, NEVER),
+    (HOPPER, 256): LeastTokens(16384, 16384, NEVER, NEVER),
 }
-"""Queries from which FP8 is faster, in forward alone and with its backward, by architecture and width of heads."""
-SPANS_TOKENS = 4096
-"""Queries from which FP8 is faster under windows, sequences and causal padding, where torch masks all pairs."""
+"""What was measured, by architecture and width of heads."""
 
 MEASURED_HEADS = 32
 """Heads of these measurements. Calls of less work are bound by the host, which casts make wait longer."""
@@ -83,13 +99,13 @@ class AttentionProblem(NamedTuple):
         """Whether `dpa_min_tokens` of a recipe leaves the choice to measurements, which this target has."""
         return wanted == MEASURED and not self.never() and any(arch == self.target.arch for arch, _ in LEAST_TOKENS)
 
-    def least_tokens(self, wanted: int | str) -> tuple[int, int]:
-        """Queries below which products stay in high precision, in forward alone and in training."""
+    def least_tokens(self, wanted: int | str) -> LeastTokens:
+        """Queries below which products stay in high precision."""
         refusal = self.forward_refusal()
         if self.is_measured(wanted):
             return LEAST_TOKENS.get((self.target.arch, self.widths[0]), NO_TOKENS) if not refusal else NO_TOKENS
         number = wanted if isinstance(wanted, int) and not refusal else 0
-        return number, number
+        return LeastTokens(number, number, number, number)
 
     @property
     def native(self) -> frozenset[str]:
@@ -102,7 +118,7 @@ class AttentionProblem(NamedTuple):
         gradients = [self.products[name][0] for name in BACKWARD] + [self.products["P^T dO"][1]]
         if any(fmt != IDENTITY for fmt in gradients):
             return KERNEL
-        return "cuDNN" if self.target.arch == HOPPER and max(self.widths) <= CUDNN_WIDTH else "FlashAttention-2"
+        return "cuDNN" if self.target.arch == HOPPER else "FlashAttention-2"
 
     def backward_refusal(self) -> str:
         """Why no kernel runs the products of backward, or ""."""
@@ -131,38 +147,35 @@ MASK_BLOCK = 64
 def sight(seen: Tensor | None, queries: int, keys: int) -> tuple[Tensor | None, Tensor | None]:
     """What is seen as kernels take it: spans, int32 (batch or 1, 2, queries + keys), and a mask within them.
 
+    With a mask spans are (batch or 1, 4, queries + keys): what is seen in part or not at all lies around what is seen.
+
     `seen` are spans, or bool that broadcasts to (batch, heads, queries, keys), with groups apart or not.
     """
     if seen is None or seen.dtype is torch.int32:
         return seen, None
     seen = seen.flatten(1, -3)
-    some = _by_blocks(_by_blocks(seen.any(1)).mT).mT
-    spans = torch.cat((_ends(some, queries, keys), _ends(some.mT, keys, queries)), -1)
+    queries_of, keys_of = (1 if n == 1 else MASK_BLOCK for n in seen.shape[2:])
+    padded: Tensor = F.pad(seen, (0, -seen.shape[3] % keys_of, 0, -seen.shape[2] % queries_of))
+    batch, heads, rows, columns = padded.shape
+    blocks = padded.view(batch, heads, rows // queries_of, queries_of, columns // keys_of, keys_of)
+    counts = blocks.sum((1, 3, 5), dtype=torch.int32)
+    is_full = counts == heads * queries_of * keys_of
+    spans = torch.cat((_ends(counts > 0, is_full, queries, keys), _ends(counts.mT > 0, is_full.mT, keys, queries)), -1)
     mask = seen.expand(-1, -1, -1, keys)
     return spans, mask if mask.stride(-1) == 1 else mask.contiguous()
 
 
-def _by_blocks(some: Tensor) -> Tensor:
-    """Whether any of MASK_BLOCK tokens along the last axis is seen; one that stands for all tokens stays."""
-    tokens = some.shape[-1]
-    if tokens == 1:
-        return some
-    padded: Tensor = F.pad(some, (0, -tokens % MASK_BLOCK))
-    return padded.reshape(*some.shape[:-1], -1, MASK_BLOCK).any(-1)
-
-
-def _ends(some: Tensor, rows: int, tokens: int) -> Tensor:
-    """int32 (batch or 1, 2, rows): the first token that each row sees and the one behind the last, by blocks.
-
-    `some` is bool (batch or 1, blocks of rows, blocks of tokens), or has one block for all.
+def _ends(some: Tensor, full: Tensor, rows: int, tokens: int) -> Tensor:
+    """int32 (batch or 1, 4, rows): where the blocks begin and end of which each row sees some, then the longest run of
+    blocks of which it sees all. Both are bool (batch or 1, blocks of rows, blocks of tokens); one block may be all.
     """
-    blocks = some.shape[1:]
-    size = MASK_BLOCK if blocks[1] > 1 else tokens
-    index = torch.arange(blocks[1], dtype=torch.int32, device=some.device) * size
-    first = torch.where(some, index, tokens).amin(-1)
-    last = torch.where(some, index + size, 0).amax(-1).clamp(max=tokens)
-    ends = torch.stack((first.minimum(last), last), 1).to(torch.int32)
-    return ends.repeat_interleave(MASK_BLOCK if blocks[0] > 1 else rows, -1)[..., :rows]
+    across, along = some.shape[1:]
+    index = torch.arange(along, device=some.device)
+    first, last = torch.where(some, index, along).amin(-1), torch.where(some, index + 1, 0).amax(-1)
+    length, end = (index - torch.where(full, -1, index).cummax(-1).values).max(-1)
+    ends = torch.stack((first.minimum(last), last, end + 1 - length, end + 1), 1)
+    ends = (ends * (MASK_BLOCK if along > 1 else tokens)).clamp(max=tokens).to(torch.int32)
+    return ends.repeat_interleave(MASK_BLOCK if across > 1 else rows, -1)[..., :rows]
 
 
 def forward(
@@ -267,7 +280,9 @@ def backward(
     p, ds = (fmt.code_dtype if fmt.code_dtype in FP8 else None for fmt in rounding[:2])
     weights = kernels.Weights(p, ds, rounding.p_scale, rounding.ds_scale)
     sees = sight(seen, queries, keys)
-    *gradients, peak = kernels.differentiate(operands, weights, lse.contiguous(), options, *sees)
+    is_hopper = not lse.is_cuda or cuda_target(lse.get_device()).arch == HOPPER
+    tiles = kernels.tiles_for(operands, weights, is_hopper)
+    *gradients, peak = kernels.differentiate(operands, weights, lse.contiguous(), options, *sees, tiles)
     dq, dk, dv = (each[..., :width].contiguous() for each in gradients)
     return dq, dk, dv, peak
 
@@ -289,7 +304,7 @@ def torch_backward(
         dq, dk, dv = kernel(gradient, query, *wide, out, lse, 0.0, causal, scale=scale)
         return dq, dk.unflatten(1, (-1, repeats)).sum(2), dv.unflatten(1, (-1, repeats)).sum(2)
     call, lengths = (gradient, query, key, value, out), (None, None, query.shape[2], key.shape[2], 0.0, causal)
-    if cuda_target(query.get_device()).arch == HOPPER and query.shape[-1] <= CUDNN_WIDTH:
+    if cuda_target(query.get_device()).arch == HOPPER:
         random = torch.zeros((), dtype=torch.int64, device=query.device)  # of dropout, which is off
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
         return cudnn(*call, lse.unsqueeze(-1), random, random, None, *lengths, scale=scale)

@@ -48,45 +48,42 @@ def columns_of(plane, b, start, head, tokens, T, MASKED: tl.constexpr, D: tl.con
 
 
 @triton.jit
-def sight(spans, step, rows, b, T_OUTER, T, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr):
-    """The first token that each row sees, and the one behind the last: of spans, or else of all or the causal ones.
+def ends_of(at, rows, T_OUTER, distance):
+    """What is stored for each row, and behind it `distance` further."""
+    return tl.load(at, mask=rows < T_OUTER, other=0), tl.load(at + distance, mask=rows < T_OUTER, other=0)
 
-    Rows are queries that see keys, or keys and the queries that see them. Spans are (batch or 1, 2, queries + keys).
+
+@triton.jit
+def sight(spans, mask, step, rows, b, T_OUTER, T, BN: tl.constexpr, CAUSAL: tl.constexpr, OF_KEYS: tl.constexpr):
+    """The first token that each row sees, and the one behind the last: of spans, or else of all or the causal ones.
+    Then steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last).
+
+    Rows are queries that see keys, or keys and the queries that see them. Spans are (batch or 1, 2, queries + keys), or
+    (batch or 1, 4, ...) with a mask: then a row sees tokens between the last two.
     """
     if spans is not None:
-        at = spans + b.to(tl.int64) * step + rows + (T if OF_KEYS else 0)
-        low = tl.load(at, mask=rows < T_OUTER, other=0)
-        return low, tl.load(at + (T_OUTER + T), mask=rows < T_OUTER, other=0)
+        at, both = spans + b.to(tl.int64) * step + rows + (T if OF_KEYS else 0), T_OUTER + T
+        low, high = ends_of(at, rows, T_OUTER, both)
+        inner, outer = (low, high) if mask is None else ends_of(at + 2 * both, rows, T_OUTER, both)
     else:
         low, high = rows if CAUSAL and OF_KEYS else rows * 0, rows * 0 + T
-        return low, tl.minimum(rows + 1, T) if CAUSAL and not OF_KEYS else high
-
-
-@triton.jit
-def steps_of(low, high, T, mask, BN: tl.constexpr):
-    """Steps of BN tokens: all rows see all of them in [edge, full), and some in [first, edge) and [full, last).
-
-    A mask says what rows see, and then only a step with a ragged end is apart.
-    """
+        high = tl.minimum(rows + 1, T) if CAUSAL and not OF_KEYS else high
+        inner, outer = low, high
     last = tl.cdiv(tl.max(tl.where(low < high, high, 0), 0), BN)
     first = tl.minimum(tl.min(tl.where(low < high, low, T), 0) // BN, last)
-    edge = tl.minimum(tl.maximum(tl.cdiv(tl.max(low, 0), BN), first), last)
-    full = tl.minimum(tl.maximum(tl.min(high, 0) // BN, edge), last)
-    if mask is not None:
-        edge, full = first, tl.maximum(first, tl.minimum(last, T // BN))
-    return first, edge, full, last
+    edge = tl.minimum(tl.maximum(tl.cdiv(tl.max(inner, 0), BN), first), last)
+    full = tl.minimum(tl.maximum(tl.min(outer, 0) // BN, edge), last)
+    return low, high, first, edge, full, last
 
 
 @triton.jit
-def seen_by(mask, sees, tokens, MASKED: tl.constexpr):
+def seen_by(mask, sees, tokens):
     """Bool (rows, tokens): a row sees tokens in [low, high), or what a mask, bool by bytes, has of them."""
-    low, high, rows, T_ROWS, of_row, of_token = sees
-    if MASKED or mask is None:
-        seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
+    low, high, rows, of_row, of_token = sees
+    seen = (tokens[None, :] >= low[:, None]) & (tokens[None, :] < high[:, None])
     if mask is not None:
-        inside = tl.minimum(rows, T_ROWS - 1).to(tl.int64)
-        at = mask + inside[:, None] * of_row + tokens[None, :].to(tl.int64) * of_token
-        seen = (tl.load(at, mask=seen, other=0) if MASKED else tl.load(at)) != 0
+        at = mask + rows[:, None].to(tl.int64) * of_row + tokens[None, :].to(tl.int64) * of_token
+        seen = tl.load(at, mask=seen, other=0) != 0
     return seen
 
 
@@ -101,8 +98,8 @@ def _tile(
     cols = n + tl.arange(0, BN)
     kt, vt = rows_of(k, b, n, g, cols, TK, False, D), columns_of(v, b, n, g, cols, TK, MASKED, D)
     scores = tl.dot(qt, tl.trans(kt), max_num_imprecise_acc=FEW)
-    if MASKED or mask is not None:
-        scores = tl.where(seen_by(mask, sees, cols, MASKED), scores, float("-inf"))
+    if MASKED:
+        scores = tl.where(seen_by(mask, sees, cols), scores, float("-inf"))
     now = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(now == float("-inf"), 0.0, now) * factor
     weights, rescale = tl.exp2(scores * factor - (base - log_p)[:, None]), tl.exp2(peak * factor - base)
@@ -134,20 +131,19 @@ def attend_kernel(
     factor = tl.load(q_scale) * tl.load(k_scale) * tl.abs(scale) * LOG2E
     factor = tl.where(factor < LEAST, LEAST, factor)
     log_p = tl.log2(tl.load(p_scale) if p_scale is not None else P)
-    low, high = sight(spans, step, rows, b, TQ, TK, CAUSAL, False)
-    first, edge, full, last = steps_of(low, high, TK, mask, BN)
+    low, high, first, edge, full, last = sight(spans, mask, step, rows, b, TQ, TK, BN, CAUSAL, False)
     if mask is not None:
         mask += b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
-    sees = low, high, rows, TQ, of_query, 1
+    sees = low, high, rows, of_query, 1
     state = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, D], tl.float32)
-    for i in tl.range(0, last - full, num_stages=1):
+    for i in tl.range(0, last - full, num_stages=1 if mask is None else 3):
         n = (last - 1 - i) * BN
         state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, True, FEW)
     for i in range(0, full - edge):
         n = (full - 1 - i) * BN
         state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, False, FEW)
     if spans is not None:
-        for i in tl.range(0, edge - first, num_stages=1):
+        for i in tl.range(0, edge - first, num_stages=1 if mask is None else 3):
             n = (edge - 1 - i) * BN
             state = _tile(state, qt, k, v, mask, sees, b, g, n, factor, log_p, TK, BN, True, FEW)
     peak, total, acc = state

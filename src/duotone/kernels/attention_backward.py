@@ -32,7 +32,6 @@ from duotone.kernels.attention import (
     seen_by,
     sight,
     steps_between,
-    steps_of,
 )
 from duotone.kernels.elements import ELEMENTS
 from duotone.kernels.launch import Kernel, Launch, kernel
@@ -90,8 +89,8 @@ def _fitted(ds, acc, peak, FMT: tl.constexpr):
 def _weights(outer, inner, logs, mask, sees, tokens, factor, MASKED: tl.constexpr, FEW: tl.constexpr):
     """Probabilities (outer tokens, tokens), where one are keys and the other queries."""
     weights = tl.exp2(tl.dot(outer, tl.trans(inner), max_num_imprecise_acc=FEW) * factor - logs)
-    if MASKED or mask is not None:
-        weights = tl.where(seen_by(mask, sees, tokens, MASKED), weights, 0.0)
+    if MASKED:
+        weights = tl.where(seen_by(mask, sees, tokens), weights, 0.0)
     return weights
 
 
@@ -143,9 +142,8 @@ def keys_kernel(
     # P is multiplied by its scale as it is computed, and so dS too.
     ds_by = None if ds_scale is None else tl.load(ds_scale) / of_p
     p_factor = _value(do_scale) * _value(v_scale) * (1.0 if ds_scale is None else ds_by)
-    low, high = sight(spans, step, keys, b, TK, T, CAUSAL, True)
-    first, edge, full, last = steps_of(low, high, T, mask, BN)
-    sees = low, high, keys, TK, 1, of_query
+    low, high, first, edge, full, last = sight(spans, mask, step, keys, b, TK, T, BN, CAUSAL, True)
+    sees = low, high, keys, 1, of_query
     FITTED: tl.constexpr = FMT is not None and ds_scale is None
     zeros = tl.zeros([BM, D], tl.float32)
     sum_v, sum_k, state = zeros, zeros, (zeros, zeros, tl.zeros([BM], tl.float32))
@@ -153,7 +151,7 @@ def keys_kernel(
         h = g * (H // G) + r
         logs, deltas = lse + (b.to(tl.int64) * H + h) * T, delta + (b.to(tl.int64) * H + h) * T
         of_h = None if mask is None else mask + b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
-        for i in tl.range(0, edge - first + last - full, num_stages=1):
+        for i in tl.range(0, edge - first + last - full, num_stages=1 if mask is None else 2):
             n = first + i
             start = tl.where(n < edge, n, n - edge + full) * BN
             state = _key_tile(
@@ -227,13 +225,12 @@ def queries_kernel(
     logs = tl.load(lse + at, mask=queries < TQ, other=0.0) + tl.log2(tl.load(p_scale) if p_scale is not None else P)
     deltas = tl.load(delta + at, mask=queries < TQ, other=0.0) * ds_by
     p_factor = _value(do_scale) * _value(v_scale) * ds_by
-    low, high = sight(spans, step, queries, b, TQ, T, CAUSAL, False)
-    first, edge, full, last = steps_of(low, high, T, mask, BN)
+    low, high, first, edge, full, last = sight(spans, mask, step, queries, b, TQ, T, BN, CAUSAL, False)
     if mask is not None:
         mask += b.to(tl.int64) * of_batch + h.to(tl.int64) * of_head
-    sees = low, high, queries, TQ, of_query, 1
+    sees = low, high, queries, of_query, 1
     state = tl.zeros([BM, D], tl.float32), tl.zeros([BM], tl.float32)
-    for i in tl.range(0, edge - first + last - full, num_stages=1):
+    for i in tl.range(0, edge - first + last - full, num_stages=1 if mask is None else 2):
         n = first + i
         start = tl.where(n < edge, n, n - edge + full) * BN
         state = _query_tile(
@@ -353,11 +350,17 @@ def prepared(do: Operand, out: Operand, lse: Tensor, weights: Weights) -> Logs:
     return logs
 
 
-def tiles_for(x: BackwardOperands, weights: Weights) -> tuple[Tiles, Tiles]:
-    """The tiles of the launches for keys and for queries: the fastest on an H200 at 16384 tokens and a width of 128."""
-    if x.v_row.values.shape[-1] > 128:
+def tiles_for(x: BackwardOperands, weights: Weights, is_hopper: bool = True) -> tuple[Tiles, Tiles]:
+    """Of the launches for keys and for queries: the fastest on an H200 at 16384 tokens, for heads of at most 128.
+
+    sm100 has no registers for them where each row of dS has a scale in FP8 and queries are in high precision.
+    """
+    is_wide, high = x.v_row.values.shape[-1] > 128, x.do_row.values.dtype not in ELEMENTS
+    if not is_hopper and high and weights.ds is not None and x.q_col.values.dtype not in ELEMENTS:
+        return ((32, 32, 8, 2), (64, 64, 8, 2)) if is_wide else ((64, 64, 8, 2), (128, 64, 8, 3))
+    if is_wide:
         return (64, 32, 8, 2), (64, 64, 8, 2)
-    if x.do_row.values.dtype not in ELEMENTS:
+    if high:
         return (128, 64, 8, 3), (128, 64, 8, 3)
     return (64, 64, 4, 2), (64, 64, 4, 3) if weights.ds is None else (64, 128, 4, 2)
 
