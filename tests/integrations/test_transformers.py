@@ -101,13 +101,13 @@ def trainer(path, callback, steps: int = 4, model=None, masters: bool = False, *
     require("accelerate")
     data = [{"input_ids": row, "labels": row} for at in range(2) for row in batch(at)]
     arguments = transformers.TrainingArguments(
-        path, max_steps=steps, per_device_train_batch_size=2, learning_rate=1e-2, lr_scheduler_type="constant",
-        save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, **options,
+        path, max_steps=steps, per_device_train_batch_size=2, save_steps=2, report_to=[], use_cpu=True, seed=3,
+        disable_tqdm=True, **{"learning_rate": 1e-2, "lr_scheduler_type": "constant", **options},
     )  # fmt: skip
     model = llama() if model is None else model
     optimizer = duotone.optim.AdamW(model.parameters(), lr=1e-2) if masters else None
     return transformers.Trainer(
-        model, arguments, train_dataset=data, callbacks=[callback], optimizers=(optimizer, None)
+        model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback], optimizers=(optimizer, None)
     )
 
 
@@ -238,3 +238,43 @@ def test_a_phase_may_change_the_format_of_quantized_parameters(tmp_path) -> None
     assert weight.formats[0].name == "nvfp4_16x16"
     runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same_bits(planes(runs[1].model), planes(runs[0].model))
+
+
+def test_evaluations_and_the_trained_model_follow_the_schedule(tmp_path) -> None:
+    """The learning rate is 0, so losses differ by recipe alone."""
+    schedule = Schedule(phases=(Phase("nvfp4-1d-weight", 0), Phase("mxfp8", 0.5)))
+    callback = DuotoneCallback(schedule=schedule, report=tmp_path / "report.txt")
+    options = {"eval_strategy": "steps", "eval_steps": 2, "lr_scheduler_type": "constant", "learning_rate": 0.0}
+    run = trainer(tmp_path, callback, **options)
+    run.train()
+    losses = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    wanted = {}
+    for recipe in ("nvfp4-1d-weight", "mxfp8"):
+        plain = trainer(tmp_path / recipe, DuotoneCallback(recipe), **options)
+        wanted[recipe] = plain.evaluate()["eval_loss"]
+    assert losses == [wanted["nvfp4-1d-weight"], wanted["mxfp8"]] and losses[0] != losses[1]
+    assert run.evaluate()["eval_loss"] == wanted["mxfp8"]
+    report = (tmp_path / "report.txt").read_text()
+    assert report.startswith("4 steps, at the end under mxfp8\n") and "mxfp8_e4m3" in report and "nvfp4" not in report
+    run.train()  # begins anew, under the first recipe
+    assert [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry] == losses
+
+
+@pytest.mark.parametrize("way", ["model_init", "add_callback"])
+def test_a_model_that_is_not_there_when_the_trainer_is_built_is_converted(way: str, tmp_path) -> None:
+    require("accelerate")
+    data = [{"input_ids": row, "labels": row} for row in batch(0)]
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no"
+    )
+    if way == "model_init":
+        run = transformers.Trainer(
+            model_init=lambda: llama(), args=arguments, train_dataset=data, callbacks=[DuotoneCallback("mxfp8")]
+        )
+    else:
+        run = transformers.Trainer(llama(), arguments, train_dataset=data)
+        run.add_callback(DuotoneCallback("mxfp8"))
+    whole = transformers.Trainer(llama(), arguments, train_dataset=data, callbacks=[DuotoneCallback("mxfp8")])
+    run.train()
+    whole.train()
+    assert_same_bits(dict(run.model.named_parameters()), dict(whole.model.named_parameters()))

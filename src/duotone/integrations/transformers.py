@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from duotone.attention import DotProductAttention
 from duotone.conversion import convert, convert_parameters, plan, revert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
@@ -23,7 +24,7 @@ from duotone.integrations.run_state import (
     save_planes,
 )
 from duotone.planned.planned import Planned
-from duotone.recipes.recipe import RecipeLike, as_recipe
+from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 from duotone.recipes.schedule import Phase, Schedule
 from duotone.serving.exported_weight import ExportReport
@@ -129,7 +130,8 @@ class DuotoneCallback(TrainerCallback):
     """For Trainer: converts its model, follows a schedule, and resumes with the bits of a run that went on.
 
     - `recipe` and `rules` are those of `duotone.convert`; None leaves the model as it is, converted before.
-    - `schedule` gives each optimizer step its recipe. Fractions count from Trainer's number of steps.
+    - `schedule` gives each optimizer step its recipe, and an evaluation that of the step before. Fractions count from
+      Trainer's number of steps. After training the model follows the last recipe.
     - Seeds and delayed scales are in `trainer_state.json` of each checkpoint, and `train(resume_from_checkpoint=...)`
       restores them. Planes of quantized parameters are in a file beside it, which is found under `output_dir`.
     - `report` is a text file for the end of training: the recipe, the steps, and what ran in each GEMM and why.
@@ -163,12 +165,15 @@ class DuotoneCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: Any, control: object, model: nn.Module, **_: object
     ) -> None:
+        if not any(isinstance(module, Planned) for module in model.modules()):  # of model_init, or before add_callback
+            self.on_init_end(args, state, control, model)
         if not any(isinstance(module, Planned) for module in model.modules()):
             raise UserError("nothing in the model follows recipes: give DuotoneCallback a recipe")
         hide_states(model)  # they are in trainer_state.json, and a plain model would not expect them
         self.step = state.global_step
         if self.schedule is not None:
             self.schedule = self.schedule.over(state.max_steps)
+            _follow_alone(model, self.schedule.phases[0].recipe)
             self._follow(model)
             self.hooks = [
                 model.register_forward_pre_hook(self._enter),
@@ -205,9 +210,11 @@ class DuotoneCallback(TrainerCallback):
     def on_train_end(self, args: object, state: TrainerState, control: object, model: nn.Module, **_: object) -> None:
         for hook in self.hooks:
             hook.remove()
+        if self.schedule is not None:
+            _follow_alone(model, self.schedule.phase(self.step).recipe)
         if self.report is not None and state.is_world_process_zero:
-            recipe = recipe_names(model) if self.schedule is None else self.schedule.at(self.step).name
-            Path(self.report).write_text(f"{state.global_step} steps, at the end under {recipe}\n{plan(model)}\n")
+            head = f"{state.global_step} steps, at the end under {recipe_names(model)}"
+            Path(self.report).write_text(f"{head}\n{plan(model)}\n")
 
     def _follow(self, model: nn.Module) -> None:
         """Convert quantized parameters where a phase begins that asks for it."""
@@ -218,13 +225,21 @@ class DuotoneCallback(TrainerCallback):
 
     def _enter(self, module: nn.Module, inputs: object) -> None:
         assert self.schedule is not None
-        if module.training:
-            self.regions.append(autocast(recipe=self.schedule.at(self.step)))
-            self.regions[-1].__enter__()
+        self.regions.append(autocast(recipe=self.schedule.at(self.step)))
+        self.regions[-1].__enter__()
 
     def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         if self.regions:
             self.regions.pop().__exit__(*sys.exc_info())
+
+
+def _follow_alone(model: nn.Module, recipe: Recipe) -> None:
+    """Let the modules follow a recipe outside of regions. Their states stay."""
+    for module in model.modules():
+        if isinstance(module, Planned | DotProductAttention):
+            module.recipe = recipe
+        if isinstance(module, Planned):
+            module.forget_plans()
 
 
 def _files(args: TrainingArguments, state: TrainerState) -> list[Path]:
