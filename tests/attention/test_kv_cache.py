@@ -53,6 +53,13 @@ def test_products_in_low_precision_read_the_cache() -> None:
     assert (out - plain).norm() < 0.1 * plain.norm()
 
 
+def test_queries_may_have_another_dtype_than_the_cache() -> None:
+    core, heads = DotProductAttention(2, 16, qkv_format="bshd"), torch.randn(1, 3, 2, 16)
+    with torch.no_grad():
+        out, plain = core(heads, heads, heads, kv_cache=KVCache(1, 4, 2, 16)), core(heads, heads, heads)
+    assert out.dtype == torch.float32 and (out - plain).norm() < 0.1 * plain.norm()
+
+
 def test_bad_input_is_refused_in_one_line_and_changes_nothing() -> None:
     cache = KVCache(1, 4, 2, 16)
     heads = torch.randn(1, 3, 2, 16)

@@ -119,7 +119,8 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             attn_mask_type = self._kind_with_cache(attn_mask_type, attention_mask is None and cu_seqlens_q is None)
         recipe, group = self.meet_recipe_of_call(self.recipe)
         if kv_cache is not None:
-            key_layer, value_layer = kv_cache.append(key_layer, value_layer, layout)
+            cached = kv_cache.append(key_layer, value_layer, layout)
+            key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         seen = self.visible(
             query_layer,
