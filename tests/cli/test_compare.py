@@ -7,12 +7,12 @@ import pytest
 from duotone.lab import data, files
 from duotone.lab.trainer import Trainer
 
-TINY = ["compare", "--preset", "tiny", "--steps", "6"]
+TINY = ["compare", "--preset", "tiny", "--steps", "3"]
 
 
 def test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table(duotone, text_file, tmp_path):
     out = tmp_path / "runs" / "a"
-    arguments = [*TINY, "--data", text_file, "--recipes", "mxfp8", "bf16", "--seed", "3", "--out", out]
+    arguments = [*TINY[:-1], "6", "--data", text_file, "--recipes", "mxfp8", "bf16", "--seed", "3", "--out", out]
     code, text, progress = duotone(*arguments)
     assert code == 0 and sorted(os.listdir(out)) == ["planes.csv", "report.html", "result.json"]
     result = json.loads((out / "result.json").read_text())
@@ -32,7 +32,7 @@ def test_it_leaves_a_report_and_its_numbers_and_ends_with_a_table(duotone, text_
 def test_the_same_seed_gives_the_same_losses(duotone, text_file, tmp_path):
     losses = []
     for name in ("a", "b"):
-        duotone(*TINY[:-1], "3", "--data", text_file, "--recipes", "nvfp4", "--out", tmp_path / name)
+        duotone(*TINY, "--data", text_file, "--recipes", "nvfp4", "--out", tmp_path / name)
         result = json.loads((tmp_path / name / "result.json").read_text())
         losses.append([(run["train_loss"], run["heldout_loss"]) for run in result["runs"]])
     assert losses[0] == losses[1]
@@ -49,12 +49,14 @@ def test_ctrl_c_writes_a_partial_report_and_ends_with_130(duotone, text_file, tm
 
     monkeypatch.setattr(Trainer, "step", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    code, text, err = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a")
+    code, text, err = duotone(
+        *TINY[:-1], "4", "--data", text_file, "--recipes", "mxfp8", "nvfp4", "--out", tmp_path / "a"
+    )
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
     assert "stopped at step 2" in text and "did not start" in text and "Partial report: " in text
     assert err.splitlines()[-1] == f"Continue with: duotone compare --resume --out {tmp_path / 'a'}"
     result = json.loads((tmp_path / "a" / "result.json").read_text())
-    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 2, 0]
+    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [4, 4, 2, 0]
     assert (tmp_path / "a" / "report.html").stat().st_size > 10_000
 
 
@@ -70,7 +72,7 @@ def test_runs_that_are_complete_are_on_disk_when_a_later_one_breaks(duotone, tex
     with pytest.raises(RuntimeError, match="a bug"):
         duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")
     result = json.loads((tmp_path / "a" / "result.json").read_text())
-    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [6, 6, 0]
+    assert result["partial"] and [len(run["train_loss"]) for run in result["runs"]] == [3, 3, 0]
 
 
 def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
@@ -83,7 +85,7 @@ def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
     assert "for linears 4096 wide with 8192 tokens" in (tmp_path / "report.html").read_text()
     reference, mxfp8 = result["runs"]
     assert code == 0 and [run["name"] for run in result["runs"]] == ["bf16", "mxfp8"]
-    assert "mxfp8, seed 1: step 6/6" in progress and "run 4 of 4" in progress and "all ETA 0:0" in progress
+    assert "mxfp8, seed 1: step 3/3" in progress and "run 4 of 4" in progress and "all ETA 0:0" in progress
     repeats = [(run["repeats"][0]["seed"], run["repeats"][0]["heldout_loss"][-1][1]) for run in (reference, mxfp8)]
     gaps = [100 * (mxfp8["final_heldout_loss"] / reference["final_heldout_loss"] - 1)]
     gaps += [100 * (repeats[1][1] / repeats[0][1] - 1)]
@@ -94,20 +96,8 @@ def test_several_seeds_are_paired_and_ranked(duotone, text_file, tmp_path):
 
 
 def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, text_file, tmp_path, monkeypatch):
-    arguments = [
-        *TINY[:-1],
-        "3",
-        "--data",
-        text_file,
-        "--recipes",
-        "nvfp4",
-        "--seeds",
-        "2",
-        "--batch",
-        "3",
-        "--context",
-        "16",
-    ]
+    sizes = ("--seeds", "2", "--batch", "3", "--context", "16")
+    arguments = [*TINY, "--data", text_file, "--recipes", "nvfp4", *sizes]
     duotone(*arguments, "--out", tmp_path / "whole")
     step, taken = Trainer.step, []
 
@@ -132,7 +122,7 @@ def test_a_stopped_comparison_goes_on_and_ends_as_an_uninterrupted_one(duotone, 
 
 
 def test_what_cannot_go_on_is_refused_in_one_line(duotone, refused, text_file, tmp_path):
-    duotone(*TINY, "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a")
+    duotone(*TINY[:-1], "1", "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a")
     path = tmp_path / "a" / "result.json"
     result, resume = json.loads(path.read_text()), ["compare", "--resume", "--out", tmp_path / "a"]
     text_file.write_text(text_file.read_text() + "more")
@@ -158,7 +148,9 @@ def test_a_report_is_replaced_only_when_forced(duotone, refused, text_file, tmp_
 
 
 def test_json_is_all_that_stdout_gets(duotone, text_file, tmp_path):
-    code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--json", "--out", tmp_path / "a")
+    code, text, _ = duotone(
+        *TINY[:-1], "1", "--data", text_file, "--recipes", "mxfp8", "--json", "--out", tmp_path / "a"
+    )
     printed = json.loads(text)
     assert code == 0 and [run["name"] for run in printed["runs"]] == ["bf16", "bf16 (noise)", "mxfp8"]
     assert {"rank", "gap_percent"} <= printed["runs"][2].keys() and "plan" not in printed["runs"][2]
@@ -174,11 +166,11 @@ def test_a_diverged_run_is_told_and_gives_exit_code_1(duotone, text_file, tmp_pa
 
     def diverging(self, *args, **kwargs):
         loss = step(self, *args, **kwargs)
-        return float("nan") if self.recipe.name == "mxfp8" and self.done == 3 else loss
+        return float("nan") if self.recipe.name == "mxfp8" and self.done == 2 else loss
 
     monkeypatch.setattr(Trainer, "step", diverging)
     code, text, _ = duotone(*TINY, "--data", text_file, "--recipes", "mxfp8", "--out", tmp_path / "a")
-    assert code == 1 and "the loss is nan at step 3" in text
+    assert code == 1 and "the loss is nan at step 2" in text
     assert json.loads((tmp_path / "a" / "result.json").read_text())["runs"][2]["final_train_loss"] is None
 
 
@@ -233,7 +225,7 @@ def test_the_arguments_are_checked_before_the_first_step(refused, text_file, tmp
 
 
 def test_a_result_that_cannot_be_written_keeps_the_earlier_one(duotone, text_file, tmp_path, monkeypatch):
-    arguments = [*TINY, "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a"]
+    arguments = [*TINY[:-1], "1", "--data", text_file, "--recipes", "bf16", "--out", tmp_path / "a"]
     duotone(*arguments)
     before = (tmp_path / "a" / "result.json").read_bytes()
     monkeypatch.setattr(files.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
