@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38462
+LIBRARY_LINES = 38516
 TOOL_LINES = 7635
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (2750, 20, 0),
     "cli": (1531, 2, 0),
-    "comm": (162, 1, 0),
+    "comm": (163, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2656, 5, 0),
     "dispatch": (3507, 1, 0),
@@ -31,8 +31,8 @@ BUDGETS = {
     "integrations": (685, 9, 0),
     "kernels": (5044, 0, 0),
     "lab": (3683, 13, 1),
-    "linear": (1893, 5, 0),
-    "modules": (655, 1, 0),
+    "linear": (1895, 5, 0),
+    "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),
     "optim": (832, 2, 0),

@@ -144,6 +144,45 @@ def a_dispatch_sends_codes_and_scales_alone(folder: Path) -> None:
 
 
 @check
+def a_capacity_that_holds_all_rows_changes_no_bit(folder: Path) -> None:
+    for recipe in ("mxfp8", "fp8-current", "fp8-rowwise", "fp8-block"):
+        compare(*mixtures(recipe, ep_capacity=2 * max(TOKENS)))
+    compare(*mixtures("fp8-current", ep_capacity=64), (0, 32))
+
+
+@check
+def under_a_capacity_the_host_waits_for_no_count(folder: Path) -> None:
+    """And a graph has no break, if it is not torch 2.11 that traces it."""
+    x, dy = (mine(t, (48, 48)) for t in batch((48, 48)))
+    part, _ = mixtures("mxfp8", ep_capacity=96)
+    want = run(part, x, dy)
+    torch._dynamo.reset()
+    whole = not torch.__version__.startswith("2.11")
+    for got, eager in zip(run(torch.compile(part, fullgraph=whole, backend="aot_eager"), x, dy), want, strict=True):
+        same(got, eager)
+
+
+@check
+def rows_beyond_a_capacity_add_nothing(folder: Path) -> None:
+    sizes, capacity = (48, 48), 16
+    (part, _), (full, _) = mixtures("bf16", ep_capacity=capacity), mixtures("bf16")
+    x, dy = (mine(t, sizes) for t in batch(sizes))
+    with torch.no_grad():
+        _, index = part.router(x)
+    size, local = dist.get_world_size(), EXPERTS // dist.get_world_size()
+    order = torch.argsort(index.flatten(), stable=True)
+    room, stays = [capacity] * size, torch.zeros(index.numel(), dtype=torch.bool)
+    for row in order.tolist():  # by expert, as rows lie
+        rank = int(index.flatten()[row]) // local
+        stays[row], room[rank] = room[rank] > 0, room[rank] - 1
+    assert not stays.all() and stays.any()
+    router = full.router.forward
+    full.router.forward = lambda t: (router(t)[0] * stays.view(index.shape), router(t)[1])  # type: ignore
+    for got, want in zip(run(part, x, dy), run(full, x, dy), strict=True):
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=2.0**-7)
+
+
+@check
 def delayed_scales_ask_for_a_format_of_dispatch(folder: Path) -> None:
     part, _ = mixtures("fp8-delayed")
     x, _ = batch()

@@ -49,7 +49,8 @@ def reduce_scatter(x: Tensor, group: str) -> Tensor:
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: str) -> Tensor:
     """`sent[i]` rows of `x`, in order, go to rank i, and `received[i]` come from it: (sum received, *rest)."""
-    _resolve(group)
+    if not torch.compiler.is_dynamo_compiling():
+        _resolve(group)
     counts = list(received), list(sent)
     return _wait(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), *counts, group))
 

@@ -24,6 +24,8 @@ class Rows:
     total: int
     counts: Tensor
     splits: tuple[int, ...]
+    waits = True
+    """Whether the host may wait for `splits`. Else `counts` are taken wherever they can be, and may leave rows out."""
 
 
 def host_splits(splits: Tensor | Sequence[int], count: int, rows: int | None) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Expert parallelism: tokens go to the ranks of their experts as codes and scales, results return unencoded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -31,12 +31,15 @@ class Exchange(Rows):
     """
 
     group: str
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    splits: tuple[int, ...]
+    sent: Sequence[int]
+    received: Sequence[int]
     counts: Tensor
     order: Tensor
     inverse: Tensor
+    known: tuple[int, ...] = ()
+    """`splits`, if the host has read them."""
+    places: Tensor | None = None
+    """Under a capacity: where each row lies among those that are sent, behind them if it is dropped. Zeros fill up."""
 
     @staticmethod
     def of(counts: Tensor, group: str) -> "Exchange":
@@ -44,30 +47,62 @@ class Exchange(Rows):
         size = group_size(group)
         theirs = all_to_all(counts.view(size, -1), [1] * size, [1] * size, group)
         sent, received = torch.stack([counts.view(size, -1), theirs]).tolist()
-        experts = torch.arange(theirs.shape[1], device=counts.device).repeat(size)
-        order = torch.argsort(experts.repeat_interleave(theirs.reshape(-1)), stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
         sums = tuple(map(sum, sent)), tuple(map(sum, received))
-        return Exchange(group, *sums, tuple(map(sum, zip(*received, strict=True))), theirs.sum(0), order, inverse)
+        experts = torch.arange(theirs.shape[1], device=counts.device).repeat(size)
+        owners = experts.repeat_interleave(theirs.reshape(-1), output_size=sum(sums[1]))
+        known = tuple(map(sum, zip(*received, strict=True)))
+        return Exchange(group, *sums, theirs.sum(0), *by_owner(owners), known)
+
+    @staticmethod
+    def within(capacity: int, counts: Tensor, rows: int, group: str, size: int) -> "Exchange":
+        """As `of`, for `rows` rows in all, of which each rank takes at most `capacity`. The host waits for nothing."""
+        counts, equal = counts.view(size, -1), [capacity] * size
+        of_ranks = counts.sum(1)
+        ends, at = of_ranks.cumsum(0), torch.arange(rows, device=counts.device)
+        rank = torch.searchsorted(ends, at, right=True)
+        place = at - (ends - of_ranks)[rank]
+        places = torch.where(place < capacity, rank * capacity + place, size * capacity)
+        stay = counts.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=counts.new_zeros(size, 1))
+        theirs = all_to_all(stay, [1] * size, [1] * size, group)
+        slots = torch.arange(capacity, device=counts.device).repeat(size, 1)
+        owners = torch.searchsorted(theirs.cumsum(1), slots, right=True)  # of slots without a row: behind all experts
+        return Exchange(group, equal, equal, theirs.sum(0), *by_owner(owners.flatten()), places=places)
 
     @property
     def experts(self) -> int:
-        return len(self.splits)
+        return self.counts.shape[0]
 
     @property
     def total(self) -> int:
         return sum(self.received)
 
+    @cached_property
+    def splits(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.known or tuple(self.count().tolist())
+
+    @property
+    def waits(self) -> bool:  # type: ignore[override]
+        return self.places is None
+
     def count(self) -> Tensor:
-        return self.counts
+        """The last expert has the zeros that fill up, too."""
+        if self.places is None:
+            return self.counts
+        ends = self.counts.cumsum(0)[:-1]
+        return torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), self.total))
 
     def send(self, rows: Tensor) -> Tensor:
         """Rows by expert of all ranks -> those that this rank's experts have, by expert."""
+        if self.places is not None:
+            room = rows.new_zeros(sum(self.sent) + 1, *rows.shape[1:])
+            rows = room.index_copy(0, self.places, rows)[:-1]
         return all_to_all(rows, self.sent, self.received, self.group)[self.order]
 
     def send_back(self, rows: Tensor) -> Tensor:
-        return all_to_all(rows[self.inverse], self.received, self.sent, self.group)
+        rows = all_to_all(rows[self.inverse], self.received, self.sent, self.group)
+        if self.places is None:
+            return rows
+        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])[self.places]
 
     def dispatch(self, rows: Tensor, quantizer: Quantizer) -> Tensor:
         """Rows by expert -> the values that a rowwise encode leaves of them, on the ranks of their experts.
@@ -91,6 +126,14 @@ class Exchange(Rows):
             for name, piece, part in zip(names, pieces, parts, strict=True)
         }
         return Plane(plane.format, {**plane.parts, **received}, (wire.shape[0], rows.shape[1])).dequantize(rows.dtype)
+
+
+def by_owner(owners: Tensor) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by owner, and its inverse."""
+    order = torch.argsort(owners, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    return order, inverse
 
 
 def as_bytes(part: Tensor) -> Tensor:

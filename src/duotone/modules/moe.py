@@ -17,7 +17,7 @@ from duotone import formats
 from duotone.errors import UserError
 from duotone.formats import Format
 from duotone.linear.row_counts import Rows
-from duotone.modules.expert_exchange import Exchange, check_dispatch, experts_of, move
+from duotone.modules.expert_exchange import Exchange, by_owner, check_dispatch, experts_of, move
 from duotone.modules.fused_module import ModuleGroup
 from duotone.ops.activation import ActivationOp
 from duotone.ops.sequential import run_modules
@@ -46,10 +46,7 @@ class Routing(Rows):
     def of(index: Tensor, experts: int) -> "Routing":
         """From the chosen experts, int64 (T, k)."""
         flat = index.reshape(-1)
-        order = torch.argsort(flat, stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel(), device=order.device)
-        return Routing(flat, order, inverse, index.shape[-1], experts)
+        return Routing(flat, *by_owner(flat), index.shape[-1], experts)
 
     @property
     def total(self) -> int:
@@ -146,6 +143,9 @@ class MoE(ModuleGroup):
     With `ep_group` the ranks share the experts evenly, and each has its own tokens. Tokens go to the ranks of their
     experts as codes and scales of `dispatch_format`. The default is the rowwise format that the recipe gives the input
     of `fc1`. Results return in x's dtype. Checkpoints number the experts of all ranks. No pickle holds the group.
+
+    With `ep_capacity` a rank sends each rank so many rows, its tokens and zeros behind them, and the host waits for no
+    count. Rows beyond are dropped: that expert adds nothing to its token. `top_k` times the most tokens drops none.
     """
 
     def __init__(  # noqa: PLR0913 (the field's vocabulary)
@@ -163,18 +163,22 @@ class MoE(ModuleGroup):
         init_method: Callable[[Tensor], object] | None = None,
         ep_group: "ProcessGroup | None" = None,
         dispatch_format: str | Format | None = None,
+        ep_capacity: int | None = None,
         name: str = "",
         recipe: RecipeLike | None = None,
     ) -> None:
         super().__init__()
         if not 1 <= top_k <= num_experts:
             raise UserError(f"top_k is {top_k}; give one from 1 to the {num_experts} experts")
+        if ep_capacity is not None and ep_capacity < 1:
+            raise UserError(f"ep_capacity is {ep_capacity}; give the rows that a rank sends to each rank, one or more")
         self.num_experts = num_experts
         self.activation = ActivationOp(activation, activation_params)
         self.router = Router(hidden_size, num_experts, top_k, dtype=params_dtype, device=device)
         wide = ffn_hidden_size * (2 if self.activation.gated else 1)
         names = below(name, ("fc1", "fc2"))
         self.ep_group = "" if ep_group is None else ep_group.group_name
+        self.ep_capacity = ep_capacity
         self.dispatch_format = formats.get(dispatch_format) if isinstance(dispatch_format, str) else dispatch_format
         local = experts_of(ep_group.rank(), ep_group.size(), num_experts) if ep_group else range(num_experts)
         linears = partial(
@@ -211,8 +215,12 @@ class MoE(ModuleGroup):
         if not self.fc1.all_gemms:
             y, _ = run_modules(ops, tokens, (rows, rows), is_first_microbatch, self)
             return routing.combine(y, weights).view(x.shape)
-        counts = routing.counts if known else torch.tensor(routing.splits, device=x.device)
-        exchange = Exchange.of(counts, self.ep_group)
+        counts = routing.count() if known else torch.tensor(routing.splits, device=x.device)
+        if self.ep_capacity is None:
+            exchange = Exchange.of(counts, self.ep_group)
+        else:
+            ranks = self.num_experts // self.fc1.num_gemms
+            exchange = Exchange.within(self.ep_capacity, counts, routing.total, self.ep_group, ranks)
         quantizer = self.token_quantizer()
         self.fc1.plans.require_alike((quantizer,), tokens.device.type, self.ep_group)
         sent = exchange.dispatch(tokens, quantizer)
@@ -235,4 +243,4 @@ class MoE(ModuleGroup):
         return copied
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__({"ep_group": "", "dispatch_format": None, **state})
+        super().__setstate__({"ep_group": "", "dispatch_format": None, "ep_capacity": None, **state})

@@ -116,7 +116,7 @@ class PlannedGroup(Planned):
         stays = leaves_splits(stage, signal)
         if isinstance(splits, Rows):
             fits = splits.experts == self.num_gemms and splits.total == signal.rows
-            splits = splits.counts if stays and fits and stage.grouped else splits.splits
+            splits = splits.counts if stays and fits and (stage.grouped or not splits.waits) else splits.splits
         if isinstance(splits, Tensor) and splits.is_cuda and stays:
             return (device_splits(splits, self.num_gemms),)
         return (host_splits(splits, self.num_gemms, signal.rows),)
