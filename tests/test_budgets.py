@@ -15,7 +15,7 @@ ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
 LIBRARY_LINES = 38516
-TOOL_LINES = 7635
+TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3507, 1, 0),
     "distributed": (451, 3, 1),
     "formats": (1492, 0, 0),
-    "integrations": (685, 9, 0),
+    "integrations": (689, 9, 0),
     "kernels": (5044, 0, 0),
     "lab": (3683, 13, 1),
     "linear": (1895, 5, 0),

@@ -83,6 +83,8 @@ def test_prepare_refuses_in_one_line(monkeypatch) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(duotone.UserError, match=r"^none of the objects is a model[^\n]*$"):
         prepare(accelerator, recipe="mxfp8")
+    with pytest.raises(duotone.UserError, match=r"^nothing in the model follows recipes: give prepare a recipe[^\n]*$"):
+        prepare(accelerator, llama())
     with pytest.raises(duotone.UserError, match=r"^[^\n]*mxfp9[^\n]*$"):
         prepare(accelerator, llama(), recipe="mxfp9")
     monkeypatch.setattr(accelerator.state, "_mixed_precision", "fp8")  # a CPU has none

@@ -9,6 +9,7 @@ from duotone.conversion import convert
 from duotone.errors import UserError
 from duotone.integrations.requirement import require
 from duotone.integrations.run_state import RunState
+from duotone.planned.planned import Planned
 from duotone.recipes.recipe import RecipeLike, as_recipe
 from duotone.recipes.rules import OUTPUT_HEAD, Rule
 
@@ -26,7 +27,7 @@ def prepare(
     - `save_state` then keeps seeds, delayed scales and planes, and `load_state` restores them: a run that resumes has
       the bits of one that went on.
 
-    UserError if `mixed_precision` is "fp8", or if no object is a model.
+    UserError if `mixed_precision` is "fp8", if no object is a model, or if nothing in them follows recipes.
     """
     if accelerator.mixed_precision == "fp8":
         raise UserError('mixed_precision="fp8" converts the model by another library; use "no" or "bf16" with a recipe')
@@ -36,5 +37,8 @@ def prepare(
     for model in models:
         if recipe is not None:
             convert(model, as_recipe("prepare", recipe), rules)
+    if not any(isinstance(module, Planned) for model in models for module in model.modules()):
+        raise UserError("nothing in the model follows recipes: give prepare a recipe, or convert the model before")
+    for model in models:
         accelerator.register_for_checkpointing(RunState(model))
     return accelerator.prepare(*objects)
