@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-TINY = ["compare", "--preset", "tiny", "--steps", "4"]
+TINY = ["compare", "--preset", "tiny", "--steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def folders(tmp_path_factory):
     text = root / "words.txt"
     text.write_text("plane format scale block " * 400)
     arguments = [*TINY, "--data", str(text), "--recipes", "mxfp8", "--seeds", "2"]
-    longer = ["--steps", "6", "--seeds", "1"]
+    longer = ["--steps", "4", "--seeds", "1"]
     for name, more in {
         "slow": ["--lr", "1e-4"],
         "fast": [],
@@ -70,7 +70,7 @@ def test_a_failed_run_takes_no_seed_from_the_others(duotone, folders):
     code, text, _ = duotone("report", folders / "fast", folders / "failed", "--out", folders / "seeds.html")
     told = " ".join(text.split())
     assert code == 0 and "mxfp8 (failed) failed: out of memory" in told
-    assert "All that did not fail are compared at step 4, the last that they share, under seeds 0, 1, which" in told
+    assert "All that did not fail are compared at step 2, the last that they share, under seeds 0, 1, which" in told
     for name in ("mxfp8", "bf16 (failed)"):
         assert any("±" in line and f" {name}  " in line for line in text.splitlines())
 
@@ -82,9 +82,9 @@ def test_results_of_other_lengths_and_seeds_are_compared_where_both_have_a_loss(
     fast, longer = (json.loads((folders / name / "result.json").read_text())["runs"] for name in ("fast", "long"))
     losses = [dict(runs[place]["heldout_loss"]) for runs, place in ((fast, 0), (fast, 1), (longer, 0), (longer, 2))]
     step = max(losses[0].keys() & losses[2].keys())
-    assert code == 0 and "stopped" not in told and "stopped" not in page and 1 < step <= 4
+    assert code == 0 and "stopped" not in told and "stopped" not in page and step == 2
     sentence = f"All are compared at step {step}, the last that they share, under seed 0, which all have. Longer runs"
-    assert sentence in told and sentence in page and "steps 4 and 6" in page and "result.json</a>" not in page
+    assert sentence in told and sentence in page and "steps 2 and 4" in page and "result.json</a>" not in page
     names = ("bf16", "mxfp8", "bf16 (long)", "mxfp8 (long)")
     lines = [line for name in names for line in text.splitlines() if line.strip().startswith(f"{name}  ")]
     assert all(f"{each[step]:.4f}" in line for each, line in zip(losses, lines, strict=True)) and "±" not in text
