@@ -4,7 +4,8 @@ The oracle is the same step without a checkpoint, or what the forward itself com
 """
 
 import copy
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
@@ -97,11 +98,24 @@ def microbatches(m: nn.Module, run, order) -> list[Tensor]:
     return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
 
 
+@cache
+def without_frames(recipe: recipes.Recipe, dtype: torch.dtype, run: Callable, order: tuple[int, ...]) -> list[Tensor]:
+    return microbatches(model(recipe, dtype), run, order)
+
+
+def once(m: nn.Module, x: Tensor) -> Tensor:
+    return m(x)
+
+
+def twice_and_beside(m: nn.Module, x: Tensor) -> Tensor:
+    return m(m(x)) + x
+
+
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_microbatches_in_flight_change_no_bit(name, kind, order) -> None:
-    expected = microbatches(model(RECIPES[name]), lambda m, x: m(x), order)
+    expected = without_frames(RECIPES[name], torch.bfloat16, once, order)
     got = microbatches(model(RECIPES[name]), KINDS[kind], order)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -119,7 +133,7 @@ def test_a_module_that_runs_twice_in_one_frame_and_in_two_draws_the_same(kind) -
 @pytest.mark.parametrize("kind", NESTED)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_nested_frames_draw_the_same(kind) -> None:
-    expected = microbatches(model(STOCHASTIC, torch.float32), lambda m, x: m(m(x)) + x, (1, 0, 2))
+    expected = without_frames(STOCHASTIC, torch.float32, twice_and_beside, (1, 0, 2))
     *got, first, second = microbatches(model(STOCHASTIC, torch.float32), NESTED[kind], (1, 0, 2))
     assert torch.equal(first, expected[-2]) and torch.equal(second, expected[-1])
     assert_close(got, expected[:-2])
