@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38516
+LIBRARY_LINES = 38570
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -24,9 +24,9 @@ BUDGETS = {
     "cli": (1531, 2, 0),
     "comm": (163, 1, 0),
     "compat": (2481, 7, 0),
-    "conversion": (2656, 5, 0),
+    "conversion": (2678, 5, 0),
     "dispatch": (3507, 1, 0),
-    "distributed": (451, 3, 1),
+    "distributed": (456, 3, 1),
     "formats": (1492, 0, 0),
     "integrations": (689, 9, 0),
     "kernels": (5044, 0, 0),
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
     "state": (1768, 10, 0),
-    "tensor": (2703, 15, 0),
+    "tensor": (2730, 15, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

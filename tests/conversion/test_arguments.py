@@ -146,20 +146,6 @@ def test_a_lazy_linear_waits_for_its_first_forward_and_says_so() -> None:
     assert not torch.equal(m[0](x), nn.functional.linear(x, m[0].weight, m[0].bias))
 
 
-class Sharded(nn.Parameter):
-    """Has what tells a DTensor apart; fully_shard makes such of every parameter."""
-
-    def to_local(self) -> torch.Tensor:
-        return self.data
-
-
-def test_weights_that_are_sharded_already_name_the_remedy() -> None:
-    m = duotone.convert(nn.Sequential(nn.Linear(32, 32, bias=False)), MXFP8)
-    m[0].weight = Sharded(torch.randn(32, 32))
-    with pytest.raises(UserError, match=r"the weight of 0 is sharded already; call .* before fully_shard"):
-        duotone.convert_parameters(m, MXFP8)
-
-
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8-delayed", "bf16"])
 def test_a_trace_works_in_high_precision_and_is_one_line_elsewhere(name) -> None:

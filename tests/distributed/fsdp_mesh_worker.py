@@ -171,6 +171,42 @@ def quantized_weights_of_parallel_modules_shard_over_data(folder: Path) -> None:
 
 
 @check
+def quantized_weights_are_cut_by_both_dimensions(folder: Path) -> None:
+    over = mesh()
+    for name in ("mxfp8", "fp8-current", "fp8-rowwise"):
+        recipe = recipes.load(name)
+        single = duotone.convert_parameters(network(name), recipe)
+        split, both = (duotone.convert_parameters(cut(network(name), over), recipe) for _ in range(2))
+        for at, dim in ((0, 0), (2, 1)):
+            want, got = single[at].weight.planes.rowwise, split[at].weight._local_tensor.planes.rowwise
+            ranks = (over["model"].size(), over["model"].get_local_rank())
+            same(got.dequantize(torch.float32), want.dequantize(torch.float32).chunk(ranks[0], dim)[ranks[1]], name)
+        results = train(shard(both, over))
+        assert type(both[0].weight._local_tensor) is duotone.QuantizedTensor
+        for got, want in zip(results, train(split) if name != "fp8-rowwise" else (), strict=name != "fp8-rowwise"):
+            same(got, want, name)
+        for got, want in zip(results, train(single), strict=True):
+            torch.testing.assert_close(
+                got.float(),
+                (want.dequantize() if isinstance(want, duotone.QuantizedTensor) else want).float(),
+                rtol=2.0**-4,
+                atol=2.0**-6,
+            )
+        try:
+            save(folder / "refused", both, torch.optim.SGD(both.parameters()))
+        except UserError as error:
+            assert "which a checkpoint cannot place" in str(error)
+        else:
+            raise AssertionError("parts of planes would be saved as whole ones")
+    try:
+        duotone.convert_parameters(cut(network("fp8-delayed"), over), recipes.load("fp8-delayed"))
+    except UserError as error:
+        assert "use current ones" in str(error)
+    else:
+        raise AssertionError("scales of a rank's own history would differ")
+
+
+@check
 def weights_that_tensor_parallelism_cuts_travel_as_they_are(folder: Path) -> None:
     over = mesh()
     with warnings.catch_warnings(record=True) as caught:

@@ -476,6 +476,8 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
     assert "packed weight of experts" in refusal(lambda: fully_shard(packed))
     quantized = model(recipes.load("fp8-current"))
     assert "along rows" in refusal(lambda: fully_shard(quantized[0], shard_placement_fn=lambda _: Shard(1)))
+    sharded, mxfp8 = shard_of("mxfp8"), recipes.load("mxfp8")
+    assert "the weight of 0 is sharded already; call" in refusal(lambda: duotone.convert_parameters(sharded, mxfp8))
     assert refusal(lambda: duotone.gather_quantized(shard_of("fp8-delayed"))).startswith("0: Quantizer(")
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.linear.plan import LinearPlan, ask_recipe
 from duotone.linear.plan_builder import build_plan
+from duotone.pipeline.op import is_distributed
 from duotone.planned import delayed_states
 from duotone.planned.planned import Planned
 from duotone.planned.split_parameters import is_split
@@ -22,6 +24,11 @@ from duotone.planned.weights import quantized_parameter, replace
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe
 from duotone.tensor import QuantizedTensor, Quantizer
 from duotone.tensor.context import QuantizeContext
+from duotone.tensor.fsdp import shard_context, shard_of
+from duotone.tensor.gathers import owners
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 @dataclass
@@ -65,8 +72,9 @@ def convert_parameters(
         module.plans.answers[recipe.key] = slots
         module.plans.prepare(recipe)
     for conversion in conversions:
-        if isinstance(conversion.old, QuantizedTensor) and conversion.new is not conversion.old:
-            record(conversion.old.context, conversion.values)
+        weight = shard_of(conversion.old)
+        if isinstance(weight, QuantizedTensor) and conversion.new is not conversion.old:
+            record(weight.context, conversion.values)
     return model
 
 
@@ -113,7 +121,7 @@ def _refuse_parts(name: str, module: Planned) -> None:
         raise UserError(f"the weight of {name} is parametrized, so it is no parameter; remove its parametrizations")
     if is_split(module):
         raise UserError(f"the weight of {name} is split into parameters; build it without parameters_split")
-    if any(hasattr(weight, "to_local") for weight in module.weight_parameters):  # needs no import of DTensor
+    if any(is_distributed(weight) and owners(shard_of(weight))[0] for weight in module.weight_parameters):
         remedy = "call duotone.convert_parameters before fully_shard, or build it in duotone.quantized_model_init"
         raise UserError(f"the weight of {name} is sharded already; {remedy}")
 
@@ -123,23 +131,37 @@ def _converted(
 ) -> Conversion:
     """`source` is the master, and whether to preserve the values in high precision."""
     master, preserve = source
-    if master is not None and master.shape != weight.shape:
-        shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(weight.shape)}"
+    shard, holder = shard_of(weight), _spread(weight)
+    if master is not None and (holder is not None or master.shape != weight.shape):
+        shapes = f"{tuple(master.shape)} for the weight of {name}, which is {tuple(shard.shape)}"
         raise UserError(f"a master of shape {shapes}; give its own")
-    values = weight.detach()
+    values = shard.detach()
     if master is not None:  # copied: an Identity plane is an alias of what it encodes
         values = master.detach().to(device=weight.device, dtype=weight.dtype, copy=True)
-    columnwise = isinstance(weight, QuantizedTensor) and weight.get_usages()["columnwise"]
+    columnwise = isinstance(shard, QuantizedTensor) and shard.get_usages()["columnwise"]
     if isinstance(values, QuantizedTensor):
         values = values.values(weight.dtype)
     if not _is_plain(quantizer):
         values.requires_grad_(False)
+        if holder is not None:
+            if any(quantizer.delayed):
+                raise UserError(f"the weight of {name} is cut over ranks, unlike its delayed scales; use current ones")
+            ctx = dataclasses.replace(ctx, shard=shard_context(holder, (quantizer.rowwise, quantizer.columnwise)))
         new = quantized_parameter(values, quantizer, preserve=preserve, columnwise=columnwise, ctx=ctx)
-    elif isinstance(weight, QuantizedTensor) or master is not None:
+    elif isinstance(shard, QuantizedTensor) or master is not None:
         new = nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
     else:
         new = weight
+    if holder is not None and new is not weight:
+        local = new.detach()
+        if isinstance(local, QuantizedTensor):
+            local.context = dataclasses.replace(local.context, shard=ctx.shard)
+        new = nn.Parameter(type(holder)(local, holder._spec, requires_grad=False), weight.requires_grad)
     return Conversion(weight, new, quantizer, values)
+
+
+def _spread(weight: Tensor) -> "DTensor | None":
+    return weight if is_distributed(weight) else None
 
 
 def _publish(conversions: list[Conversion]) -> None:

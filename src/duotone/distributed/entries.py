@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.optim import Optimizer
 
 from duotone.errors import UserError
@@ -79,6 +79,11 @@ def model_entries(model: nn.Module, leave_out: Iterable[str]) -> dict[str, Entry
         mine = local(value)
         if isinstance(mine, QuantizedTensor):
             cut = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+            if cut is not None and [each for each in cut[1] if not each.is_replicate()] not in ([], [Shard(0)]):
+                raise UserError(
+                    f"{name} is quantized and lies as {cut[1]}, which a checkpoint cannot place; save what "
+                    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) gives"
+                )
             entries.update(_plane_entries(f"model.{clean(name)}", mine, cut))
         else:
             entries[f"model.{clean(name)}"] = Entry(value)

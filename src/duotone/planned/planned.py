@@ -143,7 +143,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
     @property
     def weight_held(self) -> Quantizer | None:
         """The quantizer of weights that are quantized tensors."""
-        return quantizer_of(self.weights[0])
+        return quantizer_of(shard_of(self.weights[0]))
 
     @property
     def differentiates_rowwise(self) -> bool:

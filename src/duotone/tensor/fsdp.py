@@ -5,7 +5,8 @@ gathered: all shards agree on them at each write. For this a shard knows its gro
 (`tell_shards`).
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, cast
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from duotone.comm import ShardContext
 from duotone.errors import MissingPlaneError, UserError
+from duotone.formats import Format
 from duotone.tensor.context import LOCAL
 from duotone.tensor.gathers import Gathers
 from duotone.tensor.plane import Planes
 from duotone.tensor.plane_tensor import PlaneTensor
+from duotone.tensor.shards import spans
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -109,27 +112,50 @@ def tell_shards(parameters: Iterable[Tensor | None]) -> None:
     """
     for parameter in parameters:
         shard = None if parameter is None else shard_of(parameter)
-        if shard is parameter or not isinstance(shard, ShardHooks) or shard.context.shard is not None:
+        if shard is parameter or not isinstance(shard, ShardHooks):
             continue
         holder = cast("DTensor", parameter)
-        mesh, rows = holder.device_mesh, holder.shape[0]
-        if holder.dim() != 2:
-            raise UserError(
-                "FSDP2 gathers no packed weight of experts that is quantized; keep a weight for each expert"
-            )
-        dims = [at for at, placement in enumerate(holder.placements) if placement.is_shard()]
-        if any(not holder.placements[at].is_shard(0) for at in dims):
-            raise UserError(
-                f"a quantized weight would be cut as {holder.placements}, and FSDP2 gathers planes along rows; let "
-                "shard_placement_fn give Shard(0) for it"
-            )
-        if len(dims) != 1:
-            continue
-        if rows % mesh.size(dims[0]):
-            raise MissingPlaneError(
-                f"{rows} rows over {mesh.size(dims[0])} ranks are uneven; make them a multiple of the ranks"
-            )
-        shard.context = replace(shard.context, shard=ShardContext(mesh.get_group(dims[0]).group_name))
+        if shard.context.shard is None or holder.device_mesh.ndim > 1:  # else told before, or of `parallelize_module`
+            shard.context = replace(shard.context, shard=_sharded(holder, shard) or shard.context.shard)
+
+
+def shard_context(holder: "DTensor", formats: Sequence[Format | None]) -> ShardContext | None:
+    """The ranks that have to agree on scales of these formats. None if each rank has the whole tensor.
+
+    Where ranks cut rows and others columns, scales of whole rows or columns are those of the first that cut.
+    """
+    mesh, cuts = holder.device_mesh, _cuts(holder)
+    alike = all(spans(fmt, 0) == spans(fmt, 1) for fmt in formats if fmt is not None)
+    if not alike and len({dim for _, dim in cuts}) > 1:
+        cuts = cuts[:1]
+    if len(cuts) < 2:
+        return ShardContext(mesh.get_group(cuts[0][0]).group_name, cuts[0][1]) if cuts else None
+    names = mesh.mesh_dim_names
+    assert names is not None  # FSDP2 asks for them
+    return ShardContext(mesh[tuple(names[at] for at, _ in cuts)]._flatten().get_group().group_name)
+
+
+def _cuts(holder: "DTensor") -> list[tuple[int, int]]:
+    """The dimensions of the mesh that cut, each with that of the tensor."""
+    return [(at, each.dim) for at, each in enumerate(holder.placements) if not each.is_replicate()]  # type: ignore
+
+
+def _sharded(holder: "DTensor", shard: "ShardHooks") -> ShardContext | None:
+    """`shard_context` of what FSDP2 sharded."""
+    if holder.dim() != 2:
+        raise UserError("FSDP2 gathers no packed weight of experts that is quantized; keep a weight for each expert")
+    cuts = _cuts(holder)
+    if cuts and cuts[0][1] != 0:
+        raise UserError(
+            f"a quantized weight would be cut as {holder.placements}, and FSDP2 gathers planes along rows; let "
+            "shard_placement_fn give Shard(0) for it"
+        )
+    ranks = math.prod(holder.device_mesh.size(at) for at, dim in cuts if dim == 0)
+    if holder.shape[0] % ranks:
+        raise MissingPlaneError(
+            f"{holder.shape[0]} rows over {ranks} ranks are uneven; make them a multiple of the ranks"
+        )
+    return shard_context(holder, shard.formats)
 
 
 def _require_dtype(shard: PlaneTensor, dtype: torch.dtype) -> None:

@@ -83,7 +83,7 @@ class Gathers:
     def find(self, shard: Tensor) -> None:
         """Find FSDP2's own objects for this shard. Without them every gather sends both planes."""
         if self.param is None:
-            param, group = _owners(shard)
+            param, group = owners(shard)
             if param is not None and group is not None:
                 self._param, self._group = weakref.ref(param), weakref.ref(group)
                 self.states = type(group._training_state)
@@ -244,7 +244,8 @@ def fsdp_groups() -> "Iterator[FSDPParamGroup]":
         yield from (group for group in groups if group is not None)
 
 
-def _owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
+def owners(shard: Tensor) -> "tuple[FSDPParam, FSDPParamGroup] | tuple[None, None]":
+    """What FSDP2 has of a shard, and those that it gathers with it."""
     for group in fsdp_groups():
         for param in group.fsdp_params:
             if param._sharded_local_tensor is shard:
