@@ -59,7 +59,10 @@ def test_other_sums_stay() -> None:
     def broadcast(x: Tensor, gamma: Tensor) -> Tensor:
         return gradients(x, gamma)[0] + gamma
 
-    for function in (later, read_twice, of_gamma, broadcast):
+    def scaled(x: Tensor, gamma: Tensor) -> Tensor:
+        return torch.add(gradients(x, gamma)[0], x, alpha=2)
+
+    for function in (later, read_twice, of_gamma, broadcast, scaled):
         assert "duotone.norm_gradients of 7" in calls(function, X, GAMMA), function
 
 
@@ -77,7 +80,11 @@ def test_a_cast_reads_matrices_one_below_the_other_where_they_lie() -> None:
         whole = torch.cat([x, y])
         return [*ops.cast_planes(whole, *names, None), whole]
 
+    def scaled(x: Tensor, y: Tensor) -> list[Tensor]:
+        return ops.cast_planes(torch.cat([x, y]), *names, x[0, :1].clone())
+
     assert calls(current, X, X) == ["duotone.produced_planes of 6"]
     assert calls(delayed, X, X)[-1] == "duotone.traced_produced of 11"
     assert calls(kept, X, X)[0] == "aten.cat of 1"
+    assert calls(scaled, X, X)[0] == "aten.cat of 1"
     assert calls(lambda x, y: ops.cast_planes(torch.cat([x, y], 1), *names, None), X, X)[0] == "aten.cat of 2"

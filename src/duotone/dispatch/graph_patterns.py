@@ -58,7 +58,8 @@ def _can_add(match: "Match") -> bool:
     dx, norm = _norm_of(match.output_node(), added)
     one, other = dx.meta["val"], added.meta["val"]
     alike = one.shape == other.shape and one.dtype is other.dtype and other.is_contiguous()
-    return alike and added < norm and norm.args[6][0]  # type: ignore[index,no-any-return]
+    is_plain = not match.output_node().kwargs  # of a factor, which patterns do not compare
+    return is_plain and alike and added < norm and norm.args[6][0]  # type: ignore[index,no-any-return]
 
 
 def _add(match: "Match", added: "Node") -> None:
@@ -72,6 +73,11 @@ def _add(match: "Match", added: "Node") -> None:
 
 
 def _are_matrices(match: "Match") -> bool:
+    """Whether the cast, which has no scale from outside, reads matrices one below the other."""
+    cast = match.output_node()
+    has_scale = cast.target is torch.ops.duotone.cast_planes.default and cast.args[4] is not None
+    if has_scale or any(node.kwargs for node in match.nodes):
+        return False
     parts = [part.meta["val"] for part in match.kwargs["parts"]]
     return all(part.dim() == 2 and part.dtype is parts[0].dtype for part in parts)
 
