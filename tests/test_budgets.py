@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38570
+LIBRARY_LINES = 38582
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (163, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2678, 5, 0),
-    "dispatch": (3507, 1, 0),
+    "dispatch": (3513, 1, 0),
     "distributed": (456, 3, 1),
     "formats": (1492, 0, 0),
     "integrations": (689, 9, 0),
@@ -35,7 +35,7 @@ BUDGETS = {
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),
-    "optim": (832, 2, 0),
+    "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
     "planned": (3056, 15, 5),

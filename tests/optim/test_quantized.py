@@ -305,3 +305,22 @@ def test_a_compiled_step_that_writes_masters_has_the_bits_of_eager() -> None:
                 parameters[1].add_(1)  # the master adopts it
         values.append([*parts(parameters[0]).values(), parameters[1].detach()])
     assert counter.frame_count == 0 and all(map(same_bits, *values))
+
+
+def test_a_compiled_step_is_that_of_eager_after_one_without_masters() -> None:
+    """Frames that Dynamo gives up are run piece by piece, and compiled pieces took the state of another parameter."""
+    torch._dynamo.reset()
+    counts, values = [], []
+    for has_masters, compiles in ((False, True), (True, False), (True, True)):
+        torch.manual_seed(5)
+        parameters = [nn.Parameter(torch.randn(shape).bfloat16()) for shape in ((8, 8), (8,))]
+        optimizer, hooks = AdamW(parameters, **RATES, master_weights=has_masters), []
+        optimizer.register_step_pre_hook(lambda *_, hooks=hooks: hooks.append(1))
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape).bfloat16()
+            step()
+        counts.append((len(hooks), *(float(optimizer.state[p]["step"]) for p in parameters)))
+        values.append([p.detach() for p in parameters])
+    assert counts == [(3, 3.0, 3.0)] * 3 and all(map(same_bits, *values[1:]))

@@ -1,5 +1,6 @@
 """AdamW whose quantized parameters have fp32 masters, from which it writes their codes and scales."""
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -90,12 +91,18 @@ class AdamW(Optimizer):
         All checks come before anything is written. Raises UserError where a gradient is sparse or a plane rounds
         stochastically without a seed, MissingPlaneError where a quantized parameter cannot be written.
         """
-        if torch.compiler.is_dynamo_compiling() and any(
-            [is_computed(p, self.state[p], group) for group in self.param_groups for p in group["params"]]
+        may_trace = torch.compiler.is_dynamo_compiling()
+        if may_trace and any(
+            [is_computed(p, self.state[p], each) for each in self.param_groups for p in each["params"]]
         ):
-            from duotone.optim.uncompiled import step_uncompiled  # loads the compiler
+            may_trace = False
+        if may_trace or "torch._dynamo" not in sys.modules:
+            return self._step(closure)
+        from duotone.optim.uncompiled import step_uncompiled  # loads the compiler
 
-            return step_uncompiled(self, closure)  # type: ignore[no-any-return]
+        return step_uncompiled(self, closure)  # type: ignore[no-any-return]
+
+    def _step(self, closure: Callable[[], float] | None) -> float | None:
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):
             raise MissingPlaneError(
                 "AdamW makes the numbers of a step on the host, so no CUDA graph can hold it; "
@@ -114,8 +121,7 @@ class AdamW(Optimizer):
         encoded: list[tuple[Tensor, Tensor]] = []
         for group, parameters in groups:
             computed = [p for p in parameters if is_computed(p, self.state[p], group)]
-            plain = set(parameters).difference(computed)
-            self._update_plain(group, [p for p in parameters if p in plain])
+            self._update_plain(group, [p for p in parameters if not is_computed(p, self.state[p], group)])
             for p in computed:
                 self._prepare(group, p)
             numbers = numbers_of(group, [self.state[p]["step"] for p in computed])

@@ -8,6 +8,6 @@ import torch
 from duotone.optim.adamw import AdamW
 
 step_uncompiled = torch.compiler.disable(
-    AdamW.step,
+    AdamW._step,
     reason="steps of duotone.optim.AdamW with masters run outside of graphs: compile without fullgraph",
 )
