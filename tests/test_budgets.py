@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38582
+LIBRARY_LINES = 38587
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -22,7 +22,7 @@ BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 BUDGETS = {
     "attention": (2750, 20, 0),
     "cli": (1531, 2, 0),
-    "comm": (163, 1, 0),
+    "comm": (168, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2678, 5, 0),
     "dispatch": (3513, 1, 0),

@@ -29,9 +29,14 @@ def group_ranks(group: str) -> set[int]:
 
 
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The elementwise "sum" or "max" over the ranks, as a new tensor."""
-    _resolve(group)
-    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group))
+    """The elementwise "sum" or "max" over the ranks, as a new tensor.
+
+    What lies on the CPU travels through a device of the group, if that is NCCL's.
+    """
+    ranks, device = _resolve(group), x.device
+    if x.is_cpu and not torch.compiler.is_dynamo_compiling() and device not in ranks._device_types:
+        x = x.to(ranks._device_types[0])
+    return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group)).to(device)
 
 
 def all_gather(x: Tensor, group: str) -> Tensor:
