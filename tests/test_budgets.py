@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38587
+LIBRARY_LINES = 38604
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,8 +38,8 @@ BUDGETS = {
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1519, 15, 2),
-    "planned": (3056, 15, 5),
-    "recipes": (1997, 6, 0),
+    "planned": (3057, 15, 5),
+    "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
     "state": (1768, 10, 0),

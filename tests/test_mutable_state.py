@@ -71,6 +71,7 @@ ALLOWED = {
     "recipes.conditions.glob": PURE,
     "recipes.library._shipped": PURE,
     "recipes.recipe._FIRST": "the first of equal recipes, so that equals share a key",
+    "recipes.recipe._IN_GRAPHS": GRAPHS,
     "recipes.recipe._RECIPES": GRAPHS,
     "observe.candidates.recipe_of": PURE,
     "report.page._environment": PURE,

@@ -1,6 +1,7 @@
 """Equal layers share one graph: what a trace depends on is the content of a plan and nothing that one module has."""
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -305,3 +306,16 @@ def test_layers_of_other_sizes_or_options_get_graphs_of_their_own() -> None:
     configs = {linear.plans.config for linear in m}
     assert len(configs) == len(options)
     assert duotone.Linear(WIDTH, WIDTH, recipe=recipe).plans.config in configs
+
+
+def test_recipes_that_are_built_anew_for_each_step_share_graphs() -> None:
+    """Nobody holds the recipe of a region that ended, and a new one must find the graph of its equal."""
+    model = duotone.convert(nn.Sequential(nn.Linear(64, 32)), "bf16")
+    counter = CompileCounterWithBackend("eager")
+    run = torch.compile(model, fullgraph=True, backend=counter)
+    for _ in range(3):
+        for name in ("mxfp8-fwd-nvfp4-bwd", "mxfp8"):
+            with duotone.autocast(recipe=name):
+                run(torch.randn(32, 64))
+            gc.collect()
+    assert counter.frame_count == 2

@@ -19,7 +19,7 @@ from duotone.errors import UserError
 from duotone.graph_ops import STATEFUL, define_op
 from duotone.linear.layout import Layout
 from duotone.numbered import ByName, Numbered, constant_in_traces
-from duotone.recipes.recipe import drop_dead, recipe_of
+from duotone.recipes.recipe import drop_dead, keep_for_graphs, recipe_of
 from duotone.state.delayed_slot import define_slot_ops
 from duotone.state.frames import is_trace_recomputed
 from duotone.state.region import AMAX_MODES, AmaxMode
@@ -210,6 +210,7 @@ def ask(config: str, recipe: str) -> bool:
     Guards of the graph then hold for modules that have not been called yet. A factory that fails for one of them fails
     again when that one is called.
     """
+    keep_for_graphs(recipe)
     for planner in list(_ALIKE[config]):
         try:
             planner.answer(recipe_of(recipe))

@@ -256,6 +256,22 @@ def recipe_of(key: str) -> Recipe:
     return _RECIPES[key]
 
 
+_IN_GRAPHS: "dict[str, Recipe]" = {}
+"""Recipes without functions that a trace asked for, by key. They stay, so that a later equal has the key of graphs."""
+
+
+def keep_for_graphs(key: str) -> None:
+    """Keep the recipe of that key, unless it holds functions: a program may make those anew for each step."""
+    recipe = _RECIPES[key]
+    if not _has_functions(recipe):
+        _IN_GRAPHS[key] = recipe
+
+
+def _has_functions(recipe: Recipe) -> bool:
+    values = vars(recipe).values()
+    return any(_has_functions(value) if isinstance(value, Recipe) else callable(value) for value in values)
+
+
 def drop_dead(table: dict[K, V]) -> None:
     """Remove the entries of recipes that no longer exist. Keys of `table` are keys of recipes, or begin with one."""
     for key in [key for key in table if (key if isinstance(key, str) else key[0]) not in _RECIPES]:
