@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38604
+LIBRARY_LINES = 38613
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -25,7 +25,7 @@ BUDGETS = {
     "comm": (168, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2678, 5, 0),
-    "dispatch": (3513, 1, 0),
+    "dispatch": (3522, 1, 0),
     "distributed": (456, 3, 1),
     "formats": (1492, 0, 0),
     "integrations": (689, 9, 0),

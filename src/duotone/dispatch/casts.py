@@ -126,6 +126,15 @@ def _decoder(fmt: Format, dtype: torch.dtype) -> "PlaneSpec | float | None":
     return _spec(fmt, dtype) if _is_simple(fmt) and fmt.code_dtype is not None else None
 
 
+def contiguous(x: Tensor) -> Tensor:
+    """A copy of a matrix (M, K): of 8 bytes at once if rows allow it, since torch copies element by element."""
+    several = 8 // x.itemsize
+    down, across = x.stride()
+    if across != 1 or x.shape[1] % several or down % several or x.storage_offset() % several:
+        return x.contiguous()
+    return x.detach().view(torch.int64).contiguous().view(x.dtype)
+
+
 def contiguous_rows(codes: Tensor) -> Tensor:
     """Codes (M, K), uint8, with contiguous rows: themselves, or a copy."""
     if codes.is_contiguous() or not _is_real(codes) or not runs_kernels(codes.get_device()):

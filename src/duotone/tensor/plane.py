@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from duotone.comm import all_gather
 from duotone.dispatch.cast_ops import named_parts
-from duotone.dispatch.casts import decoded, one_read
+from duotone.dispatch.casts import contiguous, decoded, one_read
 from duotone.dispatch.stages import stages_for
 from duotone.errors import MissingPlaneError
 from duotone.formats import IDENTITY, Format, Parts
@@ -195,7 +195,7 @@ def encode_once(
         scales = (scale, None) if row_delayed else (None, scale)
     if producer is None:
         rows, cols = x.shape
-        x = x if x.is_contiguous() else x.contiguous()
+        x = x if x.is_contiguous() else contiguous(x)
         parts = cast(x, scales, live, ctx.shard, *seed, typed=ctx.typed)
     else:
         rows, cols = producer.shape
