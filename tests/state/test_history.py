@@ -13,6 +13,7 @@ from torch import nn
 import duotone
 from duotone.formats import get
 from duotone.recipes import DelayedScaling
+from duotone.state import history
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.history import resized
@@ -281,3 +282,16 @@ def test_a_field_out_of_range_is_one_clear_error(field, value) -> None:
     with pytest.raises(duotone.RecipeError, match=field) as caught:
         DelayedScaling(**{field: value})
     assert "\n" not in str(caught.value)
+
+
+def test_a_first_scale_in_a_capture_is_made_of_fills_that_no_cache_keeps(monkeypatch) -> None:
+    """A CUDA graph copies nothing from the host, and its memory may be gone for the next state."""
+    one = History(margin=-1)
+    cached = history.limits((448.0, 57344.0), -1, torch.device("cpu"))
+    monkeypatch.setattr(history, "is_capturing", lambda: True)
+    monkeypatch.setattr(torch, "tensor", None)
+    entries, scale, amax = torch.zeros(4, 2), torch.ones(2), torch.full((2,), 0.5)
+    before = history.limits.cache_info()
+    assert torch.equal(history.first(entries, scale, amax, [448.0, 57344.0], one), cached / 0.5)
+    assert cached.tolist() == [896.0, 114688.0]
+    assert history.limits.cache_info() == before

@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
+from duotone.capture import is_capturing
 from duotone.comm import all_reduce
 from duotone.dispatch.target import runs_kernels
 from duotone.formats.elements import divide
@@ -34,11 +35,16 @@ def roll(history: Tensor, scale: Tensor, largest: list[float], parameters: Histo
     return before
 
 
+def _new_limits(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
+    """`limits` without a copy from the host, which waits for the device, and which a CUDA graph refuses."""
+    return torch.cat([torch.full((1,), value * 2.0**-margin, dtype=torch.float32, device=device) for value in largest])
+
+
 @functools.lru_cache(maxsize=1024)
 def limits(largest: tuple[float, ...], margin: int, device: torch.device) -> Tensor:
-    """fl(MAX 2^-margin) of each slot, fp32 (n,). Cached, because a copy from the host waits for the device."""
+    """fl(MAX 2^-margin) of each slot, fp32 (n,)."""
     with torch.inference_mode(False):
-        return torch.tensor(largest, dtype=torch.float32, device=device) * 2.0**-margin
+        return _new_limits(largest, margin, device)
 
 
 def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: History, events: Tensor) -> Tensor:
@@ -64,7 +70,8 @@ def rolled(history: Tensor, scale: Tensor, largest: list[float], parameters: His
 
 def _scale_of(amax: Tensor, scale: Tensor, largest: list[float], parameters: History) -> Tensor:
     """The scales (n,) that follow from amaxes; the old ones for amaxes that are not usable."""
-    limits_of = limits if type(amax) is Tensor else limits.__wrapped__  # a fake tensor must not be cached
+    # neither a fake tensor nor the memory of a CUDA graph may be cached
+    limits_of = _new_limits if type(amax) is not Tensor or is_capturing() else limits
     if parameters.scaling_factor_compute_algo is not None:
         fp8_max = limits_of(tuple(largest), 0, amax.device).clone()
         return parameters.scaling_factor_compute_algo(amax, scale, fp8_max, parameters)
