@@ -29,11 +29,11 @@ def skipped(wheel: Path, python: str, torch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         if shutil.disk_usage(folder).free < SPACE:
             return f"{folder} has no {SPACE >> 30} GiB"
-        subprocess.run([runs[0], "-m", "venv", folder], check=True)
         install = "-m pip --retries 1 --timeout 20 install --quiet --no-compile --no-cache-dir".split()
         program = f"{folder}/bin/python"
         packages = [f"torch=={torch}", str(wheel)]
-        try:
+        try:  # Debian's Python makes no environment without python3-venv
+            subprocess.run([runs[0], "-m", "venv", folder], check=True, capture_output=True, text=True)
             subprocess.run([program, *install, *packages], check=True, timeout=PATIENCE, capture_output=True, text=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             return str(error.stderr or error).strip().splitlines()[-1]
