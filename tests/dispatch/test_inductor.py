@@ -126,3 +126,10 @@ def test_linears_of_ragged_sizes_in_fp32() -> None:
 def test_every_recipe_at_ragged_sizes(name: str, dtype: torch.dtype) -> None:
     sizes = [RAGGED, (32, 48, 128), (32, 1000, 256), (100, 64, 64), (64, 96, 33)]
     compare_linears([(name, one) for one in sizes], dtype)
+
+
+def test_scales_of_both_directions_compile_where_their_numbers_differ() -> None:
+    """inductor of torch 2.13 ends in an assertion where it splits the loops of both by one number."""
+    model = duotone.convert(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), recipes.load("mxfp8"))
+    x = torch.randn(32, 64)
+    assert torch.equal(torch.compile(model)(x), model(x))

@@ -241,13 +241,16 @@ def fp32_scale(amax: Tensor, largest: float, overflow: float, epsilon: float, to
 def exponent_scale(amax: Tensor, reciprocal: float) -> tuple[Tensor, Tensor]:
     """fp32 amax of each block -> its E8M0 byte and the fp32 multiplier 2^(127 - byte).
 
-    The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN.
+    The byte is fl(amax * reciprocal) rounded up to a power of two: 254 for infinity, 255 for NaN. Its bits are compared
+    one by one: inductor of torch 2.13 fails on a CPU where they are added to the mask and shifted.
     """
     ratio = (amax * reciprocal).view(torch.int32)
-    code = ((ratio + MANTISSA_MASK) >> 23).clamp(max=254)
-    code, is_nan = code.masked_fill(ratio <= SMALLEST_POWER, 0), amax != amax
-    bits = ((254 - code) << 23).masked_fill(code == 254, SMALLEST_POWER).masked_fill(is_nan, QUIET_NAN)
-    return code.masked_fill(is_nan, 255).to(torch.uint8), bits.view(torch.float32)
+    exponent, mantissa = ratio >> 23, ratio & MANTISSA_MASK
+    code = (exponent + (mantissa > 0).to(torch.int32)).clamp(max=254)
+    code = torch.where(exponent == 0, (mantissa > 0x400000).to(torch.int32), code)
+    code = torch.where((exponent == 255) & (mantissa > 0), 255, code)
+    bits = torch.where(code == 254, 0x00400000, (254 - code) << 23)
+    return code.to(torch.uint8), torch.where(code == 255, QUIET_NAN, bits).to(torch.int32).view(torch.float32)
 
 
 def power_of_two(biased: Tensor) -> Tensor:
