@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38620
+LIBRARY_LINES = 38623
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -27,7 +27,7 @@ BUDGETS = {
     "conversion": (2678, 5, 0),
     "dispatch": (3522, 1, 0),
     "distributed": (456, 3, 1),
-    "formats": (1492, 0, 0),
+    "formats": (1495, 0, 0),
     "integrations": (689, 9, 0),
     "kernels": (5044, 0, 0),
     "lab": (3683, 13, 1),

@@ -222,6 +222,13 @@ def test_what_keeps_tensors_between_calls_is_not_exported(given: dict) -> None:
         torch.export.export(m, (torch.randn(16, 32),), given, strict=False)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_weight_in_pieces_is_exported(strict: bool) -> None:
+    m, x = duotone.Linear(32, 64, parameters_split=("q", "k"), recipe=RECIPES["mxfp8"]), torch.randn(32, 32)
+    with torch.no_grad():
+        assert torch.equal(torch.export.export(m, (x,), strict=strict).module()(x), m(x))
+
+
 EXPORTED = [("fp8-current", True), ("fp8-block", False), ("mxfp8", True), ("nvfp4", False), ("fp8-delayed", True)]
 OTHERS = [pytest.param(recipe, not tracked, marks=pytest.mark.slow) for recipe, tracked in EXPORTED]
 

@@ -66,8 +66,8 @@ def pieces(module: nn.Module, kind: str) -> tuple[nn.Parameter, ...]:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """As `rows_below`, with gradients."""
-    if torch.compiler.is_dynamo_compiling():  # compiled code knows no addresses; the op of a cast does
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         find_patterns()
-        return torch.cat(list(parts))
+        return torch.cat(list(parts))  # a trace knows no addresses; the op of a cast does
     sizes = [part.shape[0] for part in parts]
     return with_gradient(lambda *parts: rows_below(parts), lambda dy: dy.split(sizes), *parts)
