@@ -121,3 +121,10 @@ def test_the_kernel_gets_heads_by_batch_and_token(layout: str, monkeypatch: pyte
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_kernel_turns_no_heads_whose_offsets_pass_32_bits(monkeypatch) -> None:
+    monkeypatch.setattr(rotary, "has_kernels", lambda t: True)
+    for tokens, fits in ((2**19 - 1, True), (2**19, False)):
+        t = torch.empty(1, 32, tokens, 128, device="meta").transpose(1, 2)  # memory as (batch, heads, tokens, width)
+        assert rotary._fits(t) is fits

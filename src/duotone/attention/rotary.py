@@ -99,6 +99,8 @@ def _fits(t: Tensor) -> bool:
     """Whether a kernel turns heads like these; gradients of a batch (`is_grads_batched`) have no address."""
     if not has_kernels(t) or t.stride(-1) != 1:  # first, since no trace follows what is below
         return False
+    if t.shape[-2] * t.stride(-2) >= 2**31:  # offsets of heads are int32
+        return False
     return not torch.jit.is_tracing() and not is_legacy_batched(t)  # type: ignore[no-untyped-call]
 
 
