@@ -14,18 +14,18 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38625
+LIBRARY_LINES = 38639
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2752, 20, 0),
+    "attention": (2760, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (168, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2678, 5, 0),
-    "dispatch": (3522, 1, 0),
+    "dispatch": (3528, 1, 0),
     "distributed": (456, 3, 1),
     "formats": (1495, 0, 0),
     "integrations": (689, 9, 0),

@@ -203,9 +203,24 @@ def test_strict_makes_a_request_an_error_in_the_plan_and_in_every_forward(name) 
 
 def test_strict_takes_formats_that_an_attention_kernel_takes() -> None:
     recipe = CustomRecipe(qfactory=lambda role: RECIPES["nvfp4-linear-fp8-dpa"](role), strict=True, fp8_dpa=True)
-    core = DotProductAttention(4, 8, name="a", recipe=recipe)
-    core(*heads())
+    core = DotProductAttention(4, 64, name="a", recipe=recipe)
+    core(*(torch.randn(4, 2, 4, 64) for _ in range(3)))
     assert {row.kernel for row in core.plan_rows(recipe)} == {"blocks of keys"}
+
+
+@pytest.mark.parametrize(
+    ("width", "dropout", "reason"),
+    [(64, 0.1, "no dropout; set attention_dropout to 0"), (48, 0.0, "one width"), ((192, 128), 0.0, "one width")],
+)
+def test_strict_refuses_heads_and_dropout_that_no_attention_kernel_takes(width, dropout, reason) -> None:
+    recipe = duotone.Float8CurrentScaling(fp8_dpa=True, strict=True)
+    core = DotProductAttention(4, width, attention_dropout=dropout, name="a", recipe=recipe)
+    x = [torch.randn(4, 2, 4, wide) for wide in (core.channels[0], *core.channels)]
+    for call in (lambda: core.plan_rows(recipe), lambda: core(*x), lambda: core(*x)):
+        with pytest.raises(RecipeError, match=f"strict: a would emulate its products: .*{reason}"):
+            call()
+    if dropout:
+        core.eval()(*x)
 
 
 def test_a_strict_request_stops_before_any_projection_ran() -> None:

@@ -12,7 +12,7 @@ from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
-from duotone.attention.products import AttentionFormats, ProductPlan, product_rows
+from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
 from duotone.dispatch.attention import (
     CUDNN_TOKENS,
     CUDNN_WIDTH,
@@ -270,18 +270,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def requested(self, recipe: Recipe) -> list[str]:
         """The tensor types of attention's products that the recipe wants in low precision.
 
-        RecipeError where no attention kernel takes their formats and the recipe is strict.
+        RecipeError where the recipe is strict, and no attention kernel takes their formats, the heads or the dropout.
         """
         kinds: list[str] | None = getattr(self._requests, recipe.key, None)
         if kinds is None:
             roles = {kind: self._role(kind) for kind in MULTIPLIED}
             low = [kind for kind, role in roles.items() if self._ask(recipe, role, COUNTS[kind])[0] != Quantizer()]
             kinds = [kind for kind in low if recipe.asks_for(roles[kind], self.site)]
-            if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu", 0.0).never()):
-                remedy = "give roles of module type 'dpa' FP8 formats with a scale per tensor, or set strict to false"
-                raise RecipeError(f"strict: {self.module_name} would emulate its products: {refusal}; {remedy}")
+            if kinds and recipe.strict and (refusal := self._problem(recipe, "cpu", 0.0).nowhere()):
+                raise refused(self.module_name, refusal)
             drop_dead(vars(self._requests))
             setattr(self._requests, recipe.key, kinds)
+        if kinds and recipe.strict and self.dropout:
+            raise refused(self.module_name)
         return kinds
 
     def formats(self, recipe: Recipe, device: str = "") -> AttentionFormats:

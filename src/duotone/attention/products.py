@@ -8,7 +8,7 @@ from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.head_planes import HeadOperand, TileOperand
 from duotone.attention.ranks import Ranks
 from duotone.comm import ShardContext
-from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, AttentionProblem, LeastTokens
+from duotone.dispatch.attention import FORWARD, KERNEL, NEVER, NO_DROPOUT, AttentionProblem, LeastTokens
 from duotone.dispatch.target import target
 from duotone.errors import RecipeError
 from duotone.formats import IDENTITY, Format
@@ -204,3 +204,10 @@ def product_rows(problem: AttentionProblem, is_measured: bool, least: LeastToken
         kernel = kernels[is_backward]
         rows.append(ProductPlan(gemm, a.name, b.name, reason, kernel, kernel == KERNEL and gemm in problem.native))
     return rows
+
+
+def refused(name: str, refusal: str = NO_DROPOUT) -> RecipeError:
+    """The error of a strict recipe for products that no kernel runs."""
+    remedy = "give roles of module type 'dpa' FP8 with a scale per tensor, or leave them in high precision"
+    remedy = "set attention_dropout to 0, or strict to false" if refusal == NO_DROPOUT else remedy
+    return RecipeError(f"strict: {name} would emulate its products: {refusal}; {remedy}")

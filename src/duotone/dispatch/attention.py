@@ -22,6 +22,7 @@ WIDTHS = (64, 128, 256)
 """Widths of heads in the FP8 kernels. Codes of other heads get zeros at their end."""
 FORWARD, BACKWARD = ("QK^T", "PV"), ("P^T dO", "dO V^T", "dS K", "dS^T Q")
 KERNEL = "FP8 attention"
+NO_DROPOUT = "the FP8 kernel has no dropout"
 MEASURED = "measured"
 NEVER = 1 << 40
 
@@ -82,17 +83,22 @@ class AttentionProblem(NamedTuple):
             return "the FP8 kernel rounds P and dS to nearest"
         return ""
 
-    def forward_refusal(self) -> str:
-        """Why the FP8 kernel does not run the products of forward, or ""."""
+    def nowhere(self) -> str:
+        """Why no GPU's kernel runs the products of forward, or ""."""
         if refusal := self.never():
             return refusal
         width, of_value = self.widths
         if width != of_value or width % 8 or not WIDTHS[0] <= width <= WIDTHS[-1]:
             return f"the FP8 kernel takes heads of one width from {WIDTHS[0]} to {WIDTHS[-1]}, a multiple of 8"
+        return NO_DROPOUT if self.dropout else ""
+
+    def forward_refusal(self) -> str:
+        """Why the FP8 kernel does not run the products of forward, or ""."""
+        if refusal := self.nowhere():
+            return refusal
+        width = self.widths[0]
         if width > CUDNN_WIDTH and self.target.runs_kernels and not self.target.has_large_blocks:
             return f"the FP8 kernel takes heads wider than {CUDNN_WIDTH} on Hopper or Blackwell alone (sm90, sm100)"
-        if self.dropout:
-            return "the FP8 kernel has no dropout"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
 
     def is_measured(self, wanted: int | str) -> bool:
