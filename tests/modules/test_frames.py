@@ -214,6 +214,33 @@ def test_compiled_code_in_frames_changes_no_bit() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_checkpoints_inside_of_compiled_code_use_the_scales_of_their_own_forwards() -> None:
+    """A region for each microbatch moves the scales, so the newest forward has others than those before it."""
+    torch._dynamo.reset()
+    eager = model(DELAYED)
+    compiled = copy.deepcopy(eager)
+
+    def body(m: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(m[2], checkpoint(m[:2], x, use_reentrant=False), use_reentrant=False)
+
+    def step(run: Callable, m: nn.Module, order: tuple[int, ...]) -> list[Tensor]:
+        m.zero_grad()
+        leaves, losses = inputs(3), []
+        for i, leaf in enumerate(leaves):
+            with duotone.autocast(recipe=DELAYED):
+                losses.append(run(m, leaf * 3.0**i).float().square().sum())
+        for i in order:
+            losses[i].backward()
+        return [*[leaf.grad for leaf in leaves], *[p.grad for p in m.parameters()], *[b.clone() for b in m.buffers()]]
+
+    run = torch.compile(body, backend="aot_eager", fullgraph=True)
+    for order in ((1, 0, 2), (2, 1, 0)):
+        got, expected = step(run, compiled, order), step(body, eager, order)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("recipe", [STOCHASTIC, DELAYED], ids=["stochastic", "delayed"])
 def test_a_recompute_that_no_checkpoint_runs_is_an_error(recipe) -> None:
     m, (x,) = model(recipe), inputs(1)

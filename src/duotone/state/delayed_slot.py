@@ -4,7 +4,7 @@ Compilers see a custom op that finds the state by its number, so eager and compi
 
 A recompute inside a backward uses the scale that its forward had (see `frames`) and records nothing. Only a forward
 without a graph inside an autograd.Function, as reentrant checkpoints run it, leaves the recording to the recompute. A
-graph that recomputes by itself, because it was compiled with its checkpoint, uses the scale of the newest forward.
+graph that recomputes by itself, because it was compiled with its checkpoint, uses the scale of its own forward, too.
 """
 
 from collections.abc import Callable
@@ -118,9 +118,13 @@ class DelayedSlot(Slot):
             )
         else:
             record = state.records(mode)
-            entry = state.used(True) if mode is AmaxMode.RECOMPUTE else step.now, step.deferred
+            scales = step.now
+            if mode is AmaxMode.RECOMPUTE:
+                own = frames.of_graph(key)
+                scales = state.used(True) if own is None else own[0]
+            entry = scales, step.deferred
         if not self.backward:
-            frames.remember(key, entry)
+            frames.remember(key, entry, for_graph=True)
         pending().add(self.state, self.group, record, running, self.backward)
         return state, entry[0], mode, record
 

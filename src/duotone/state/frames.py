@@ -8,6 +8,8 @@ as the graph:
 
 Values are kept on that object, by key and in order. The recompute finds the object on Python's stack, so calls,
 microbatches and nested frames stay apart. Outside of frames nothing is kept.
+
+A compiled graph that recomputes by itself keeps delayed scales on its own `ctx`: all calls of a graph have one.
 """
 
 import sys
@@ -23,7 +25,7 @@ from duotone.errors import UserError
 from duotone.state import torch_private
 from duotone.state.torch_private import is_forward_grad_enabled, top_saved_hooks
 
-NAME, AROUND = "_duotone_record", "_duotone_around"
+NAME, AROUND, GRAPH = "_duotone_record", "_duotone_around", "_duotone_graph"
 
 
 class Forward(threading.local):
@@ -73,19 +75,40 @@ class Record:
         return self.run == self.first
 
 
-def remember(key: Hashable, value: object) -> None:
-    """Keep a value in every frame that runs its forward now. Inference has none."""
+def remember(key: Hashable, value: object, for_graph: bool = False) -> None:
+    """Keep a value in every frame that runs its forward now. Inference has none.
+
+    `for_graph`: also for the backward of the compiled graph whose forward runs now, if one does.
+    """
     if FORWARD.is_alone or is_forward_grad_enabled():
         if top_saved_hooks(True) is None:
             return
     elif torch.is_inference_mode_enabled():
         return
+    elif for_graph and (ctx := _graph(sys._getframe(1), "forward")) is not None:
+        values: dict[Hashable, object] = getattr(ctx, GRAPH, {})
+        values.setdefault(key, value)
+        setattr(ctx, GRAPH, values)
     for holder in _forward_holders():
         record = getattr(holder, NAME, None)
         if record is None:
             record = Record()
             setattr(holder, NAME, record)
         record.values.setdefault(key, []).append(value)
+
+
+def of_graph(key: Hashable) -> Any:
+    """What the forward of the compiled graph whose backward runs now kept, or None."""
+    return getattr(_graph(sys._getframe(1), "backward"), GRAPH, {}).get(key)
+
+
+def _graph(frame: FrameType | None, method: str) -> FunctionCtx | None:
+    """The context of the innermost autograd.Function that runs this method, if it is that of a compiled graph."""
+    while frame is not None and frame.f_code.co_name != torch_private.ENGINE:
+        if frame.f_code.co_name == method and (ctx := _ctx_of(frame)):
+            return ctx if torch_private.COMPILED in frame.f_code.co_filename else None
+        frame = frame.f_back
+    return None
 
 
 def is_trace_recomputed() -> bool:
