@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38666
+LIBRARY_LINES = 38667
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -31,7 +31,7 @@ BUDGETS = {
     "integrations": (689, 9, 0),
     "kernels": (5044, 0, 0),
     "lab": (3683, 13, 1),
-    "linear": (1895, 5, 0),
+    "linear": (1896, 5, 0),
     "modules": (706, 1, 0),
     "observe": (2310, 6, 0),
     "ops": (1443, 0, 0),

@@ -243,3 +243,13 @@ def test_an_exported_program_takes_batches_of_any_size(recipe: str, tracked: boo
     for count in (2, 77, 512, 1024):
         x = torch.randn(count, 64)
         assert torch.equal(program(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "fp8-delayed"])
+def test_an_exported_program_takes_batches_of_sequences(recipe: str) -> None:
+    model = duotone.convert(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), recipe, ()).eval()
+    batch = {0: torch.export.Dim("batch", min=2, max=64)}
+    program = torch.export.export(model, (torch.randn(3, 16, 32),), dynamic_shapes=(batch,)).module()
+    for count in (2, 5):
+        x = torch.randn(count, 16, 32)
+        assert torch.equal(program(x), model(x))

@@ -7,6 +7,7 @@
 Every operand is a plane with its contraction last, in the format that the plan names.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -199,6 +200,6 @@ def with_lead(y: Tensor, like: Tensor) -> Tensor:
     if like.dim() == 2:
         return y
     lead = like.shape[:-1]
-    if y.shape[0] == lead.numel():
+    if y.shape[0] == math.prod(lead):  # Size.numel() would make constants of symbols
         return y.view(*lead, y.shape[-1])
     return y.view(-1, *lead[1:], y.shape[-1])
