@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38667
+LIBRARY_LINES = 38696
 TOOL_LINES = 7639
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -43,7 +43,7 @@ BUDGETS = {
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
     "state": (1802, 11, 1),
-    "tensor": (2730, 15, 0),
+    "tensor": (2759, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

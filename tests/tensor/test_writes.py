@@ -25,7 +25,8 @@ from duotone import formats
 from duotone.comm import ShardContext
 from duotone.compat.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, MXFP8Quantizer
 from duotone.errors import MissingPlaneError, UserError
-from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer
+from duotone.tensor import QuantizeContext, QuantizedTensor, Quantizer, writes
+from duotone.tensor.plane_tensor import plain
 from duotone.tensor.shards import ask, spans
 from duotone.tensor.traced_writes import encode_traced
 
@@ -320,6 +321,28 @@ def test_an_optimizer_step() -> None:
             p.grad = Y.clone()
             make([p]).step()
         assert isinstance(w, QuantizedTensor) and same(w.detach(), MX.quantize(plain.detach()))
+
+
+def test_an_optimizer_writes_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """issue 18: no copy of all weights in high precision at once, and the bits of one that is written whole."""
+    written: list[int] = []
+    monkeypatch.setattr(writes, "write_all", lambda all, write=writes.write_all: (written.append(len(all)), write(all)))
+    for options in ({"foreach": True}, {"fused": True}):
+        results = []
+        for at_once in (writes.AT_ONCE, 2 * X.numel()):
+            monkeypatch.setattr(writes, "AT_ONCE", at_once)
+            parameters = [torch.nn.Parameter(q.quantize(X + at)) for at, q in enumerate((MX, FP8, HYBRID, MX, MX))]
+            parameters.insert(1, torch.nn.Parameter(Y.clone()))
+            for at, p in enumerate(parameters):
+                p.grad = Y * (at + 1)
+            optimizer = torch.optim.AdamW(parameters, lr=0.1, **options)
+            optimizer.step()
+            optimizer.step()
+            results.append(parameters)
+            most, written[:] = max(written), []
+            assert most == (5 if at_once > 2 * X.numel() else 2), options
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(plain(got.detach()), plain(want.detach())), options
 
 
 def test_state_dicts() -> None:

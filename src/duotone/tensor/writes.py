@@ -266,12 +266,15 @@ def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
 
 NARROW = (torch.bfloat16, torch.float16)
 
+AT_ONCE = 1 << 25
+"""Elements of a list of tensors, such as an optimizer's, of which values in high precision exist at the same time."""
+
 
 def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
     """Run a writing operation on dequantized values and requantize every argument that it wrote.
 
     Values and operands are fp32, so that what is encoded was rounded once. Random numbers are drawn in the nominal
-    dtype, and Identity planes compute in it.
+    dtype, and Identity planes compute in it. Long lists of tensors are written in parts.
     """
     targets = written_arguments(func, args, kwargs)
     for target in targets:
@@ -279,6 +282,32 @@ def run_in_place(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, 
             target.require_writable()
     encoded = all(isinstance(t, PlaneTensor) and all(fmt != IDENTITY for fmt in t.formats) for t in targets)
     widens = encoded and torch.Tag.nondeterministic_seeded not in func.tags
+    for part in (parts := _in_parts(func, args, kwargs))[:-1]:
+        _run_part(func, part, kwargs, widens)
+    return _run_part(func, parts[-1], kwargs, widens)
+
+
+def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, object]) -> list[Sequence[object]]:
+    """The arguments of an operation on lists, cut into lists of at most `AT_ONCE` elements or of one tensor."""
+    if not func._schema.name.startswith(("aten::_foreach", "aten::_fused")):
+        return [args]
+    lists = [type(value) in (list, tuple) and bool(value) for value in args]
+    others = [*kwargs.values(), *(value for value, is_list in zip(args, lists, strict=True) if not is_list)]
+    is_shared = any(isinstance(each, Tensor) and each.numel() > 1 for each in others) or "out" in kwargs
+    if is_shared or len({len(value) for value, is_list in zip(args, lists, strict=True) if is_list}) != 1:
+        return [args]
+    starts, count = [0], 0
+    for at, tensor in enumerate(args[0]):
+        count += tensor.numel()
+        if count > AT_ONCE and at > starts[-1]:
+            starts.append(at)
+            count = tensor.numel()
+    spans = [slice(start, end) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    return [[value[s] if is_list else value for value, is_list in zip(args, lists, strict=True)] for s in spans]
+
+
+def _run_part(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], widens: bool) -> object:
+    targets = written_arguments(func, args, kwargs)
 
     def operand(value: object) -> object:
         if widens and isinstance(value, Tensor) and value.dtype in NARROW:
