@@ -128,6 +128,7 @@ def test_a_float64_module_is_refused_by_formats_and_runs_in_high_precision() -> 
     [
         ({"parallel_mode": "diagonal", "tp_group": object()}, "parallel_mode 'diagonal' is unknown"),
         ({"parallel_mode": "row"}, "needs a tp_group"),
+        ({"parallel_mode": "row", "tp_group": "ranks"}, "needs a tp_group, .* got 'ranks'"),
         ({"sequence_parallel": True}, "needs parallel_mode"),
     ],
 )

@@ -64,7 +64,8 @@ def started(parallel: Parallel, device: str) -> Iterator[int]:
         if isinstance(error, dist.DistError) or "gloo" in str(error).lower():
             reason = " ".join(str(error).split())[:120]
             raise UserError(
-                f"a rank was lost ({reason}); start all again: they go on from the newest checkpoint"
+                f"a rank was lost ({reason}); start all again: a training goes on from its newest checkpoint, a "
+                "comparison from the runs that ended"
             ) from None
         raise
     finally:

@@ -189,10 +189,10 @@ def parallel_layout(
         if sequence_parallel:
             raise UserError("sequence_parallel needs parallel_mode 'column' or 'row'; give one, and its tp_group")
         return WHOLE
-    if group is None:
+    if group is None or not hasattr(group, "group_name"):
         raise UserError(
-            f"parallel_mode {mode!r} needs a tp_group, also beside tp_size; pass the process group of the "
-            "tensor-parallel ranks"
+            f"parallel_mode {mode!r} needs a tp_group, also beside tp_size, and got {group!r}; pass the process group "
+            "of the tensor-parallel ranks"
         )
     if tp_size not in (1, group.size()):
         raise UserError(f"tp_size is {tp_size} and tp_group has {group.size()} ranks; leave tp_size out")
