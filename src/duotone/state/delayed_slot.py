@@ -120,8 +120,8 @@ class DelayedSlot(Slot):
             record = state.records(mode)
             scales = step.now
             if mode is AmaxMode.RECOMPUTE:
-                own = frames.of_graph(key)
-                scales = state.used(True) if own is None else own[0]
+                forward = frames.of_graph(key)
+                scales = state.used(True) if forward is None else forward[0]
             entry = scales, step.deferred
         if not self.backward:
             frames.remember(key, entry, for_graph=True)
