@@ -46,7 +46,7 @@ class DuotoneConverter(QuantizationConverter):
         """The config of a model whose class converts itself."""
         values = {field.name: getattr(model_config, field.name) for field in fields(model_config)}
         rules = (*self.config.rules, ROUTER) if any(model_config.traverse(Router.Config)) else self.config.rules
-        kind = converted_class(type(model_config)._owner)
+        kind = _converted_class(type(model_config)._owner)
         return kind.Config(**values, recipe=self.config.recipe, rules=rules)
 
 
@@ -67,7 +67,7 @@ class DuotoneTrainer(Trainer):
             load_packed_state(part, text)
 
 
-def converted_class(kind: type[BaseModel]) -> type[BaseModel]:
+def _converted_class(kind: type[BaseModel]) -> type[BaseModel]:
     """A class of models as `kind`, which build themselves converted."""
 
     class Converted(kind):  # type: ignore[misc]
