@@ -20,7 +20,6 @@ MODULES = {
     "duotone.integrations.transformers": "What surrounds models of transformers, which has to be installed.",
     "duotone.integrations.accelerate": "One line for [Accelerate](../trainers.md).",
     "duotone.integrations.lightning": "Plugins for [Lightning and Fabric](../trainers.md).",
-    "duotone.integrations.torchtitan": "A converter for [torchtitan](../trainers.md), and its trainer.",
 }
 
 
