@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38696
+LIBRARY_LINES = 38697
 TOOL_LINES = 7640
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2760, 20, 0),
+    "attention": (2758, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (168, 1, 0),
     "compat": (2481, 7, 0),
@@ -37,7 +37,7 @@ BUDGETS = {
     "ops": (1443, 0, 0),
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
-    "pipeline": (1519, 15, 2),
+    "pipeline": (1522, 15, 2),
     "planned": (3057, 15, 5),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),

@@ -127,6 +127,16 @@ def a_smaller_mesh_after_forward_is_refused_in_one_line(folder: Path) -> None:
             raise AssertionError("torch keeps one buffer of a parameter after forward, and planes have two")
 
 
+def refuses_to_save(both: nn.Module, folder: Path) -> None:
+    """A checkpoint would take a rank's part of a weight for the whole."""
+    try:
+        save(folder / "refused", both, torch.optim.SGD(both.parameters()))
+    except UserError as error:
+        assert "which a checkpoint cannot place" in str(error)
+    else:
+        raise AssertionError("saved")
+
+
 def parallel_pair(over: DeviceMesh, name: str, whole: list[Tensor]) -> nn.Sequential:
     """Modules that know their ranks, with quantized weights of this rank's part."""
     options = {"bias": False, "params_dtype": torch.bfloat16, "recipe": recipes.load(name)}
@@ -153,12 +163,7 @@ def quantized_weights_of_parallel_modules_shard_over_data(folder: Path) -> None:
         split, both = parallel_pair(over, name, whole), shard(parallel_pair(over, name, whole), over)
         for got, want in zip(train(both), train(split), strict=True):
             same(got, want, name)
-        try:
-            save(folder / "refused", both, torch.optim.SGD(both.parameters()))
-        except UserError as error:
-            assert "which a checkpoint cannot place" in str(error)
-        else:
-            raise AssertionError("a checkpoint would take a rank's part of a weight for the whole")
+        refuses_to_save(both, folder)
         single = network(name)
         with torch.no_grad():
             for layer, weight in zip((single[0], single[2]), whole, strict=True):
@@ -192,12 +197,7 @@ def quantized_weights_are_cut_by_both_dimensions(folder: Path) -> None:
                 rtol=2.0**-4,
                 atol=2.0**-6,
             )
-        try:
-            save(folder / "refused", both, torch.optim.SGD(both.parameters()))
-        except UserError as error:
-            assert "which a checkpoint cannot place" in str(error)
-        else:
-            raise AssertionError("parts of planes would be saved as whole ones")
+        refuses_to_save(both, folder)
     try:
         duotone.convert_parameters(cut(network("fp8-delayed"), over), recipes.load("fp8-delayed"))
     except UserError as error:

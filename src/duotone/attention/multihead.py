@@ -198,10 +198,8 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         if not recipe.fp8_mha:  # nothing that one layer alone has becomes a guard
             return False, False
         output, gradient = getattr(self._crossing, recipe.key, (False, False))
-        if (
-            output and in_context_parallel()
-        ):  # whose ranks agree on the scales of their keys, when attention encodes them
-            output = False
+        # Ranks that share a sequence agree on the scales of their keys when attention encodes them.
+        output = output and not in_context_parallel()
         # No trace makes quantized gradients. Attention then encodes the gradient itself, to the same codes.
         return output and not is_turned, gradient and not torch.compiler.is_dynamo_compiling()
 

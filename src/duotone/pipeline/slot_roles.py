@@ -54,7 +54,7 @@ def _boundary_role(at: int, text: str) -> property:
     def change(self: "BoundaryRoles", role: Role) -> None:
         if role != (self.told.shown[at] or self._roles[at]):
             self._roles = (role, self._roles[1]) if at == 0 else (self._roles[0], role)
-            self.told.__init__()
+            self.told.forget()
             self.roles_changed()
 
     return property(role, change, doc=text)
@@ -67,6 +67,9 @@ class Told:
         self.by_recipe: dict[str, tuple[Role, Role]] = {}
         self.shown: tuple[Role, Role] = NOBODY
         """Under the recipe of the last call."""
+
+    def forget(self) -> None:
+        self.by_recipe, self.shown = {}, NOBODY
 
 
 class BoundaryRoles:
