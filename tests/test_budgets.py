@@ -14,15 +14,15 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38697
+LIBRARY_LINES = 38787
 TOOL_LINES = 7640
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2758, 20, 0),
+    "attention": (2844, 20, 0),
     "cli": (1531, 2, 0),
-    "comm": (168, 1, 0),
+    "comm": (172, 1, 0),
     "compat": (2481, 7, 0),
     "conversion": (2678, 5, 0),
     "dispatch": (3528, 1, 0),

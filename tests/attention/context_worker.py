@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from checks import check
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from duotone import autocast, recipes
-from duotone.attention import DotProductAttention, MultiheadAttention, TransformerLayer
+from duotone.attention import DotProductAttention, MultiheadAttention, TransformerLayer, picks
+from duotone.dispatch.attention import NEVER, AttentionProblem, LeastTokens
 from duotone.errors import RecipeError
 
 aten = torch.ops.aten
@@ -86,9 +88,19 @@ def near(got: Tensor, want: Tensor, what: str, bound: float) -> None:
     assert error <= bound, f"{what}: {error}"
 
 
-def compare(m: nn.Module, inputs: list[Tensor], what: str, angles: Tensor | None = None, bound: float = BOUND) -> None:
-    """Outputs and gradients of all tokens of (tokens, batch, ...), and of parameters, against those of one process."""
-    options = {} if angles is None else {"rotary_pos_emb": angles}
+def compare(
+    m: nn.Module,
+    inputs: list[Tensor],
+    what: str,
+    bound: float = BOUND,
+    options: dict[str, Any] | None = None,
+    shards_of: dict[str, int] | None = None,
+) -> None:
+    """Outputs and gradients of all tokens of (tokens, ...), and of parameters, against those of one process.
+
+    `shards_of` are the options that a rank has a shard of, and along which dimension.
+    """
+    options, shards_of = options or {}, shards_of or {}
     leaves = [x.clone().requires_grad_() for x in inputs]
     want = m(*leaves, **options)
     dy = torch.randn_like(want)
@@ -96,12 +108,12 @@ def compare(m: nn.Module, inputs: list[Tensor], what: str, angles: Tensor | None
     of_parameters = [parameter.grad for parameter in m.parameters()]
     m.zero_grad()
     shards = [*(x.clone() for x in inputs), dy.clone(), want.detach().clone(), *(leaf.grad.clone() for leaf in leaves)]
-    turned = [] if angles is None else [angles.clone()]
-    with parallel([*shards, *turned], [0] * (len(shards) + len(turned))):
-        mine = [x.clone().requires_grad_() for x in shards[: len(inputs)]]
-        y = m(*mine, **({} if angles is None else {"rotary_pos_emb": turned[0]}))
+    mine = {name: options[name].clone() for name in shards_of}
+    with parallel([*shards, *mine.values()], [0] * len(shards) + list(shards_of.values())):
+        leaves = [x.clone().requires_grad_() for x in shards[: len(inputs)]]
+        y = m(*leaves, **{**options, **mine})
         y.backward(shards[len(inputs)])
-        for at, (got, right) in enumerate(zip([y, *(x.grad for x in mine)], shards[len(inputs) + 1 :], strict=True)):
+        for at, (got, right) in enumerate(zip([y, *(x.grad for x in leaves)], shards[len(inputs) + 1 :], strict=True)):
             near(got, right, f"{what} {at}", bound)
     for parameter, right in zip(m.parameters(), of_parameters, strict=True):
         dist.all_reduce(parameter.grad)  # each rank saw its tokens
@@ -124,11 +136,16 @@ def layers_under_recipes_go_round(folder: Path) -> None:
         options = {"attention_dropout": 0.0, "recipe": recipes.load(recipe), "params_dtype": DTYPE, "bias": False}
         m = MultiheadAttention(WIDTH, HEADS, **options)
         angles = torch.rand(TOKENS, 64)
-        for layer, at in ((m, angles), (TransformerLayer(WIDTH, 256, HEADS, hidden_dropout=0.0, **options), None)):
-            compare(layer, [torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)], f"{type(layer).__name__}, {recipe}", at, bound)
+        layer = TransformerLayer(WIDTH, 256, HEADS, hidden_dropout=0.0, **options)
+        x = [torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)]
+        compare(m, x, f"heads, {recipe}", bound, {"rotary_pos_emb": angles}, {"rotary_pos_emb": 0})
+        compare(layer, x, f"layer, {recipe}", bound)
 
 
 LOW = recipes.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0)
+ONLY_HEADS = recipes.RuleRecipe(
+    rules=tuple(recipes.Rule(module_type="dpa", tensor_type=each, format="fp8_e4m3_tensor") for each in ("qkv", "s")),
+)
 ALL_FP8 = recipes.RuleRecipe(rules=(recipes.Rule(module_type="dpa", format="fp8_e4m3_tensor"),))
 CODES = {
     "current": (LOW, BOUND),
@@ -173,7 +190,8 @@ def quantized_projections_go_round(folder: Path) -> None:
     ring._cp_options.enable_load_balance = True
     recipe = recipes.Float8CurrentScaling(fp8_dpa=True, fp8_mha=True)
     m = MultiheadAttention(WIDTH, HEADS, attention_dropout=0.0, recipe=recipe, params_dtype=DTYPE, bias=False)
-    compare(m, [torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)], "fp8_mha", torch.rand(TOKENS, 64), FP8)
+    angles, x = {"rotary_pos_emb": torch.rand(TOKENS, 64)}, [torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)]
+    compare(m, x, "fp8_mha", FP8, angles, {"rotary_pos_emb": 0})
     x = torch.randn(TOKENS, 2, WIDTH, dtype=DTYPE)
     with parallel([x], [0]), torch.no_grad():
         outputs = []
@@ -183,20 +201,66 @@ def quantized_projections_go_round(folder: Path) -> None:
         near(*outputs, "encoded once", 0.0)
 
 
+def random_heads(*lead: int) -> list[Tensor]:
+    return [torch.randn(*lead, count, 64, dtype=DTYPE) for count in (2 * HEADS, HEADS, HEADS)]
+
+
+def padding() -> Tensor:
+    """Two sequences: one has its padding at the start and at random, the other one all of the second half."""
+    mask = torch.rand(2, TOKENS) < 0.2
+    mask[0, : TOKENS // 4], mask[1] = True, torch.arange(TOKENS) >= TOKENS // 2
+    return mask
+
+
+@check
+def masks_of_codes_reach_over_ranks(folder: Path) -> None:
+    """Masks of padding are shards, as tokens are. Arbitrary ones have a rank's rows; lengths are those of all ranks."""
+    blocks = torch.rand(2, 1, TOKENS // 8, TOKENS // 8) < 0.5
+    edges = torch.tensor([0, 5, 5, TOKENS // 2 + 3, TOKENS - 2])  # one is empty, and two tokens are behind the last
+    pairs = {"attention_mask": blocks.repeat_interleave(8, 2).repeat_interleave(8, 3)}
+    lengths = {"cu_seqlens_q": torch.tensor([0, TOKENS - 3, TOKENS + 4])}
+    packed = {"cu_seqlens_q": edges, "qkv_format": "thd"}
+    shards = {"attention_mask": 1}
+    for kind, window, options, shards_of, is_balanced in (
+        ("padding", None, {"attention_mask": padding()}, shards, False),
+        ("padding_causal", None, {"attention_mask": padding()}, shards, True),
+        ("padding_causal", (9, 0), {"attention_mask": padding()}, shards, True),
+        ("padding_causal_bottom_right", None, lengths, {}, True),
+        ("arbitrary", (20, 4), pairs, {"attention_mask": 2}, True),
+        ("padding_causal", (11, 0), packed, {}, True),
+        ("padding", None, packed, {}, False),
+    ):
+        ring._cp_options.enable_load_balance = is_balanced
+        m = DotProductAttention(
+            2 * HEADS, 64, num_gqa_groups=HEADS, attn_mask_type=kind, window_size=window, recipe=LOW, softmax_scale=0.2
+        )
+        lead = (TOKENS,) if "qkv_format" in options else (TOKENS, 2)
+        compare(m, random_heads(*lead), f"{kind}, {window}, {list(options)}", BOUND, options, shards_of)
+
+
+@check
+def packed_tokens_are_turned_by_their_places(folder: Path) -> None:
+    ring._cp_options.enable_load_balance = True
+    options = {"attn_mask_type": "padding_causal", "qkv_format": "thd", "attention_dropout": 0.0, "bias": False}
+    m = MultiheadAttention(WIDTH, HEADS, recipe=ONLY_HEADS, params_dtype=DTYPE, **options)
+    given = {"cu_seqlens_q": torch.tensor([0, 13, TOKENS - 7]), "rotary_pos_emb": torch.rand(TOKENS, 64)}
+    compare(m, [torch.randn(TOKENS, WIDTH, dtype=DTYPE)], "packed", BOUND, given)
+
+
 @check
 def what_codes_do_not_serve_goes_round_in_high_precision(folder: Path) -> None:
-    heads = [torch.randn(TOKENS, 1, HEADS, 64, dtype=DTYPE) for _ in range(3)]
-    options = {"attn_mask_type": "padding"}
-    masks = {"attention_mask": torch.zeros(1, TOKENS // dist.get_world_size(), dtype=torch.bool, device=checks.DEVICE)}
-    m = DotProductAttention(HEADS, 64, recipe=LOW, **options)
-    with parallel(heads, [0] * 3), warnings.catch_warnings(record=True) as caught:
+    query, key, value = random_heads(TOKENS, 1)
+    options = {"attn_mask_type": "no_mask", "num_gqa_groups": HEADS}
+    m = DotProductAttention(2 * HEADS, 64, recipe=LOW, **options)
+    strict = DotProductAttention(2 * HEADS, 64, recipe=replace(LOW, strict=True), **options)
+    with parallel([query, key, value], [0] * 3), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with suppress(AssertionError):  # torch's ring takes no mask
-            m(*heads, **masks)
-        assert any("context_parallel has no products of codes with a mask" in str(one.message) for one in caught)
-        strict = recipes.Float8CurrentScaling(fp8_dpa=True, strict=True)
+        heads = query, key[1:], value[1:]
+        with suppress(Exception):  # of torch's ring
+            m(*heads)
+        assert any("context_parallel has no products of codes with a cache" in str(one.message) for one in caught)
         try:
-            DotProductAttention(HEADS, 64, recipe=strict, **options)(*heads, **masks)
+            strict(*heads)
         except RecipeError as error:
             assert "context_parallel" in str(error), error
         else:
@@ -204,19 +268,52 @@ def what_codes_do_not_serve_goes_round_in_high_precision(folder: Path) -> None:
 
 
 @check
-def compiled_attention_does_not_send_codes_round(folder: Path) -> None:
-    """Also where its graph is older than the context."""
+def ranks_agree_on_what_pays(folder: Path) -> None:
+    """Also where one of them is of a kind that has no measurements: else one waits for the others for ever."""
+    recipe, counts = replace(LOW, dpa_min_tokens="measured"), []
+    is_first = dist.get_rank() == 0
+    for tokens in (NEVER, 2):
+        least = LeastTokens(tokens, tokens, NEVER, NEVER)
+        measured = {"is_measured": lambda *_: True, "least_tokens": lambda *_: least} if is_first else {}  # noqa: B023
+        with (
+            mock.patch.multiple(AttentionProblem, **measured) if is_first else nullcontext(),
+            mock.patch.object(picks, "HALF", (DTYPE,)),
+            mock.patch.object(picks, "MEASURED_HEADS", 0),
+        ):
+            m = DotProductAttention(2 * HEADS, 64, num_gqa_groups=HEADS, recipe=recipe)
+            heads = random_heads(TOKENS, 1)
+            with parallel(heads, [0] * 3):
+                m(*(x.clone().requires_grad_() for x in heads)).sum().backward()
+                counts.append(len(m._low_precision._stages))
+                [pick] = {pick for *_, pick in m._picks.values()}
+                assert pick == least, pick
+    assert counts == ([0, 1] if checks.DEVICE == "cpu" else counts), counts
+
+
+@check
+def compiled_code_sends_codes_round(folder: Path) -> None:
+    """In one graph for all contexts of a kind, with the bits of eager code; also where another graph is older."""
     ring._cp_options.enable_load_balance = True
-    recipe = recipes.Float8CurrentScaling(fp8_dpa=True, dpa_min_tokens=0)
-    for is_older in (False, True):
+    centered = replace(LOW, dpa_center_keys=True, dpa_min_tokens="measured")
+    for kind, recipe, options in (("causal", centered, {}), ("padding_causal", LOW, {"attention_mask": padding()})):
         torch._dynamo.reset()
-        heads = [torch.randn(TOKENS, 1, HEADS, 64, dtype=DTYPE) for _ in range(3)]
-        m, plain = DotProductAttention(HEADS, 64, recipe=recipe), DotProductAttention(HEADS, 64)
-        compiled = torch.compile(m, backend="aot_eager")
-        if is_older:
-            compiled(*heads)
-        with parallel(heads, [0] * 3):
-            near(compiled(*heads), plain(*heads), f"{is_older}", BOUND)
+        m = DotProductAttention(2 * HEADS, 64, num_gqa_groups=HEADS, attn_mask_type=kind, recipe=recipe)
+        counter, heads = CompileCounterWithBackend("aot_eager"), random_heads(TOKENS, 2)
+        compiled = torch.compile(m, backend=counter, fullgraph=True)
+        if kind == "causal":
+            near(compiled(*heads), m(*heads), "one process", 0.0)
+        before = counter.frame_count
+        for _ in range(2):
+            with parallel([*heads, *options.values()], [0, 0, 0, *(1 for _ in options)]):
+                sides = []
+                for run in (m, compiled):
+                    leaves = [x.clone().requires_grad_() for x in heads]
+                    y = run(*leaves, **options)
+                    y.square().sum().backward()
+                    sides.append((y, *(x.grad for x in leaves)))
+                for got, right in zip(*sides, strict=True):
+                    near(got, right, kind, 0.0)
+        assert counter.frame_count == before + 1, f"{kind}: {counter.frame_count} graphs"
 
 
 if __name__ == "__main__":

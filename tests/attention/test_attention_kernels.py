@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import duotone
-from duotone.attention import DotProductAttention, dot_product
+from duotone.attention import DotProductAttention, picks
 from duotone.attention.masks import seen_by
 from duotone.dispatch import attention
 from duotone.dispatch.attention import CUDNN_TOKENS, AttentionProblem
@@ -256,7 +256,7 @@ def measured(kernel, monkeypatch) -> list[str]:
     """The kernel of a device with measurements: 64 queries pay alone, and 128 in training, of 4 heads or more."""
     least = attention.LeastTokens(64, 128, 32, 40)
     monkeypatch.setattr(attention, "LEAST_TOKENS", {((0, 0), 64): least, ((9, 0), 64): least})
-    monkeypatch.setattr(dot_product, "MEASURED_HEADS", 4)
+    monkeypatch.setattr(picks, "MEASURED_HEADS", 4)
     return kernel
 
 

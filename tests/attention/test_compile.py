@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import duotone
 from duotone import recipes
 from duotone.attention import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
+from duotone.attention.picks import Pick
 from duotone.dispatch.attention import LeastTokens
 from duotone.recipes import Rule, RuleRecipe
 
@@ -106,7 +107,7 @@ def test_boundaries_are_told_in_compiled_code_too() -> None:
 
 def test_compiled_code_takes_what_was_measured(monkeypatch) -> None:
     """Where measurements decide, a trace compares the call with them."""
-    monkeypatch.setattr(DotProductAttention, "pick", lambda self, *where: (True, LeastTokens(4, 8, 4, 4)))
+    monkeypatch.setattr(DotProductAttention, "pick", lambda self, *where: Pick(True, LeastTokens(4, 8, 4, 4)))
     core = DotProductAttention(32, 8, qkv_format="bshd", name="a", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
     heads = [torch.randn(1, 6, 32, 8).bfloat16() for _ in range(3)]
     compare(core, *heads)

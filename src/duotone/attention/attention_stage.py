@@ -108,7 +108,7 @@ class AttentionStage(Stage):
     ) -> tuple[Tensor, Saved]:
         batch, heads, queries, width = to_heads(q, self.layout).shape
         keys, value_width = k.shape[token_axis(self.layout)], v.shape[-1]
-        keys *= 1 if self.ranks is None else self.ranks.count
+        keys *= 1 if self.ranks is None else self.ranks.size
         sizes = Sizes(batch, self.groups, heads // self.groups, queries, keys, width, value_width)
         usage = Usage(True, self.tracks)
         planes = self._encode(self.query, q, usage, seed), self._encode_all(self.key, k, usage, seed)
@@ -140,7 +140,7 @@ class AttentionStage(Stage):
         x = x.dequantize() if isinstance(x, QuantizedTensor) else x
         if operand.context.shard is None:
             return self._encode(operand, self.ranks.gathered(x, token_axis(self.layout)), usage, seed)
-        batch = x.shape[1 - token_axis(self.layout)]
+        batch = to_heads(x, self.layout).shape[0]
         directions = [name for name, is_used in operand.usage(usage)._asdict().items() if is_used]
         planes = zip(self._encode(operand, x, usage, seed), directions, strict=True)
         return [self.ranks.gathered_plane(plane, direction, batch) for plane, direction in planes]

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from duotone.attention.heads import check_layout, from_heads, to_heads, token_axis
@@ -12,32 +11,27 @@ from duotone.attention.kv_cache import KVCache
 from duotone.attention.low_precision import Alike, LowPrecision, traced_pick
 from duotone.attention.masks import Masking, MaskType, Window, mask_type, seen_by, window_of
 from duotone.attention.meeting import UNNAMED, MeetsRecipes
+from duotone.attention.picks import Pick
 from duotone.attention.products import AttentionFormats, ProductPlan, product_rows, refused
+from duotone.attention.ranks import Ranks
 from duotone.dispatch.attention import (
     CUDNN_TOKENS,
     CUDNN_WIDTH,
     FORWARD,
-    HALF,
-    MEASURED,
-    MEASURED_HEADS,
     NO_TOKENS,
-    SDPA,
     AttentionProblem,
-    LeastTokens,
     attend,
 )
 from duotone.dispatch.target import HOPPER, target
 from duotone.errors import RecipeError, UserError
 from duotone.formats import IDENTITY
 from duotone.numbered import ByName
-from duotone.pipeline.op import is_autocast
 from duotone.pipeline.slot_roles import BoundaryRoles, Told
 from duotone.planned import delayed_states, extra_state
 from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
-from duotone.state.torch_private import in_context_parallel
 from duotone.tensor.quantizer import Quantizer
 
 KINDS = {"forward": ("qkv", "output", "s"), "backward": ("grad_input", "do", "dp")}
@@ -122,21 +116,22 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             cached = kv_cache.append(key_layer, value_layer, layout)
             key_layer, value_layer = (x.to(query_layer.dtype) for x in cached)
         kind = mask_type(attn_mask_type or self.attn_mask_type)
+        heads = query_layer, key_layer, value_layer
+        ranks = self.ranks(recipe, query_layer, key_layer, layout)
         seen = self.visible(
-            query_layer,
-            key_layer,
+            (query_layer, key_layer),
             attention_mask,
             layout,
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_kv,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
+            ranks=ranks,
         )
-        heads = query_layer, key_layer, value_layer
-        is_low = self.requested(recipe) and self._pays(recipe, heads, layout, seen, kind)
-        if is_low and not self._leaves_to_ring(recipe, heads, layout, seen, kind):
+        is_low = self.requested(recipe) and (ranks is not None or not self._leaves_to_ring(recipe))
+        if is_low and self._pays(recipe, heads, layout, seen, kind, ranks):
             window = window_of(kind, window_size or self.window_size)
-            return self._low_precision.run(heads, layout, seen, window, recipe, group)
+            return self._low_precision.run(heads, layout, seen, window, recipe, group, ranks)
         query, key, value = (to_heads(x, layout) for x in heads)
         options = {"dropout": self.dropout, "scale": self.softmax_scale}
         if seen is None:
@@ -147,22 +142,19 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         out = attend(query, key, value, **options, attn_mask=seen | nothing)
         return from_heads(out.masked_fill(nothing, 0), layout)
 
-    def _leaves_to_ring(
-        self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType
-    ) -> bool:
-        """Whether torch's context parallelism runs the call, in high precision. RecipeError if the recipe is strict."""
-        if F.scaled_dot_product_attention is SDPA or not in_context_parallel():
-            return False
+    def ranks(self, recipe: Recipe, query: Tensor, key: Tensor, layout: str) -> Ranks | None:
+        """The ranks of torch's context_parallel, if they share the sequence of a call in low precision."""
         axis = token_axis(layout)
-        if torch.compiler.is_dynamo_compiling():
-            reason = "in compiled code"
-        elif kind.padding or kind.arbitrary or heads[0].shape[axis] != heads[1].shape[axis]:
-            reason = "with a mask, a cache or another number of keys"
-        elif seen is None and self.pick(recipe, str(heads[0].device))[0]:
-            reason = "that were measured to be faster; set dpa_min_tokens to 0 for products in FP8"
-        else:
+        return Ranks.now() if self.requested(recipe) and query.shape[axis] == key.shape[axis] else None
+
+    def _leaves_to_ring(self, recipe: Recipe) -> bool:
+        """Whether torch's ring runs a call without `ranks`. RecipeError if the recipe is strict."""
+        if Ranks.now() is None:
             return False
-        problem = f"{self.module_name} runs in high precision: context_parallel has no products of codes {reason}"
+        problem = (
+            f"{self.module_name} runs in high precision: context_parallel has no products of codes with a cache or "
+            "another number of keys"
+        )
         if recipe.strict:
             raise RecipeError(f"strict: {problem}; leave roles of module type 'dpa' in high precision, or strict false")
         warnings.warn(problem, stacklevel=3)
@@ -179,8 +171,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
 
     def visible(
         self,
-        query: Tensor,
-        key: Tensor,
+        heads: tuple[Tensor, Tensor],
         mask: Tensor | tuple[Tensor, Tensor] | None,
         layout: str,
         *,
@@ -188,13 +179,15 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         cu_seqlens_kv: Tensor | None,
         attn_mask_type: str | None,
         window_size: Window | None,
+        ranks: Ranks | None,
     ) -> Tensor | None:
         """Which keys a query sees, as `Masking.mask`. UserError where masks do not fit."""
         kind = mask_type(attn_mask_type or self.attn_mask_type)
         window = window_of(kind, window_size or self.window_size)
+        query, key = heads
         alike = cu_seqlens_kv is None and query.shape[:-2] == key.shape[:-2]
         cu_seqlens = (cu_seqlens_q, cu_seqlens_q if alike else cu_seqlens_kv)
-        masking = Masking(kind, window, layout == "thd")
+        masking = Masking(kind, window, layout == "thd", ranks)
         return masking.mask(to_heads(query, layout), to_heads(key, layout), mask, cu_seqlens)
 
     @property
@@ -231,7 +224,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         super().forget()
         self._answers: dict[tuple[str, QuantizerRole], tuple[Quantizer, ...]] = {}
         self._requests = ByName()
-        self._picks: dict[tuple[str, str, float], tuple[bool, LeastTokens]] = {}
+        self._picks: dict[tuple[str, str, float, str], Pick] = {}
         self._low_precision = LowPrecision(self)
         self._met = ""
         """The key of the recipe that was met last."""
@@ -285,13 +278,13 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             raise refused(self.module_name)
         return kinds
 
-    def formats(self, recipe: Recipe, device: str = "") -> AttentionFormats:
+    def formats(self, recipe: Recipe, device: str = "", ranks: str = "") -> AttentionFormats:
         """What a recipe that asks for low precision gives the tensors of attention.
 
         On a device where measurements decide, backward is in high precision, which is faster.
         """
         formats = AttentionFormats.of(self._answers_by_kind(recipe), recipe, self.module_name)
-        if device and recipe.backward_override is None and self.pick(recipe, device)[0]:
+        if device and recipe.backward_override is None and self.pick(recipe, device, 0.0, ranks).is_measured:
             return formats.overridden("dequantized")
         return formats
 
@@ -299,36 +292,38 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
         return self.formats(recipe).problem(self.channels, dropout, device)
 
     def _pays(
-        self, recipe: Recipe, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType
+        self,
+        recipe: Recipe,
+        heads: tuple[Tensor, Tensor, Tensor],
+        layout: str,
+        seen: Tensor | None,
+        kind: MaskType,
+        ranks: Ranks | None,
     ) -> bool:
         """Whether the call runs in low precision as far as `dpa_min_tokens` decides.
 
-        Under a mask of which nothing is known, kernels may leave out no tile, and are not faster.
+        Ranks that share a sequence run all masks so: torch's ring takes none.
         """
-        compiling, where = torch.compiler.is_dynamo_compiling(), (str(heads[0].device), self.dropout)
-        is_measured, least = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
-        if not least.forward:
+        if ranks is not None and seen is not None:
             return True
-        queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
+        compiling, where = (
+            torch.compiler.is_dynamo_compiling(),
+            (str(heads[0].device), self.dropout, ranks.name if ranks else ""),
+        )
+        pick = traced_pick(self._alike, recipe, *where) if compiling else self.pick(recipe, *where)
+        if not pick.least.forward:
+            return True
         trains = torch.is_grad_enabled() and any(x.requires_grad for x in heads)
         if not compiling:
             trains = trains or mode_now() is AmaxMode.DEFER  # a checkpoint, which trains later
-        is_padded = seen is not None and seen.dtype is not torch.int32 and kind.padding
-        tokens = least.for_call(trains, seen is not None, is_padded and not kind.causal)
-        if queries < tokens or not is_measured:
-            return queries >= tokens
-        pairs, device = heads[0].numel() // self.channels[0] * keys, heads[0].device.type
-        dtype = torch.get_autocast_dtype(device) if is_autocast(device) else heads[0].dtype
-        leaves_out = is_padded or seen is None or seen.dtype is torch.int32
-        return leaves_out and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+        return pick.takes(heads, layout, seen, kind, trains)
 
-    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0) -> tuple[bool, LeastTokens]:
-        """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
-        key = recipe.key, device, dropout
+    def pick(self, recipe: Recipe, device: str, dropout: float = 0.0, ranks: str = "") -> Pick:
+        """What `dpa_min_tokens` means on a device. The first call of `ranks`, by name, is a collective."""
+        key = recipe.key, device, dropout, ranks
         if key not in self._picks:
             drop_dead(self._picks)
-            problem, wanted = self._problem(recipe, device, dropout), _min_tokens(recipe)
-            self._picks[key] = problem.is_measured(wanted), problem.least_tokens(wanted)
+            self._picks[key] = Pick.of(self._problem(recipe, device, dropout), recipe, ranks, device)
         return self._picks[key]
 
     def plan_rows(self, recipe: Recipe, device: str | None = None) -> list[ProductPlan]:
@@ -392,9 +387,3 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.told = Told()
         super().__setstate__({"saved_states": {}, **state})
-
-
-def _min_tokens(recipe: Recipe) -> int | str:
-    """`dpa_min_tokens`; 0 where rules name attention, low precision is a demand, or query, key and value are codes."""
-    demands = recipe.strict or recipe.fp8_mha or not recipe.fp8_dpa
-    return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens

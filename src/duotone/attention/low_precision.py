@@ -10,10 +10,10 @@ from torch import Tensor
 from duotone.attention.attention_stage import AttentionStage
 from duotone.attention.conditioning import conditioned
 from duotone.attention.heads import token_axis
-from duotone.attention.masks import UNBOUNDED, Window
+from duotone.attention.masks import UNBOUNDED, Window, spans, whole
+from duotone.attention.picks import Pick
 from duotone.attention.products import BACKWARD_OPERANDS, FORWARD_OPERANDS, AttentionFormats
 from duotone.attention.ranks import Ranks
-from duotone.dispatch.attention import LeastTokens
 from duotone.numbered import ByName, Numbered, constant_in_traces
 from duotone.pipeline.autograd import RUNNER, Backward, PipelineFunction, Refused, is_transformed
 from duotone.pipeline.op import is_autocast
@@ -39,7 +39,8 @@ class Call(NamedTuple):
     causal: bool
     dropout: float
     tracks: bool
-    ranks: Ranks | None
+    ranks: str
+    """The name of those that share the sequence, or ""."""
 
 
 class Alike:
@@ -88,11 +89,12 @@ class LowPrecision:
         window: Window,
         recipe: Recipe,
         group: str,
+        ranks: Ranks | None,
     ) -> Tensor:
         """Query, key and value in a layout -> the output with heads as one axis.
 
         `seen` broadcasts to their scores. It is None for a `window` of all keys, or of those up to a query's position.
-        Ranks that share a sequence have no `seen`: their window is that of the whole sequence.
+        `ranks` share the sequence.
         """
         module = self._module()
         assert module is not None
@@ -100,15 +102,16 @@ class LowPrecision:
         if is_autocast(device):
             heads = tuple(x.to(torch.get_autocast_dtype(device)) for x in heads)  # type: ignore[assignment]
         compiling, tracks = torch.compiler.is_dynamo_compiling(), torch.is_grad_enabled()
-        ranks, v = None if compiling else Ranks.now(), heads[2]
-        q, k = conditioned(recipe, heads[0], heads[1], token_axis(layout), ranks)
-        if ranks is not None:
-            seen = None if window == UNBOUNDED else ranks.spans(window, q.shape[token_axis(layout)], q.device)
+        axis, v = token_axis(layout), heads[2]
+        q, k = conditioned(recipe, heads[0], heads[1], axis, ranks)
+        if ranks is not None and seen is None and window != UNBOUNDED:
+            side = whole(ranks.size * q.shape[axis], q.device)
+            seen = ranks.local_spans(spans((side, side), window, False), q.shape[axis])
         tracks = tracks and (q.requires_grad or k.requires_grad or v.requires_grad)
         mode = (AmaxMode.RECORD if tracks else AmaxMode.USE) if compiling else mode_now()
         tracks = tracks or mode is AmaxMode.DEFER  # so that every delayed scale is used as in the recompute
         where = recipe.key, str(q.device), group, mode.value, layout
-        call = Call(*where, window == (-1, 0) and seen is None, module.dropout, tracks, ranks)
+        call = Call(*where, window == (-1, 0) and seen is None, module.dropout, tracks, ranks.name if ranks else "")
         stage = _traced(getattr(module._alike, recipe.key), call) if compiling else self.stage(call)
         draws = bool(call.dropout) or stage.is_stochastic
         seed = torch.randint(2**62, (1,), device=q.device) if draws else None
@@ -141,11 +144,11 @@ class LowPrecision:
     def _build(self, call: Call) -> AttentionStage:
         module, recipe = self._module(), recipe_of(call.recipe)
         assert module is not None
-        formats = module.formats(recipe, call.device)
+        formats = module.formats(recipe, call.device, call.ranks)
         scale = module.channels[0] ** -0.5 if module.softmax_scale is None else module.softmax_scale
         slots = delayed_slots(module, formats, call)
         problem = formats.problem(module.channels, call.dropout, call.device)
-        heads = call.layout, module.num_gqa_groups, call.ranks
+        heads = call.layout, module.num_gqa_groups, Ranks.named(call.ranks)
         return formats.stage(module.module_name, problem, slots, recipe, scale, call.causal, call.tracks, heads)
 
 
@@ -181,14 +184,14 @@ def grouped(seen: Tensor | None, groups: int) -> Tensor | None:
     return seen.unsqueeze(2) if seen.shape[1] == 1 else seen.unflatten(1, (groups, -1))
 
 
-def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float) -> tuple[bool, LeastTokens]:
+def traced_pick(alike: ByName, recipe: Recipe, device: str, dropout: float, ranks: str) -> Pick:
     """`DotProductAttention.pick` in a trace."""
-    return _pick(getattr(alike, recipe.key).number, recipe.key, device, dropout)
+    return _pick(getattr(alike, recipe.key).number, recipe.key, device, dropout, ranks)
 
 
 @constant_in_traces
-def _pick(number: str, recipe: str, device: str, dropout: float) -> tuple[bool, LeastTokens]:
-    return _module(number).pick(recipe_of(recipe), device, dropout)
+def _pick(number: str, recipe: str, device: str, dropout: float, ranks: str) -> Pick:
+    return _module(number).pick(recipe_of(recipe), device, dropout, ranks)
 
 
 def _traced(alike: Alike, call: Call) -> AttentionStage:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from duotone.attention.ranks import Ranks
 from duotone.errors import UserError
 
 Window = tuple[int, int]
@@ -131,18 +132,24 @@ def seen_by(spans: Tensor, queries: slice, keys: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Masking:
-    """How a call masks: its type, its window, and whether sequences are packed."""
+    """How a call masks: its type, its window, whether sequences are packed, and the ranks that share them.
+
+    Heads and masks of padding are then those of a rank's tokens, lengths those of whole sequences, and what is returned
+    is for the queries of this rank and all keys. An arbitrary mask has rows for the former and columns for the latter.
+    """
 
     kind: MaskType
     window: Window
     is_packed: bool
+    ranks: Ranks | None = None
 
     def mask(self, query: Tensor, key: Tensor, mask: Masks, cu_seqlens: tuple[Lengths, Lengths]) -> Tensor | None:
         """For heads (batch, heads, tokens, depth): bool, True for a key that is seen, or int32 `spans` of what is seen.
 
         None stands for all keys, or for the triangle of a causal type. UserError if masks or lengths do not fit.
         """
-        kind, tokens = self.kind, (query.shape[2], key.shape[2])
+        kind, count = self.kind, 1 if self.ranks is None else self.ranks.size
+        tokens = query.shape[2] * count, key.shape[2] * count
         if mask is not None and (self.is_packed or not (kind.arbitrary or kind.padding)):
             raise UserError(
                 "attention_mask is for unpacked sequences and types of padding or 'arbitrary'; leave it out"
@@ -153,25 +160,36 @@ class Masking:
             masks = mask if isinstance(mask, tuple) else (mask, mask)
             sides = zip(tokens, masks, cu_seqlens, (-1, -2), strict=True)  # padding meets no padding
             first, second = (self._padded(query.shape[0], *side) for side in sides)
+            if self.ranks is not None:
+                place = self.ranks.places(query.shape[2], query.device)
+                first = first._replace(position=first.position[:, place], sequence=first.sequence[:, place])
             return visible((first, second), self.window)
         if self.is_packed or kind.padding:
             first, second = (self._side(query.shape[0], *side) for side in zip(tokens, cu_seqlens, strict=True))
             if len(first.count) != len(second.count):
                 lengths = [len(side.count) + 1 for side in (first, second)]
                 raise UserError(f"cu_seqlens are of equal lengths; got {lengths[0]} and {lengths[1]}")
-            return spans((first, second), self.window, kind.from_end)
+            return self._local(spans((first, second), self.window, kind.from_end), query)
         triangle = kind.causal and (not kind.from_end or tokens[0] == tokens[1])
         seen = None
         if self.window != UNBOUNDED and not (triangle and self.window == (-1, 0)):
             first, second = (whole(count, query.device, kind.from_end) for count in tokens)
-            seen = spans((first, second), self.window, kind.from_end)
+            seen = self._local(spans((first, second), self.window, kind.from_end), query)
         if not kind.arbitrary:
             return seen
-        within = None if seen is None else seen_by(seen, slice(0, tokens[0]), slice(0, tokens[1]))
-        return _seen(mask, (query.shape[0], query.shape[1], *tokens), within)
+        within = None if seen is None else seen_by(seen, slice(0, query.shape[2]), slice(0, tokens[1]))
+        return _seen(mask, (*query.shape[:3], tokens[1]), within)
+
+    def _local(self, seen: Tensor, query: Tensor) -> Tensor:
+        return seen if self.ranks is None else self.ranks.local_spans(seen, query.shape[2])
 
     def _padded(self, batch: int, tokens: int, mask: Tensor | None, cu_seqlens: Lengths, padding: int) -> Side:
-        real = _real_lengths(batch, tokens, cu_seqlens) if mask is None else _real(mask, batch, tokens)
+        if mask is None:
+            real = _real_lengths(batch, tokens, cu_seqlens)
+        elif self.ranks is None:
+            real = _real(mask, batch, tokens)
+        else:
+            real = self.ranks.gathered(_real(mask, batch, tokens // self.ranks.size), 1)
         return padded(real, self.kind.from_end, padding)
 
     def _side(self, batch: int, tokens: int, cu_seqlens: Lengths) -> Side:

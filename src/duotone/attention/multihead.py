@@ -168,7 +168,7 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         masking: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv}
         masking |= {"attn_mask_type": attn_mask_type, "window_size": window_size}
         if attention_mask is not None or cu_seqlens_q is not None:
-            self._check_masking(hidden_states, encoder_output, attention_mask, masking)
+            self._check_masking(recipe, hidden_states, encoder_output, attention_mask, masking)
         output, gradient = self._boundary(recipe, rotary_pos_emb is not None)
         query, key, value, *normed = self._project((hidden_states, encoder_output), is_first_microbatch, output)
         angles = rotary_pos_emb
@@ -181,14 +181,17 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out
 
-    def _check_masking(self, hidden: Tensor, encoder: Tensor | None, mask: Masks, masking: dict[str, Any]) -> None:
+    def _check_masking(
+        self, recipe: Recipe, hidden: Tensor, encoder: Tensor | None, mask: Masks, masking: dict[str, Any]
+    ) -> None:
         """Refuse a mask that does not fit before a projection moves a seed or a delayed scale."""
         if self.proj.layout.sequence_parallel or hidden.dim() != len(self.qkv_format) - 1:
             return  # only the projections know the gathered length, or refuse the input
         heads, width = self.heads.count, self.core_attention.channels[0]
         inputs = (hidden, hidden if encoder is None else encoder)
         probes = [x.new_empty(()).expand(*x.shape[:-1], heads, width) for x in inputs]
-        self.core_attention.visible(probes[0], probes[1], mask, self.qkv_format, **masking)
+        ranks = self.core_attention.ranks(recipe, probes[0], probes[1], self.qkv_format)
+        self.core_attention.visible((probes[0], probes[1]), mask, self.qkv_format, **masking, ranks=ranks)
 
     def _boundary(self, recipe: Recipe, is_turned: bool) -> tuple[bool, bool]:
         """Whether projections encode query, key and value, and whether `proj` encodes the gradient of its input.

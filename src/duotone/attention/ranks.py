@@ -4,13 +4,14 @@ Each rank multiplies its own queries with all keys and values, which are gathere
 on. Gradients of keys and values are summed over the ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from duotone.attention.masks import Window
 from duotone.comm.collectives import all_gather, all_reduce, group_rank, group_size, reduce_scatter
+from duotone.numbered import constant_in_traces
 from duotone.state.torch_private import context_parallel
 from duotone.tensor.plane import Plane, sharded_parts
 
@@ -19,7 +20,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, ranks: "Ranks") -> Tensor:
         ctx.ranks = ranks  # type: ignore[attr-defined]
-        return all_reduce(x, "sum", ranks.group) / ranks.count
+        return all_reduce(x, "sum", ranks.group) / ranks.size
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
@@ -29,25 +30,31 @@ class _Mean(torch.autograd.Function):
 class Ranks(NamedTuple):
     """A group by name. Balanced ranks have two chunks of the sequence: one counts from its start, one from its end."""
 
+    name: str
+    """Of this value, for graphs: `named` gives it back."""
+
     group: str
     is_balanced: bool
+    size: int
 
     @staticmethod
     def now() -> "Ranks | None":
         """The ranks of the context that is entered, or None."""
         context = context_parallel()
-        return None if context is None else Ranks(*context)
+        return None if context is None else _named(f"{'balanced' if context[1] else 'plain'} {context[0]}")
 
-    @property
-    def count(self) -> int:
-        return group_size(self.group)
+    @staticmethod
+    def named(name: str) -> "Ranks | None":
+        """The ranks of a `name`, None for ""."""
+        order, _, group = name.partition(" ")
+        return Ranks(name, group, order == "balanced", group_size(group)) if name else None
 
     def gathered(self, x: Tensor, axis: int) -> Tensor:
         """This rank's tokens along `axis` -> those of all ranks, in the order of the sequence."""
         raw = x.view(torch.uint8) if x.itemsize == 1 else x
         each = all_gather(raw.movedim(axis, 0), self.group)
         if self.is_balanced:
-            first, second = each.unflatten(0, (self.count, 2, -1)).unbind(1)
+            first, second = each.unflatten(0, (self.size, 2, -1)).unbind(1)
             each = torch.cat((first, second.flip(0))).flatten(0, 1)
         return each.movedim(0, axis).contiguous().view(x.dtype)
 
@@ -55,7 +62,7 @@ class Ranks(NamedTuple):
         """What each rank has for all tokens along `axis` -> the sum for this rank's tokens. Sums are fp32."""
         each = x.float().movedim(axis, 0)
         if self.is_balanced:
-            first, second = each.unflatten(0, (2 * self.count, -1)).chunk(2)
+            first, second = each.unflatten(0, (2 * self.size, -1)).chunk(2)
             each = torch.stack((first, second.flip(0)), 1).flatten(0, 2)
         return reduce_scatter(each, self.group).movedim(0, axis).to(x.dtype)
 
@@ -70,19 +77,28 @@ class Ranks(NamedTuple):
         for name in sharded_parts(plane, dim):
             part = parts[name].unflatten(dim, (batch, -1))
             parts[name] = self.gathered(part, dim + 1).flatten(dim, dim + 1)
-        shape[dim] *= self.count
+        shape[dim] *= self.size
         return Plane(plane.format, parts, (shape[0], shape[1]))
 
-    def spans(self, window: Window, tokens: int, device: torch.device) -> Tensor:
-        """`spans` of a window, (-1, 0) for causal attention, for this rank's tokens as queries and all as keys."""
-        count, rank, index = self.count, group_rank(self.group), torch.arange(tokens, device=device)
-        place = rank * tokens + index
-        if self.is_balanced:
-            half = tokens // 2
-            place = torch.where(index < half, rank * half, (2 * count - 2 - rank) * half) + index
-        keys, (left, right) = torch.arange(count * tokens, device=device), window
-        far = count * tokens
-        before, behind = far if left < 0 else left, far if right < 0 else right
-        of_queries = torch.stack(((place - before).clamp(min=0), (place + behind + 1).clamp(max=far)))
-        first, last = torch.searchsorted(place, keys - behind), torch.searchsorted(place, keys + before, right=True)
-        return torch.cat((of_queries, torch.stack((first, last))), -1)[None].to(torch.int32)
+    def places(self, tokens: int, device: torch.device) -> Tensor:
+        """Where this rank's tokens are in the sequence, int32 and ascending."""
+        rank, index = group_rank(self.group), torch.arange(tokens, dtype=torch.int32, device=device)
+        if not self.is_balanced:
+            return rank * tokens + index
+        half = tokens // 2
+        return torch.where(index < half, rank * half, (2 * self.size - 2 - rank) * half) + index
+
+    def local_spans(self, spans: Tensor, tokens: int) -> Tensor:
+        """`spans` of all queries and keys of the sequence -> those of this rank's queries and all keys."""
+        place, queries = self.places(tokens, spans.device), tokens * self.size
+        of_keys = torch.searchsorted(place, spans[..., queries:].contiguous(), out_int32=True)
+        return torch.cat((spans[..., :queries][..., place], of_keys), -1)
+
+    def largest(self, numbers: Sequence[int], device: str) -> list[int]:
+        """The largest of each number over the ranks, which all have to ask. The host waits for it."""
+        return all_reduce(torch.tensor(numbers, device=device), "max", self.group).tolist()  # type: ignore[no-any-return]
+
+
+@constant_in_traces
+def _named(name: str) -> Ranks | None:
+    return Ranks.named(name)

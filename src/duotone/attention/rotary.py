@@ -9,6 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 from duotone.attention.heads import check_layout, token_axis
 from duotone.attention.masks import packed
+from duotone.attention.ranks import Ranks
 from duotone.dispatch.casts import has_kernels
 from duotone.errors import UserError
 from duotone.pipeline.autograd import is_transformed
@@ -70,7 +71,9 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd":
         if cu_seqlens is None:
             raise UserError("rotary angles of packed sequences ('thd') need cu_seqlens: positions start anew in each")
-        rows = packed(cu_seqlens, tokens).position[0]
+        ranks = Ranks.now()
+        rows = packed(cu_seqlens, tokens * (1 if ranks is None else ranks.size)).position[0]
+        rows = rows if ranks is None else rows[ranks.places(tokens, rows.device)]
     elif tokens > cos.shape[0]:
         raise UserError(f"rotary angles are for {cos.shape[0]} positions and the sequence has {tokens}; make more")
     else:

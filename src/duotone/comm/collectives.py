@@ -11,13 +11,16 @@ from torch import Tensor
 
 from duotone.capture import is_capturing
 from duotone.errors import UserError
+from duotone.numbered import constant_in_traces
 
 
+@constant_in_traces
 def group_size(group: str) -> int:
     """Ranks of the group. Raises UserError where this process has no group of that name."""
     return _resolve(group).size()
 
 
+@constant_in_traces
 def group_rank(group: str) -> int:
     """This process's rank in the group."""
     return _resolve(group).rank()
@@ -33,9 +36,10 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
 
     What lies on the CPU travels through a device of the group, if that is NCCL's.
     """
-    ranks, device = _resolve(group), x.device
-    if x.is_cpu and not torch.compiler.is_dynamo_compiling() and device not in ranks._device_types:
-        x = x.to(ranks._device_types[0])
+    device = x.device
+    if not torch.compiler.is_dynamo_compiling():
+        types = _resolve(group)._device_types
+        x = x.to(types[0]) if x.is_cpu and device not in types else x
     return _wait(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group)).to(device)
 
 

@@ -94,7 +94,7 @@ RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 def in_context_parallel() -> bool:
     """Whether torch's `context_parallel` has replaced scaled_dot_product_attention."""
-    return torch.nn.functional.scaled_dot_product_attention in getattr(sys.modules.get(RING), "_replaced_functions", ())
+    return torch.nn.functional.scaled_dot_product_attention.__module__ == RING
 
 
 def context_parallel() -> tuple[str, bool] | None:

@@ -1,0 +1,54 @@
+"""Pick: from how many queries on attention pays for its casts."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from duotone.attention.heads import token_axis
+from duotone.attention.masks import MaskType
+from duotone.attention.ranks import Ranks
+from duotone.dispatch.attention import HALF, MEASURED, MEASURED_HEADS, AttentionProblem, LeastTokens
+from duotone.pipeline.op import is_autocast
+from duotone.recipes.recipe import Recipe
+
+
+class Pick(NamedTuple):
+    """Whether measurements decide what runs in low precision, and the least queries, as `least_tokens`."""
+
+    is_measured: bool
+    least: LeastTokens
+
+    @staticmethod
+    def of(problem: AttentionProblem, recipe: Recipe, ranks: str, device: str) -> "Pick":
+        """`ranks`, by name, that share a sequence agree, with a collective: their GPUs may be of two kinds."""
+        wanted = _min_tokens(recipe)
+        pick = Pick(problem.is_measured(wanted), problem.least_tokens(wanted))
+        group = Ranks.named(ranks)
+        if group is None or not wanted:
+            return pick
+        is_measured, *least = group.largest((pick.is_measured, *pick.least), device)
+        return Pick(bool(is_measured), LeastTokens(*least))
+
+    def takes(
+        self, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType, trains: bool
+    ) -> bool:
+        """Whether a call runs in low precision.
+
+        Under a mask of which nothing is known, kernels may leave out no tile, and are not faster.
+        """
+        queries, keys = (x.shape[token_axis(layout)] for x in heads[:2])
+        is_padded = seen is not None and seen.dtype is not torch.int32 and kind.padding
+        tokens = self.least.for_call(trains, seen is not None, is_padded and not kind.causal)
+        if queries < tokens or not self.is_measured:
+            return queries >= tokens
+        pairs, device = heads[0].numel() // heads[0].shape[-1] * keys, heads[0].device.type
+        dtype = torch.get_autocast_dtype(device) if is_autocast(device) else heads[0].dtype
+        leaves_out = is_padded or seen is None or seen.dtype is torch.int32
+        return leaves_out and dtype in HALF and pairs >= MEASURED_HEADS * tokens**2
+
+
+def _min_tokens(recipe: Recipe) -> int | str:
+    """`dpa_min_tokens`; 0 where rules name attention, low precision is a demand, or query, key and value are codes."""
+    demands = recipe.strict or recipe.fp8_mha or not recipe.fp8_dpa
+    return 0 if recipe.dpa_min_tokens == MEASURED and demands else recipe.dpa_min_tokens
