@@ -55,6 +55,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--recipe", action="append", help="a recipe by name, several times; fp8-current by default")
     parser.add_argument("--form", action="append", choices=FORMS, help="several times; all by default")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
+    parser.add_argument("--prefetch", type=int, default=0, help="blocks whose weights `fsdp` gathers ahead in forward")
     parser.add_argument("--eager", action="store_true", help="also leave the linears eager, and compile the rest")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmups", type=int, default=3)
@@ -85,15 +86,16 @@ def converted(m: Decoder, recipe: str, form: str) -> Decoder:
     return duotone.gather_quantized(m) if form == "gathered" else m  # type: ignore[return-value]
 
 
-def shard(m: Decoder) -> Decoder:
-    for block in m.layers:
-        fully_shard(block, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+def shard(m: Decoder, prefetch: int) -> Decoder:
+    blocks: Any = [fully_shard(b, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)) for b in m.layers]
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + prefetch])
     return fully_shard(m, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))  # type: ignore[return-value]
 
 
 def fsdp_step(m: Decoder, form: str, options: argparse.Namespace, device: torch.device) -> Callable[[], object]:
     """A step of the model, with its optimizer."""
-    m = shard(m)
+    m = shard(m, options.prefetch)
     count = int(options.shape.split("x")[0])
     sequence = min(options.sequence, count)
     tokens = torch.randint(options.vocabulary, (count // sequence, sequence + 1), device=device)
@@ -271,6 +273,7 @@ def main() -> None:
         with torch.device(device):
             step = build()
         row = {"what": what, "ranks": dist.get_world_size(), "shape": options.shape, "optimizer": options.optimizer}
+        row["prefetch"] = options.prefetch
         row |= {"device": name, "torch": torch.__version__} | measure(step, options, device)
         first = base.setdefault(what.split(",")[0], row)
         shares = {f"{key}_share": row[f"{key}_mib"] / (first[f"{key}_mib"] or 1) for key in ("gathered", "one_gather")}
