@@ -14,7 +14,7 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38787
+LIBRARY_LINES = 38835
 TOOL_LINES = 7640
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
@@ -38,12 +38,12 @@ BUDGETS = {
     "optim": (838, 2, 0),
     "package": (341, 1, 0),
     "pipeline": (1522, 15, 2),
-    "planned": (3057, 15, 5),
+    "planned": (3081, 15, 5),
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
-    "state": (1802, 11, 0),
-    "tensor": (2759, 16, 0),
+    "state": (1809, 11, 0),
+    "tensor": (2776, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""
 

@@ -437,6 +437,25 @@ def test_to_empty_from_meta_begins_anew() -> None:
     assert m[0].duotone_forward.scale[0] != 1
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("factor", [0.1, 100.0])
+def test_quantized_weights_take_values_of_any_size_from_a_checkpoint(steps, factor) -> None:
+    """A scale from the weights before would clip them, and they would stay so. The checkpoint's own scale decides."""
+    m, source = (duotone.convert_parameters(trained(steps=steps), RECIPE) for _ in range(2))
+    weight = torch.randn(16, 16) * factor
+    m.load_state_dict({"0.weight": weight}, strict=False)
+    # half a step of E4M3, and of its denormals below 2^-6 of 448
+    torch.testing.assert_close(m[0].weight.dequantize(), weight, rtol=2**-4, atol=1e-4 * weight.abs().max().item())
+
+    source.load_state_dict({"0.weight": weight}, strict=False)
+    source(x()).sum().backward()
+    saved = {name: v.dequantize() if name == "0.weight" else v for name, v in source.state_dict().items()}
+    later = duotone.convert_parameters(trained(steps=steps), RECIPE)
+    later.load_state_dict(saved)
+    assert torch.equal(later[0].weight.dequantize(), source[0].weight.dequantize())
+    assert same(values(later), values(source))
+
+
 def test_stateless_recipes_have_no_keys() -> None:
     """core 77: an nn.Linear checkpoint loads unchanged, and back."""
     m, plain = model(MX), nn.Sequential(nn.Linear(16, 16))

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from duotone.comm import group_ranks
 from duotone.errors import RecipeError
 from duotone.linear.plan import BACKWARD_SLOTS, FORWARD_SLOTS, LinearPlan
+from duotone.pipeline.op import is_distributed
 from duotone.recipes.delayed import check_requests
 from duotone.state.delayed import DelayedState
 from duotone.state.delayed_slot import DelayedSlot
 from duotone.state.region import AmaxMode
-from duotone.tensor import History, Quantizer
+from duotone.tensor import History, QuantizedTensor, Quantizer
 from duotone.tensor.context import LOCAL, QuantizeContext
 
 if TYPE_CHECKING:
@@ -125,6 +126,28 @@ def set_aside(module: HoldsStates, state_dict: dict[str, Tensor], prefix: str) -
         for key in [key for key in state_dict if key.startswith(start) and name not in module._modules]:
             states.setdefault(name, {})[key.removeprefix(start)] = state_dict.pop(key).detach().clone()
     return states
+
+
+def prepare_load(module: "Planned", state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Give quantized weights a scale for the values of a checkpoint: its own, or a new one where it has none.
+
+    A module loads its parameters before its states, and values that are clipped by an old scale stay so.
+    """
+    state, start = module._modules.get(FORWARD_STATE), f"{prefix}{FORWARD_STATE}."
+    if not isinstance(state, DelayedState):
+        return
+    if f"{start}scale" in state_dict:
+        state._load_from_state_dict(state_dict, start, {}, False, [], [], [])
+        return
+    quantized = {name: p for name, p in module._parameters.items() if isinstance(local(p), QuantizedTensor)}
+    if any(not isinstance(local(state_dict.get(prefix + name, p)), QuantizedTensor) for name, p in quantized.items()):
+        slots = torch.arange(state.scale.numel(), device=state.scale.device)
+        state.forget(slots % FORWARD_SLOTS >= FIRST["weight"])
+
+
+def local(x: object) -> object:
+    """The shard of this rank, if `x` is a DTensor."""
+    return x._local_tensor if is_distributed(x) else x
 
 
 def weight_context(module: "Planned", plan: LinearPlan, member: int = 0) -> QuantizeContext:

@@ -224,6 +224,7 @@ class Planned(BoundaryRoles, ShardedParameters, Op, nn.Module):
         tell_shards(self._parameters.values())
         extra_state.unpack(state_dict, prefix, ("",) * self.num_gemms)
         self.saved_states.update(delayed_states.set_aside(self, state_dict, prefix))
+        delayed_states.prepare_load(self, state_dict, prefix)
         if any(key.startswith(prefix) for key in state_dict):
             seeds.note_load(self)
             self.plans.forget_stages()  # so that the first draw is seen

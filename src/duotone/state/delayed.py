@@ -172,6 +172,13 @@ class DelayedState(nn.Module):
         self.amax_history[0].zero_()
 
     @torch.no_grad()
+    def forget(self, slots: Tensor) -> None:
+        """Make slots new, whose mask is bool (n,)."""
+        self.amax_history.masked_fill_(slots, 0)
+        self.scale.masked_fill_(slots, 1)
+        self._new = None
+
+    @torch.no_grad()
     def drop_nonfinite(self) -> None:
         """Before a reduction: keep live amaxes that are not finite from other ranks, if histories skip them."""
         if self.history.skip_nonfinite_amax:

@@ -14,7 +14,8 @@ from duotone.comm import ShardContext
 from duotone.dispatch.stages import amax_of, amaxes_of
 from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY, Format
-from duotone.tensor.context import LOCAL, FixedScale, QuantizeContext, Slot
+from duotone.formats.elements import divide
+from duotone.tensor.context import LOCAL, QuantizeContext, Slot
 from duotone.tensor.plane import BOTH, Plane, Planes, Usage, encode_over, same_memory
 from duotone.tensor.plane_tensor import PlaneTensor, check_source, matrix_shape, plain, unshared, values_as
 from duotone.tensor.shards import AnsweredShard, agree, ask
@@ -137,7 +138,7 @@ class Writes(PlaneTensor):
                 )
 
     def _write_context(self, ctx: QuantizeContext = LOCAL) -> QuantizeContext:
-        """`ctx`, completed by the tensor's context. Delayed planes without a slot keep the scale they have."""
+        """`ctx`, completed by the tensor's context. Delayed planes without a slot keep their scale while it fits."""
         slots = self.context.slots if ctx.slots == (None, None) else ctx.slots
         if slots == (None, None) and any(p is not None and p.format.is_delayed for p in self.planes):
             row, col = (_kept_scale(p) for p in self.planes)
@@ -224,11 +225,27 @@ class _AgreedSlot(Slot):
 
 
 def _kept_scale(plane: Plane | None) -> Slot | None:
-    """Stands for the missing slot of a delayed plane: the encode scale that follows from its stored inverse."""
+    """Stands for the missing slot of a delayed plane."""
     if plane is None or not plane.format.is_delayed:
         return None
-    inverse = plane.parts["scale"]
-    return FixedScale(torch.ones_like(inverse) / inverse)
+    return _KeptScale(plane.format.largest, plane.parts["scale"])
+
+
+class _KeptScale(Slot):
+    """The encode scale that follows from a stored inverse, fp32 (1,), or one of new values that it would clip.
+
+    No history would bring it back. The inverse of an inverse may be one rounding larger than it was.
+    """
+
+    is_new = True
+
+    def __init__(self, largest: float, inverse: Tensor) -> None:
+        self.largest, self.scale = largest, torch.ones_like(inverse) / inverse
+
+    def scale_for(self, x: Tensor) -> Tensor:
+        amax = amax_of(x).reshape(1)
+        clips = torch.isfinite(amax) & (amax * self.scale > self.largest * (1 + 2**-20))
+        return torch.where(clips, divide(self.largest, amax), self.scale)
 
 
 def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
