@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38835
-TOOL_LINES = 7640
+LIBRARY_LINES = 38848
+TOOL_LINES = 7655
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2844, 20, 0),
+    "attention": (2857, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (172, 1, 0),
     "compat": (2481, 7, 0),
@@ -28,7 +28,7 @@ BUDGETS = {
     "dispatch": (3528, 1, 0),
     "distributed": (456, 3, 1),
     "formats": (1495, 0, 0),
-    "integrations": (689, 9, 0),
+    "integrations": (704, 11, 0),
     "kernels": (5044, 0, 0),
     "lab": (3684, 13, 1),
     "linear": (1896, 5, 0),

@@ -274,11 +274,14 @@ def test_batches_and_sequences_of_nothing_give_nothing() -> None:
         ({"attention_dropout": 1.0}, "attention_dropout is 1.0; give a probability"),
         ({"window_size": (2, 1)}, "window_size is (2, 1); give (left, 0)"),
         ({"window_size": (-2, 0)}, "window_size is (-2, 0)"),
+        ({"window_size": (3.5, 0)}, "window_size is (3.5, 0)"),
+        ({"num_attention_heads": 0}, "does not divide num_attention_heads 0"),
+        ({"num_gqa_groups": -2}, "num_gqa_groups -2 does not divide"),
     ],
 )
 def test_a_wrong_argument_is_one_line(given, message) -> None:
     with pytest.raises(UserError) as error:
-        DotProductAttention(HEADS, WIDTH, **given)
+        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **given})
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -305,6 +308,11 @@ MASK = torch.zeros(2, 7, dtype=torch.bool)
         ({}, {"attn_mask_type": "arbitrary"}, "needs one attention_mask"),
         ({}, {"attn_mask_type": "arbitrary", "attention_mask": MASK}, "broadcasts to (2, 4, 7, 7)"),
         ({}, {"window_size": (1, 1)}, "window_size is (1, 1)"),
+        (
+            {},
+            {"cu_seqlens_q": torch.tensor([0, 4, 9])},
+            "cu_seqlens are for packed sequences ('thd') and types of padd",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line(changed, given, message) -> None:

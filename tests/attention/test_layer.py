@@ -160,6 +160,9 @@ def test_decoders_mask_the_encoder() -> None:
     hidden[..., 5:] = True
     out = layer(x, encoder_output=encoder, enc_dec_attn_mask=hidden, enc_dec_attn_mask_type="arbitrary")
     torch.testing.assert_close(out, layer(x, encoder_output=encoder[:, :5]), **CLOSE)
+    full, five = (torch.arange(BATCH + 1) * tokens for tokens in (TOKENS, 5))  # lengths that self attention leaves out
+    lengths = {"cu_seqlens_q": full, "cu_seqlens_kv": five, "enc_dec_attn_mask_type": "padding"}
+    torch.testing.assert_close(layer(x, encoder_output=encoder, **lengths), out, **CLOSE)
 
 
 def test_packed_decoders_meet_their_own_part_of_the_encoder() -> None:

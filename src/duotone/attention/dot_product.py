@@ -70,7 +70,7 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     ) -> None:
         super().__init__()
         groups = num_gqa_groups or num_attention_heads
-        if num_attention_heads % groups:
+        if groups < 1 or num_attention_heads % groups:
             raise UserError(f"num_gqa_groups {groups} does not divide num_attention_heads {num_attention_heads}")
         if not 0 <= attention_dropout < 1:
             raise UserError(f"attention_dropout is {attention_dropout}; give a probability from 0 to below 1")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from duotone.attention.dot_product import DotProductAttention
 from duotone.attention.heads import KINDS, Heads, head_norm, head_width
 from duotone.attention.kv_cache import KVCache
-from duotone.attention.masks import Masks, Window
+from duotone.attention.masks import Masks, Window, mask_type
 from duotone.attention.meeting import MeetsRecipes
 from duotone.attention.rotary import Angles, Rotation, apply_rotary_pos_emb
 from duotone.errors import UserError
@@ -180,6 +180,11 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
         out = self.proj(mixed, is_first_microbatch=is_first_microbatch, fp8_grad=gradient)
         out, *others = out if isinstance(out, tuple) else (out,)
         return (out, *others, *normed) if others or normed else out
+
+    def takes_lengths(self, attn_mask_type: str | None) -> bool:
+        """Whether a call with this type of mask, or with that of the module, takes `cu_seqlens`."""
+        kind = mask_type(attn_mask_type or self.core_attention.attn_mask_type)
+        return kind.padding or self.qkv_format == "thd"
 
     def _check_masking(
         self, recipe: Recipe, hidden: Tensor, encoder: Tensor | None, mask: Masks, masking: dict[str, Any]

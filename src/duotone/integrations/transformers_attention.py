@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -27,8 +28,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Heads (batch, heads, tokens, width) -> (batch, tokens, heads, width), as transformers calls it.
 
-    A module that `duotone.convert` did not see runs as "sdpa". UserError for masks that are not bool, and for models
-    that change scores.
+    A module that `duotone.convert` did not see runs as "sdpa". `cu_seq_lens_q` and `cu_seq_lens_k`, which collators
+    make, keep packed sequences apart. UserError for masks that are not bool, and for models that change scores.
     """
     core = module._modules.get(CORE)
     if not isinstance(core, DotProductAttention):
@@ -40,19 +41,33 @@ def attend(
     if scaling is not None and core.softmax_scale != scaling:
         core.softmax_scale = scaling
         core.forget()
-    heads = (x.transpose(1, 2) for x in (query, key, value))
-    if attention_mask is None:
-        is_causal = options.get("is_causal")
-        is_causal = module.is_causal if is_causal is None else is_causal
-        # Without a mask, the keys of a static cache behind those of the queries are empty.
-        kind = "causal" if is_causal and query.shape[2] > 1 else "no_mask"
-        out = core(*heads, attn_mask_type=kind)
-    else:
+    heads = [x.transpose(1, 2) for x in (query, key, value)]
+    is_causal = options.get("is_causal")
+    is_causal = module.is_causal if is_causal is None else is_causal
+    edges: list[Any] = [options.get(f"cu_seq_lens_{side}") for side in "qk"]
+    if edges[0] is not None and len(query) != 1:
+        raise UserError(f"{core.module_name}: packed sequences are one row; got {len(query)} rows and cu_seq_lens_q")
+    if attention_mask is not None:
         kind = str(attention_mask.dtype).removeprefix("torch.")
         if kind != "bool":
             raise UserError(f"{core.module_name}: a mask of transformers is bool, True for what is seen; got {kind}")
-        out = core(*heads, ~attention_mask[..., : key.shape[2]], attn_mask_type="arbitrary")
+        seen = attention_mask[..., : key.shape[2]]
+        out = core(*heads, ~(seen if edges[0] is None else seen & _together(edges, heads)), attn_mask_type="arbitrary")
+    elif edges[0] is not None:
+        lengths = {"cu_seqlens_q": edges[0], "cu_seqlens_kv": edges[1], "qkv_format": "thd"}
+        kind = "padding_causal" if is_causal else "padding"
+        out = core(*(x[0] for x in heads), attn_mask_type=kind, **lengths)[None]
+    else:
+        # Without a mask, the keys of a static cache behind those of the queries are empty.
+        out = core(*heads, attn_mask_type="causal" if is_causal and query.shape[2] > 1 else "no_mask")
     return out.unflatten(-1, (query.shape[1], -1)), None
+
+
+def _together(edges: list[Any], heads: list[Tensor]) -> Tensor:
+    """Bool (queries, keys), True where both are of one packed sequence."""
+    places = (torch.arange(x.shape[1], device=x.device) for x in heads[:2])
+    first, second = (torch.searchsorted(ends, place, right=True) for ends, place in zip(edges, places, strict=True))
+    return first[:, None] == second
 
 
 AttentionInterface.register(NAME, attend)
