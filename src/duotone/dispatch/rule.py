@@ -92,10 +92,6 @@ class JoinedWeights(NamedTuple):
         return torch.stack(list(codes)), torch.stack(list(scale))
 
 
-SegmentedOperand = JoinedOperand | Sequence[Operand]
-"""One plane of all segments: encoded by one cast, or an operand for each segment."""
-SegmentedWeights = JoinedWeights | Sequence[Operand]
-
 Place = tuple[Tensor, bool]
 """Where a product goes, and whether it is added to the values of that memory."""
 
@@ -147,20 +143,21 @@ class GemmRule:
 
     def run_segments(
         self,
-        a: SegmentedOperand,
-        b: SegmentedWeights,
+        a: JoinedOperand,
+        b: JoinedWeights,
         segments: "Segments",
         out_dtype: torch.dtype,
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        """Rows (M, K) of all segments, each by its own (N, K), plus its own bias (N,) -> (M, N) in `out_dtype`."""
-        assert not isinstance(a, JoinedOperand) and not isinstance(b, JoinedWeights)
-        return torch.cat([self.run(x, w, out_dtype, bias) for x, w, bias in zip(a, b, biases, strict=True)])
+        """Rows (M, K) of all segments, each by its own (N, K), plus its own bias (N,) -> (M, N) in `out_dtype`.
 
-    def segment_products(self, a: SegmentedOperand, b: SegmentedOperand, segments: "Segments") -> Sequence[Product]:
+        This and what follows: only where the rule does not `refuse_segments`.
+        """
+        raise NotImplementedError
+
+    def segment_products(self, a: JoinedOperand, b: JoinedOperand, segments: "Segments") -> Sequence[Product]:
         """For each segment the product of columnwise (N, rows) and (K, rows), not yet computed."""
-        assert not isinstance(a, JoinedOperand) and not isinstance(b, JoinedOperand)
-        return [RuleProduct(self, dy, x) for dy, x in zip(a, b, strict=True)]
+        raise NotImplementedError
 
     def contract_segments(
         self, a: JoinedOperand, b: JoinedOperand, segments: "Segments", dtype: torch.dtype
@@ -177,20 +174,6 @@ class GemmRule:
         into the place: the kernel could not write there, or two segments share the place.
         """
         raise NotImplementedError
-
-
-class RuleProduct(NamedTuple):
-    """The product of two operands by a rule, not yet computed."""
-
-    rule: GemmRule
-    a: Operand
-    b: Operand
-
-    def compute(self, dtype: torch.dtype, operand_dtype: torch.dtype) -> Tensor:
-        return self.rule.run(self.a, self.b, dtype)
-
-    def compute_into(self, out: Tensor, adds: bool, operand_dtype: torch.dtype) -> None:
-        self.rule.run_into(self.a, self.b, out, adds)
 
 
 def put(y: Tensor, out: Tensor, adds: bool) -> None:

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from duotone.dispatch import segment_products as products
 from duotone.dispatch.casts import contiguous_rows
-from duotone.dispatch.rule import (
-    GemmProblem,
-    JoinedOperand,
-    JoinedWeights,
-    Operand,
-    Product,
-    SegmentedOperand,
-    SegmentedWeights,
-)
+from duotone.dispatch.rule import GemmProblem, JoinedOperand, JoinedWeights, Operand, Product
 from duotone.dispatch.segment_products import STEP, cublas_writes, dtype_of_product
 from duotone.dispatch.target import BLOCKS_SINCE, HOPPER, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR, Block, Format, ScaleCodec
@@ -152,19 +144,17 @@ class ScaledProduct(products.GroupedRule):
 
     def run_segments(
         self,
-        a: SegmentedOperand,
-        b: SegmentedWeights,
+        a: JoinedOperand,
+        b: JoinedWeights,
         segments: "Segments",
         out_dtype: torch.dtype,
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        if segments.grouped or not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
+        if segments.grouped:
             return super().run_segments(a, b, segments, out_dtype, biases)
         return products.rows_of_each(a, b, segments, self.fast, out_dtype, biases)
 
-    def segment_products(self, a: SegmentedOperand, b: SegmentedOperand, segments: "Segments") -> Sequence[Product]:
-        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedOperand)):
-            return super().segment_products(a, b, segments)
+    def segment_products(self, a: JoinedOperand, b: JoinedOperand, segments: "Segments") -> Sequence[Product]:
         return products.columns_of_each(a, b, segments, self.fast)
 
     def _scales(self, a: Operand, b: Operand, rows: int, cols: int) -> tuple[Tensor, Tensor, bool]:

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor
 
 from duotone.dispatch.casts import DTYPES, PLAIN_TYPES, has_kernels
-from duotone.dispatch.rule import (
-    GemmProblem,
-    GemmRule,
-    JoinedOperand,
-    JoinedWeights,
-    Place,
-    SegmentedOperand,
-    SegmentedWeights,
-    put,
-)
+from duotone.dispatch.rule import GemmProblem, GemmRule, JoinedOperand, JoinedWeights, Place, put
 from duotone.dispatch.segments import MOST, scattered, table, width
 from duotone.dispatch.target import HOPPER, cuda_target, scales_rows_to_fp32
 from duotone.formats import ROW, TENSOR
@@ -241,14 +232,12 @@ class GroupedRule(GemmRule):
 
     def run_segments(
         self,
-        a: SegmentedOperand,
-        b: SegmentedWeights,
+        a: JoinedOperand,
+        b: JoinedWeights,
         segments: "Segments",
         out_dtype: torch.dtype,
         biases: Sequence[Tensor | None],
     ) -> Tensor:
-        if not (isinstance(a, JoinedOperand) and isinstance(b, JoinedWeights)):
-            return super().run_segments(a, b, segments, out_dtype, biases)
         codes, scale, multiply = b.codes, b.scale, grouped_product(self.fast, a, b)
         apart = None if isinstance(codes, Tensor) or isinstance(scale, Tensor) else scattered(codes, scale)
         weights, scales = b.stacked() if apart is None else (apart, scale[0].unsqueeze(0))
