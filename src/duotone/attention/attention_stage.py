@@ -168,15 +168,15 @@ class AttentionStage(Stage):
     def operands(self, parts: Sequence[Tensor], sizes: Sizes, backward: bool) -> "list[dict[str, Plane]]":
         """The planes of query, key, value and, in backward, of the saved output and its gradient."""
         both = self.tracks
-        wanted = [
+        encodings = [
             (self.query, sizes.query, Usage(True, both)),
             (self.key, sizes.key, Usage(True, both)),
             (self.value, sizes.value, ROWWISE if backward else Usage(both, True)),
         ]
         if backward:
-            wanted += [(self.out, sizes.output, ROWWISE), (self.gradient, sizes.output, Usage(True, True))]
+            encodings += [(self.out, sizes.output, ROWWISE), (self.gradient, sizes.output, Usage(True, True))]
         planes, at = [], 0
-        for operand, shape, usage in wanted:
+        for operand, shape, usage in encodings:
             planes.append(operand.planes(parts[at:], shape, usage))
             at += sum(len(plane.parts) for plane in planes[-1].values())
         return planes

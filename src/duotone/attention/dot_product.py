@@ -207,10 +207,10 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
             fit = query.shape[batch] == key.shape[batch]
         same = len({x.dtype for x in inputs}) == 1 or torch.is_autocast_enabled(query.device.type)
         if not (fit and same and query.is_floating_point()):
-            wanted = ", ".join(f"(..., {count}, {width})" for count, width in ends)
+            allowed = ", ".join(f"(..., {count}, {width})" for count, width in ends)
             got = ", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)
             raise UserError(
-                f"{self.module_name} takes query, key and value as {layout} {wanted} of one batch and floating dtype, "
+                f"{self.module_name} takes query, key and value as {layout} {allowed} of one batch and floating dtype, "
                 f"keys and values alike; got {got}: reshape or cast them"
             )
 

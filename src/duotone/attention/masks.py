@@ -213,19 +213,19 @@ def _checked(cu_seqlens: Lengths, tokens: int, edges: int | None = None) -> Tens
 
     `edges` is how many there are if each sequence has a row of `tokens`, else `tokens` are those of all sequences.
     """
-    wanted = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
+    expected = "integers (sequences + 1,), from 0 to the number of tokens, of queries and of keys"
     if cu_seqlens is None:
-        raise UserError(f"packed or padded sequences need cu_seqlens: {wanted}; or an attention_mask of padding")
+        raise UserError(f"packed or padded sequences need cu_seqlens: {expected}; or an attention_mask of padding")
     is_integer = not (cu_seqlens.is_floating_point() or cu_seqlens.dtype is torch.bool)
     if not is_integer or cu_seqlens.dim() != 1 or len(cu_seqlens) != (edges or len(cu_seqlens)):
-        raise UserError(f"cu_seqlens are {wanted}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")
+        raise UserError(f"cu_seqlens are {expected}; got {tuple(cu_seqlens.shape)} in {cu_seqlens.dtype}")
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_dynamo_compiling():
         return cu_seqlens
     values = cu_seqlens.tolist()
     lengths = cu_seqlens.diff().tolist() if edges else values
     if not values or values[0] != 0 or sorted(values) != values or max(lengths, default=0) > tokens:
         per_row = " in each row" if edges else ""
-        raise UserError(f"cu_seqlens are {wanted}, in ascending order; got {values} for {tokens} tokens{per_row}")
+        raise UserError(f"cu_seqlens are {expected}, in ascending order; got {values} for {tokens} tokens{per_row}")
     return cu_seqlens
 
 

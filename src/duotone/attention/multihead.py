@@ -262,9 +262,9 @@ class MultiheadAttention(InnerBoundaryRoles, MeetsRecipes, ModuleGroup):
             setattr(self._crossing, recipe.key, self._crosses(recipe))
 
     def _tell(self, recipe: str, names: tuple[str, ...] | None) -> None:
-        told = (*self.projections, self.proj, self.core_attention)
+        neighbours = (*self.projections, self.proj, self.core_attention)
         if names is None:
-            for module in told:
+            for module in neighbours:
                 module.tell(recipe)
             return
         source, core, sink = names

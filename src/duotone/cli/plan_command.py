@@ -49,8 +49,8 @@ def plan(recipe: str, strict: bool, arch: str | None, parallel: str | None, **ty
     if chosen.min_weight_elements:
         return
     # How many modules the entries of this device for `min_weight_elements` would leave in bf16.
-    left = planned(config, dataclasses.replace(chosen, min_weight_elements=MEASURED), device)
-    if small := len({row.module for row, other in zip(rows, left, strict=True) if row != other}):
+    smaller = planned(config, dataclasses.replace(chosen, min_weight_elements=MEASURED), device)
+    if small := len({row.module for row, other in zip(rows, smaller, strict=True) if row != other}):
         echo(
             f"modules with a K x N too small for {chosen.name} to pay on this device: {small}; "
             'min_weight_elements = "measured" in a recipe file leaves them in bf16'

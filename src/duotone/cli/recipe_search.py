@@ -38,7 +38,7 @@ def goal(budget: object, max_gap: object) -> Goal:
 
 def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     """A new search; UserError where `folder` holds one, unless forced, or where the goal cannot be met."""
-    wanted = goal(typed["budget"], typed["max_gap"])
+    aim = goal(typed["budget"], typed["max_gap"])
     require_solver()
     files.require_writable(folder)
     summary.require_none(folder, bool(typed["force"]))
@@ -49,7 +49,7 @@ def fresh(folder: Path, typed: Options) -> tuple[Search, Corpus]:
     for recipe in recipes:
         comparison.planned(config, recipe)
     size = cast(tuple[int, int] | None, typed["size"])
-    chosen = Search(config, wanted, recipes, size, cast(int, typed["seeds"]) or SEEDS)
+    chosen = Search(config, aim, recipes, size, cast(int, typed["seeds"]) or SEEDS)
     corpus = data.load(config.data, context=config.preset.model.context)
     if typed["force"]:
         evidence.remove(folder)
@@ -115,8 +115,8 @@ def print_finding(finding: Finding, chosen: Search) -> None:
     counts: dict[str, int] = {}
     for option in finding.chosen.values():
         counts[option.recipe] = counts.get(option.recipe, 0) + 1
-    told = ", ".join(f"{count} as in {name}" for name, count in counts.items())
-    summary.echo(f"{len(finding.chosen)} GEMMs: {told}.")
+    sources = ", ".join(f"{count} as in {name}" for name, count in counts.items())
+    summary.echo(f"{len(finding.chosen)} GEMMs: {sources}.")
     summary.echo(finding.verdict)
 
 

@@ -72,8 +72,8 @@ class Overall:
     def __str__(self) -> str:
         if not self.part or not self.done:
             return self.part
-        left = (time.monotonic() - self.started) / self.done * (self.steps - self.done)
-        return f"{self.part}, all ETA {clock(left)}"
+        seconds = (time.monotonic() - self.started) / self.done * (self.steps - self.done)
+        return f"{self.part}, all ETA {clock(seconds)}"
 
 
 class PlainProgress(Progress, AbstractContextManager["PlainProgress"]):
@@ -187,6 +187,6 @@ def choose() -> PlainProgress | LiveProgress:
 
 def clock(seconds: float) -> str:
     """m:ss, or h:mm:ss."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

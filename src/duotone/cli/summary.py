@@ -40,11 +40,11 @@ def print_summary(result: Document, *, as_json: bool = False) -> None:
     rows = [[cell(run) for cell in COLUMNS.values()] for run in result["runs"]]
     print_table(tuple(COLUMNS), rows, fit=1)
     for run in result["runs"]:
-        if told := trouble(result, run):
-            click.echo(f"{run['name']} {told}")
+        if sentence := trouble(result, run):
+            click.echo(f"{run['name']} {sentence}")
     if len(result["runs"]) > 1:
-        for told in filter(None, (answer(result), verdict(result))):
-            echo(told.replace(SPACE, " "))
+        for sentence in filter(None, (answer(result), verdict(result))):
+            echo(sentence.replace(SPACE, " "))
 
 
 def numbers(result: Document) -> dict[str, object]:

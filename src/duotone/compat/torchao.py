@@ -157,13 +157,13 @@ def convert_to_float8_training(
     """
     require_model("convert_to_float8_training", module)
     recipe = recipe_from(config or Float8LinearConfig())
-    left = {
+    excluded = {
         target.name
         for target in targets(module, left_alone(module), sites_of(module))
         if not isinstance(target.module, nn.Linear)
         or not (module_filter_fn is None or module_filter_fn(target.module, target.name))
     }
-    return convert(module, recipe, [Rule(module=name, format=formats.IDENTITY.name) for name in sorted(left)])
+    return convert(module, recipe, [Rule(module=name, format=formats.IDENTITY.name) for name in sorted(excluded)])
 
 
 def _format(cast: Any, element: str, power_of_two: bool) -> str:

@@ -71,8 +71,8 @@ class CodeFlow(Flow):
         elif isinstance(statement, ast.AugAssign):
             self.note(statement, self.value(statement.value) | self.value(statement.target))
             self.bind(statement.target, NOTHING)
-        elif isinstance(statement, ast.If) and (taken := self.known(statement.test)) is not None:
-            self.run(statement.body if taken else statement.orelse)
+        elif isinstance(statement, ast.If) and (is_true := self.known(statement.test)) is not None:
+            self.run(statement.body if is_true else statement.orelse)
         elif isinstance(statement, ast.If | ast.For | ast.While | ast.Try):
             self.branch(statement)
         elif isinstance(statement, ast.Return):
@@ -126,9 +126,9 @@ class CodeFlow(Flow):
         if isinstance(expression, ast.Call):
             return self.call(expression)
         if isinstance(expression, ast.IfExp):
-            taken = self.known(expression.test)
-            if taken is not None:
-                return self.value(expression.body if taken else expression.orelse)
+            is_true = self.known(expression.test)
+            if is_true is not None:
+                return self.value(expression.body if is_true else expression.orelse)
             self.note(expression, self.value(expression.test))
             self.branches += 1
             either = self.value(expression.body) | self.value(expression.orelse)

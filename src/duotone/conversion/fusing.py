@@ -179,9 +179,9 @@ def _wrapped(module: nn.Module, low_rank: set[int]) -> nn.Linear | None:
         return None
     linears = [child for child in module.children() if isinstance(child, nn.Linear) and id(child) not in low_rank]
     others = [one for one in module.modules() if one is not module and one not in linears]
-    known = any(isinstance(getattr(module, name, None), nn.Linear) for name in (*FULL, "_orig_mod"))
+    holds_linear = any(isinstance(getattr(module, name, None), nn.Linear) for name in (*FULL, "_orig_mod"))
     adapted = any(id(one) in low_rank for one in others)
-    return linears[0] if len(linears) == 1 and (known or adapted) else None
+    return linears[0] if len(linears) == 1 and (holds_linear or adapted) else None
 
 
 def _wrapped_parts(module: nn.Module, low_rank: set[int]) -> str:
@@ -189,8 +189,8 @@ def _wrapped_parts(module: nn.Module, low_rank: set[int]) -> str:
     children = children_of(module)
     wrapped = {name: child for name, child in children.items() if _wrapped(child, low_rank) is not None}
     linears = [child for child in children.values() if isinstance(child, nn.Linear) and id(child) not in low_rank]
-    rest = [c for n, c in children.items() if n not in wrapped and not isinstance(c, nn.Linear)]
-    if len(linears) + len(wrapped) not in (2, 3) or any(True for child in rest for _ in child.parameters()):
+    others = [c for n, c in children.items() if n not in wrapped and not isinstance(c, nn.Linear)]
+    if len(linears) + len(wrapped) not in (2, 3) or any(True for child in others for _ in child.parameters()):
         return ""
     if wrapped:
         name, child = next(iter(wrapped.items()))

@@ -135,10 +135,10 @@ class Plan(Sequence[PlanRow]):
             raise UserError(f"a plan is a JSON list of rows; this is no JSON: {error}") from None
         if not isinstance(table, list):
             raise UserError(f"a plan is a JSON list of rows; got {type(table).__name__}")
-        wanted = {field.name: bool if field.name == "native" else str for field in fields(PlanRow)}
+        types = {field.name: bool if field.name == "native" else str for field in fields(PlanRow)}
         for row in table:
-            if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != wanted:
-                raise UserError(f"a row of a plan has {', '.join(wanted)}; got {str(row)[:60]}")
+            if not isinstance(row, dict) or {key: type(value) for key, value in row.items()} != types:
+                raise UserError(f"a row of a plan has {', '.join(types)}; got {str(row)[:60]}")
         return cls(tuple(PlanRow(**row) for row in table))
 
 

@@ -166,14 +166,14 @@ def _spread(weight: Tensor) -> "DTensor | None":
 
 def _publish(conversions: list[Conversion]) -> None:
     """Give all parameter objects their new contents, or none of them."""
-    done: list[Conversion] = []
+    converted: list[Conversion] = []
     try:
         for conversion in conversions:
             if conversion.new is not conversion.old:
                 replace(conversion.old, conversion.new)
-                done.append(conversion)
+                converted.append(conversion)
     except UserError:
-        for conversion in reversed(done):
+        for conversion in reversed(converted):
             torch.utils.swap_tensors(conversion.old, conversion.new)
         raise
 

@@ -226,9 +226,9 @@ def activation(name: str, params: Mapping[str, float] | None = None) -> Activati
     """The activation of that name; only those in PARAMETRIC take parameters."""
     if name not in ACTIVATIONS:
         raise UserError(f"activation {name!r} is unknown; allowed are {', '.join(ACTIVATIONS)}")
-    make, known = PARAMETRIC.get(name, (None, ()))
-    unknown = set(params or ()) - set(known)
+    make, parameters = PARAMETRIC.get(name, (None, ()))
+    unknown = set(params or ()) - set(parameters)
     if unknown:
-        allowed = " and ".join(known) or "nothing"
+        allowed = " and ".join(parameters) or "nothing"
         raise UserError(f"activation_params has {sorted(unknown)[0]!r}; {name} takes {allowed}")
     return make(**params) if make and params else ACTIVATIONS[name]

@@ -101,16 +101,16 @@ class AttentionProblem(NamedTuple):
             return f"the FP8 kernel takes heads wider than {CUDNN_WIDTH} on Hopper or Blackwell alone (sm90, sm100)"
         return "" if self.target.runs_kernels else "the FP8 kernel needs an NVIDIA GPU with FP8, and Triton"
 
-    def is_measured(self, wanted: int | str) -> bool:
+    def is_measured(self, min_tokens: int | str) -> bool:
         """Whether `dpa_min_tokens` of a recipe leaves the choice to measurements, which this target has."""
-        return wanted == MEASURED and not self.never() and any(arch == self.target.arch for arch, _ in LEAST_TOKENS)
+        return min_tokens == MEASURED and not self.never() and any(arch == self.target.arch for arch, _ in LEAST_TOKENS)
 
-    def least_tokens(self, wanted: int | str) -> LeastTokens:
+    def least_tokens(self, min_tokens: int | str) -> LeastTokens:
         """Queries below which products stay in high precision."""
         refusal = self.forward_refusal()
-        if self.is_measured(wanted):
+        if self.is_measured(min_tokens):
             return LEAST_TOKENS.get((self.target.arch, self.widths[0]), NO_TOKENS) if not refusal else NO_TOKENS
-        number = wanted if isinstance(wanted, int) and not refusal else 0
+        number = min_tokens if isinstance(min_tokens, int) and not refusal else 0
         return LeastTokens(number, number, number, number)
 
     @property
@@ -229,16 +229,16 @@ def _operand(planes: Planes, sizes: tuple[int, ...], direction: str, dtype: torc
 
     batch, tokens, heads, width = sizes
     stored = direction if direction in planes else next(iter(planes))
-    plane, wanted = planes[stored], direction if dtype is None else "rowwise"
+    plane, layout = planes[stored], direction if dtype is None else "rowwise"
     codes = plane.parts["codes"]
     if dtype is not None and plane.format.code_dtype in FP8:
         values = decoded(plane.format, plane.parts, dtype, scaled=False)
         codes = codes.view(plane.format.code_dtype).to(dtype) if values is None else values
-    codes = codes if stored == wanted else codes.t()
+    codes = codes if stored == layout else codes.t()
     if dtype is None and plane.format.code_dtype in FP8:
         codes = contiguous_rows(codes).view(plane.format.code_dtype)
     codes = codes.contiguous()
-    shape, axis = ((batch, tokens, heads, width), 3) if wanted == "rowwise" else ((heads, width, batch, tokens), 1)
+    shape, axis = ((batch, tokens, heads, width), 3) if layout == "rowwise" else ((heads, width, batch, tokens), 1)
     return KernelOperand(_filled(codes.view(shape), axis), plane.parts.get("scale"))
 
 

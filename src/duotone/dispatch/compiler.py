@@ -66,12 +66,12 @@ def _build_failure(compiler: str) -> str:
         source.write_text(_SOURCE)
         command = [compiler, "-shared", "-fPIC", "-fopenmp", "-o", str(library), str(source)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
+            result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
         except (subprocess.TimeoutExpired, OSError) as error:
             return f"{compiler} does not build a shared library: {error}"
-        if done.returncode != 0:
-            detail = done.stderr.strip().splitlines()
-            return f"{compiler} does not build a shared library: {detail[0] if detail else done.returncode}"
+        if result.returncode != 0:
+            detail = result.stderr.strip().splitlines()
+            return f"{compiler} does not build a shared library: {detail[0] if detail else result.returncode}"
         try:
             answer = ctypes.CDLL(str(library)).f()
         except (OSError, AttributeError) as error:

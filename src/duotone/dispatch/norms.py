@@ -86,10 +86,10 @@ class RowNorm:
     ) -> Gradients:
         """`backward`, which takes what kernels do not take. `added` (*lead, K) is added to the gradient of x."""
         if torch.compiler.is_dynamo_compiling():
-            wanted = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
+            outputs = [needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])]
             find_patterns()
-            results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), wanted))
-            dx, dgamma, dbeta = (next(results) if want else None for want in wanted)
+            results = iter(torch.ops.duotone.norm_gradients(self.op, dy, x, gamma, beta, list(saved), outputs))
+            dx, dgamma, dbeta = (next(results) if want else None for want in outputs)
             return dx, dgamma, dbeta
         if not (_fits(x, gamma, beta) and has_kernels(dy) and dy.dtype is x.dtype):
             dx, dgamma, dbeta = self.backward(dy, x, gamma, beta, saved, needs)
@@ -98,8 +98,8 @@ class RowNorm:
 
         of_dy, of_x, *of_added = (t.reshape(-1, t.shape[-1]).contiguous() for t in (dy, x, added) if t is not None)
         mean = saved[0] if self.centred else None
-        wanted = needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])
-        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], wanted, *of_added)
+        outputs = needs[0], gamma is not None and bool(needs[1]), beta is not None and bool(needs[2])
+        dx, dgamma, dbeta = norms.backward(of_dy, of_x, gamma, mean, saved[-1], outputs, *of_added)
         return None if dx is None else dx.view(x.shape), dgamma, dbeta
 
 

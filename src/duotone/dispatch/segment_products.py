@@ -181,20 +181,20 @@ def columns_into(
     if not first:
         products = multiply.of_columns(*operands, torch.float32).unbind(0)
         return [None if place is None else y for y, place in zip(products, places, strict=True)]
-    taken = {i: places[i] for i in first.values()}
+    direct = {i: places[i] for i in first.values()}
     new = functools.partial(torch.empty, a.codes.shape[0], b.codes.shape[0], dtype=dtype, device=a.codes.device)
     scratch = new() if None in places else None  # of all without a place
-    adds = any(place[1] for place in taken.values() if place is not None)
+    adds = any(place[1] for place in direct.values() if place is not None)
     outs: list[Tensor] = []
     for i, place in enumerate(places):
         if place is None:
             assert scratch is not None
             outs.append(scratch)
         else:
-            out, add = place if i in taken else (new(), False)
+            out, add = place if i in direct else (new(), False)
             outs.append(out if add or not adds else out.zero_())
     multiply.of_columns_into(*operands, outs[0], table(outs), adds)
-    return [None if i in taken or place is None else outs[i] for i, place in enumerate(places)]
+    return [None if i in direct or place is None else outs[i] for i, place in enumerate(places)]
 
 
 def _takes(like: Tensor, out: Tensor, dtype: torch.dtype) -> bool:

@@ -213,18 +213,18 @@ def _stored(path: Path) -> dict[str, Stored]:
 
 
 def _require_alike(
-    path: Path, wanted: Mapping[str, Entry], stored: Mapping[str, Stored], unknown: Sequence[str]
+    path: Path, entries: Mapping[str, Entry], stored: Mapping[str, Stored], unknown: Sequence[str]
 ) -> None:
     """UserError unless the checkpoint has what this rank wants. `unknown` is what no rank wants."""
-    missing = sorted(wanted.keys() - stored.keys())
+    missing = sorted(entries.keys() - stored.keys())
     remedy = "convert and shard the model as the one that was saved"
     if missing or unknown:
         words = [*(f"has {key}" for key in unknown[:1]), *(f"lacks {key}" for key in missing[:1])]
         raise UserError(f"the checkpoint {path} is of another recipe or model: it {' and '.join(words)}; {remedy}")
-    for key, entry in wanted.items():
-        here, there = (entry.shape, entry.live.dtype), stored[key]
-        if here != there:
-            words = [f"{tuple(shape)} in {dtype}" for shape, dtype in (there, here)]
+    for key, entry in entries.items():
+        live, saved = (entry.shape, entry.live.dtype), stored[key]
+        if live != saved:
+            words = [f"{tuple(shape)} in {dtype}" for shape, dtype in (saved, live)]
             raise UserError(f"the checkpoint {path} has {key} as {words[0]}, and this run as {words[1]}; {remedy}")
 
 

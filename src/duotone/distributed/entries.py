@@ -116,11 +116,11 @@ def named_parameters(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, 
 
     UserError if one is not the model's.
     """
-    known = {id(parameter): clean(name) for name, parameter in model.state_dict(keep_vars=True).items()}
+    names = {id(parameter): clean(name) for name, parameter in model.state_dict(keep_vars=True).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if any(id(p) not in known for p in parameters):
+    if any(id(p) not in names for p in parameters):
         raise UserError("the optimizer updates a parameter that is not the model's; make it after the model is sharded")
-    return [(known[id(p)], p) for p in parameters]
+    return [(names[id(p)], p) for p in parameters]
 
 
 def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Entry]:

@@ -141,17 +141,17 @@ class _Product:
     def _heuristic(self, alignments: tuple[int, ...]) -> tuple[ctypes.Array[c_uint64] | None, int]:
         of_b, of_a, of_out = self.layouts
         shapes = self.product, of_b, of_a, of_out, of_out
-        asked = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
-        wanted, heuristic, count = _created("MatmulPreference"), _Heuristic(), c_int()
+        attributes = [(which, c_uint32(n)) for which, n in zip(ALIGNMENTS, alignments, strict=True)]
+        preference, heuristic, count = _created("MatmulPreference"), _Heuristic(), c_int()
         try:
-            for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *asked):
+            for which, value in ((MOST_WORKSPACE, c_uint64(WORKSPACE)), *attributes):
                 size = c_size_t(sizeof(value))
-                _call("MatmulPreferenceSetAttribute", wanted, which, ctypes.byref(value), size)
+                _call("MatmulPreferenceSetAttribute", preference, which, ctypes.byref(value), size)
             results = 1, ctypes.byref(heuristic), ctypes.byref(count)
-            question = _handle(self.device), *shapes, wanted
+            question = _handle(self.device), *shapes, preference
             status = _call("MatmulAlgoGetHeuristic", *question, *results, allowed=NOT_SUPPORTED)
         finally:
-            _call("MatmulPreferenceDestroy", wanted)
+            _call("MatmulPreferenceDestroy", preference)
         none = status or not count.value or heuristic.state
         return (None, 0) if none else (heuristic.algorithm, heuristic.workspace)
 

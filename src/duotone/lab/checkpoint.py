@@ -43,8 +43,8 @@ def unique_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if (known := first.setdefault(id(tensor), name)) != name:
-            aliases[name] = known
+        if (stored := first.setdefault(id(tensor), name)) != name:
+            aliases[name] = stored
         else:
             tensors[name] = tensor.detach()
     return tensors, aliases
@@ -116,13 +116,13 @@ def _tensors(content: bytes, name: str, path: Path) -> dict[str, Tensor]:
         raise damaged(path, f"{name} is unreadable: {error}") from error
 
 
-def require_tensors(stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """UserError unless `stored` has the names, shapes and dtypes of `wanted`: an optimizer checks no sizes itself."""
-    if missing := sorted(wanted.keys() - stored.keys()):
+def require_tensors(stored: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """UserError unless `stored` has the names, shapes and dtypes of `tensors`: an optimizer checks no sizes itself."""
+    if missing := sorted(tensors.keys() - stored.keys()):
         raise UserError(f"the checkpoint {path} lacks {missing[0]}: {_remedy(path)}")
-    if unknown := sorted(stored.keys() - wanted.keys()):
+    if unknown := sorted(stored.keys() - tensors.keys()):
         raise damaged(path, f"{unknown[0]} belongs to no tensor of this run")
-    expected, actual = _in_words(wanted), _in_words(stored)
+    expected, actual = _in_words(tensors), _in_words(stored)
     if name := next((name for name in expected if expected[name] != actual[name]), ""):
         raise damaged(path, f"{name} is {actual[name]} there and {expected[name]} here")
 

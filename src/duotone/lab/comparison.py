@@ -46,10 +46,10 @@ def compare(
     that fails while it runs, or runs out of memory, has that as its error; the others go on. `make` is what trains.
     """
     progress = progress or Progress()
-    left = [run for run in runs if not run.is_over(config.steps)]
-    progress.expect(len(left), config.steps)
+    unfinished = [run for run in runs if not run.is_over(config.steps)]
+    progress.expect(len(unfinished), config.steps)
     stopped = False
-    for run in left:
+    for run in unfinished:
         if stopped := stopped or should_stop():
             break
         perturbation = PERTURBATION if run.is_noise else 0.0

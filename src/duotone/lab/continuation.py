@@ -87,8 +87,8 @@ def merged(first: Document, second: Document, label: str, *, command: str) -> Do
     left, right = first["settings"], second["settings"]
     others = _shown(right)
     if other := next((key for key in SAME if left.get(key) != right.get(key)), None):
-        told = f"{left.get(other)!r} and {right.get(other)!r}"
-        raise UserError(f"the two results differ in their {other}, {told}: give two of one model and text")
+        values = f"{left.get(other)!r} and {right.get(other)!r}"
+        raise UserError(f"the two results differ in their {other}, {values}: give two of one model and text")
     if not first["runs"] or not second["runs"]:
         raise UserError("one of the two results has no run: give two that have")
     name = next((entry["name"] for entry in first["runs"] if entry["is_reference"]), first["runs"][0]["name"])
@@ -142,5 +142,5 @@ def _compared(step: int | None, seeds: Sequence[int], has_failed: bool, is_as_lo
         return f"The runs have no {'seed' if step else 'held-out step'} in common, so those of the second have no gap."
     under = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
     all_of = "All that did not fail" if has_failed else "All"
-    told = f"{all_of} are compared at step {step}, the last that they share, under {under}, which all have."
-    return told if is_as_long else f"{told} Longer runs have other learning rates there."
+    text = f"{all_of} are compared at step {step}, the last that they share, under {under}, which all have."
+    return text if is_as_long else f"{text} Longer runs have other learning rates there."

@@ -123,8 +123,8 @@ def _commit() -> str | None:
     clone = Path(duotone.__file__).parents[2]
     if not (clone / ".git").exists() or not (git := shutil.which("git")):
         return None
-    told = subprocess.run([git, "-C", clone, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return told.stdout.strip() or None
+    result = subprocess.run([git, "-C", clone, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return result.stdout.strip() or None
 
 
 def _processor() -> str:

@@ -58,15 +58,15 @@ class Goal:
                     f"memory={self.value:g} cannot be met {where}: the least is {math.ceil(1e3 * least) / 1e3} of bf16"
                 )
             return options
-        known = {gemm: [option for option in choices if option.time is not None] for gemm, choices in options.items()}
-        if all(len(choices) == 1 for choices in known.values()):
+        timed = {gemm: [option for option in choices if option.time is not None] for gemm, choices in options.items()}
+        if all(len(choices) == 1 for choices in timed.values()):
             raise UserError(f"no speed is known {where}, but for {measured}: name a size such as --as 4096x8192")
-        most = 1 / sum(min(option.time or 0.0 for option in choices) for choices in known.values())
+        most = 1 / sum(min(option.time or 0.0 for option in choices) for choices in timed.values())
         if self.kind == "speed" and most < self.value:
             raise UserError(
                 f"speed={self.value:g} cannot be met {where}: the most is {math.floor(1e3 * most) / 1e3} times bf16"
             )
-        return known
+        return timed
 
     def choose(self, options: Options, costs: Costs) -> dict[Gemm, Option]:
         """The options with the least gap that meet the goal; for a gap, the fastest. None has an infinite cost."""

@@ -82,8 +82,8 @@ class HuggingFace:
                 config = transformers.AutoConfig.from_pretrained(self.source, **options)
             else:
                 kind = self._class(transformers).config_class
-                known = {*inspect.signature(kind).parameters, *kind.attribute_map}
-                config = kind(**{name: size for name, size in _sizes(preset).items() if name in known})
+                fields = {*inspect.signature(kind).parameters, *kind.attribute_map}
+                config = kind(**{name: size for name, size in _sizes(preset).items() if name in fields})
         if hasattr(config, "is_decoder"):
             config.is_decoder = True  # an encoder would see the byte that it is to predict
         for name, value in config.to_dict().items():

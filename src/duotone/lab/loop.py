@@ -134,8 +134,8 @@ def train(
     if run.stopped and not run.abandoned:
         _heldout(trainer, run)
     ranks = [] if run.abandoned else trainer.ranks()
-    told = [EventEntry(step=trainer.done, text=line) for line in ranks]
-    run.observed["events"] = [*run.observed.get("events", ()), *told]
+    reports = [EventEntry(step=trainer.done, text=line) for line in ranks]
+    run.observed["events"] = [*run.observed.get("events", ()), *reports]
 
 
 def _steps(

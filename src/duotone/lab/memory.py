@@ -19,9 +19,9 @@ class StepMemory:
     saved_activation_bytes: int = 0
 
     @contextmanager
-    def forward(self, known: Iterable[Tensor]) -> Iterator[None]:
-        """Wrap the forward pass of the step; tensors `known` to live anyway do not count as saved."""
-        left_out = set(sizes(known))
+    def forward(self, excluded: Iterable[Tensor]) -> Iterator[None]:
+        """Wrap the forward pass of the step. Tensors of `excluded` live anyway and do not count as saved."""
+        left_out = set(sizes(excluded))
         saved: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:

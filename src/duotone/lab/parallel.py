@@ -226,8 +226,8 @@ class ParallelTrainer(Trainer):
         """Load a checkpoint; gives the history of its run. UserError where it is of another run."""
         extra = distributed.load(path, self.model, self.optimizer.adamw)
         meta = json.loads(bytes(extra["meta"].tolist()))
-        wanted = json.loads(json.dumps(self.meta()))
-        if key := next((key for key in wanted if meta.get(key) != wanted[key]), ""):
+        current = json.loads(json.dumps(self.meta()))
+        if key := next((key for key in current if meta.get(key) != current[key]), ""):
             raise UserError(f"the checkpoint {path} has another {key}: resume with the options that it was made with")
         self.done = self.first = int(extra["step"])
         return meta["history"]

@@ -174,8 +174,8 @@ class Finding:
         if measured is None or off is None:
             return "The prediction was not checked: the comparison has no gap."
         margin, count = measured.get("gap_margin"), len(measured.get("gaps") or ())
-        told = f"Predicted {self.predicted.gap_percent:+.3f} %, measured {measured['gap_percent']:+.3f} %"
+        text = f"Predicted {self.predicted.gap_percent:+.3f} %, measured {measured['gap_percent']:+.3f} %"
         if margin is None:
-            return f"{told} with one seed: off by {off:+.3f} points, which one seed cannot judge."
+            return f"{text} with one seed: off by {off:+.3f} points, which one seed cannot judge."
         inside = "inside" if abs(off) <= margin else "outside"
-        return f"{told} ± {margin:.3f} over {count} seeds: off by {off:+.3f} points, {inside} of the interval."
+        return f"{text} ± {margin:.3f} over {count} seeds: off by {off:+.3f} points, {inside} of the interval."

@@ -46,9 +46,9 @@ class Step:
     loss: float = 0.0
 
 
-def effects(trainer: Trainer, options: Options, known: Sequence[Effect]) -> Iterator[tuple[Effect, float]]:
-    """The effect of each option that is not in `known`, at the weights of the trainer, and the loss under it."""
-    seen = {(effect.module, effect.gemm, effect.recipe) for effect in known}
+def effects(trainer: Trainer, options: Options, measured: Sequence[Effect]) -> Iterator[tuple[Effect, float]]:
+    """The effect of each option that is not in `measured`, at the weights of the trainer, and the loss under it."""
+    seen = {(effect.module, effect.gemm, effect.recipe) for effect in measured}
     exact: dict[str, Step] = {}
     for gemm, choices in options.items():
         module = gemm[0]

@@ -237,9 +237,9 @@ class Trainer:
 
     def _require_same_run(self, saved: Checkpoint, path: Path) -> None:
         config = {**self.config.to_dict(), "steps": saved.meta["config"]["steps"]}
-        wanted = _as_json({"config": config, "recipe": self.chosen.to_dict()})
+        current = _as_json({"config": config, "recipe": self.chosen.to_dict()})
         stored = {**saved.meta, "recipe": _as_written_now(saved.meta.get("recipe"))}
-        for what, value in wanted.items():
+        for what, value in current.items():
             if stored.get(what) != value:
                 raise UserError(
                     f"the checkpoint {path} has another {what}: {_difference(stored.get(what), value)}; "
@@ -282,10 +282,10 @@ def _as_json(value: object) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _difference(stored: object, wanted: object) -> str:
+def _difference(stored: object, current: object) -> str:
     """The first key that differs, in words."""
-    if isinstance(stored, dict) and isinstance(wanted, dict):
-        for key in (*stored, *wanted):
-            if stored.get(key) != wanted.get(key):
-                return f"{key} {_difference(stored.get(key), wanted.get(key))}"
-    return f"{stored!r} there, {wanted!r} here"
+    if isinstance(stored, dict) and isinstance(current, dict):
+        for key in (*stored, *current):
+            if stored.get(key) != current.get(key):
+                return f"{key} {_difference(stored.get(key), current.get(key))}"
+    return f"{stored!r} there, {current!r} here"

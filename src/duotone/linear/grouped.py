@@ -216,16 +216,16 @@ class GroupedStage(Stage):
         if not segments.grouped:
             products = rule.segment_products(dy, x, segments)
             each = zip(sinks, products, needs, strict=True)
-            return [sink.take(product, like) if needed else None for sink, product, needed in each]
+            return [sink.take(product, like) if need else None for sink, product, need in each]
         if sinks[0] is GRADIENT:
             gradients = rule.contract_segments(dy, x, segments, like.dtype)
-            return [dw if needed else None for dw, needed in zip(gradients, needs, strict=True)]
+            return [dw if need else None for dw, need in zip(gradients, needs, strict=True)]
         mains = cast(list[ToMainGrad], sinks)
-        places = [sink.place() if needed else None for sink, needed in zip(mains, needs, strict=True)]
-        rest = rule.contract_segments_into(dy, x, segments, places)
+        places = [sink.place() if need else None for sink, need in zip(mains, needs, strict=True)]
+        unplaced = rule.contract_segments_into(dy, x, segments, places)
         return [
             None if place is None else sink.filled(place[0]) if dw is None else sink.take(Computed(dw), like)
-            for sink, place, dw in zip(mains, places, rest, strict=True)
+            for sink, place, dw in zip(mains, places, unplaced, strict=True)
         ]
 
 
@@ -251,10 +251,9 @@ def _takes_segments(linears: Sequence[LinearStage]) -> bool:
 def _bias_gradients(dy: Tensor, segments: "Segments", needs: Sequence[bool]) -> list[Tensor | None]:
     if segments.grouped or segments.counts is None:
         sums: Sequence[Tensor] = native.row_sums(dy, segments).unbind(0)
-        return [total if needed else None for total, needed in zip(sums, needs, strict=True)]
+        return [total if need else None for total, need in zip(sums, needs, strict=True)]
     return [
-        rows.sum(0) if needed else None
-        for rows, needed in zip(torch.split(dy, list(segments.counts)), needs, strict=True)
+        rows.sum(0) if need else None for rows, need in zip(torch.split(dy, list(segments.counts)), needs, strict=True)
     ]
 
 

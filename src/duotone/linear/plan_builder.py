@@ -104,12 +104,12 @@ def _with_held(request: PlanRequest, answers: Quantizers) -> tuple[Quantizers, d
     return {**answers, "input": request.input_held}, {**sources, "input": source}
 
 
-def _source_of_held_weight(request: PlanRequest, wanted: Quantizer, present: Quantizer) -> PlaneSource:
-    if wanted.rowwise == wanted.columnwise == IDENTITY and present != wanted:
+def _source_of_held_weight(request: PlanRequest, target_quantizer: Quantizer, present: Quantizer) -> PlaneSource:
+    if target_quantizer.rowwise == target_quantizer.columnwise == IDENTITY and present != target_quantizer:
         return DEQUANTIZE_HELD
-    needs = [(wanted.rowwise, present.rowwise)]
+    needs = [(target_quantizer.rowwise, present.rowwise)]
     if request.input_grad and BACKWARD_OPERANDS[request.recipe.backward_override].needs_columnwise:
-        needs.append((wanted.columnwise, present.columnwise))
+        needs.append((target_quantizer.columnwise, present.columnwise))
     for new, old in needs:
         if old is not None and (new is None or old.stored != new.stored):
             raise RecipeError(
@@ -166,16 +166,16 @@ def _weight_backward(
 
 def _recomputes(request: PlanRequest, quantizer: Quantizer) -> bool:
     """Whether `recompute_columnwise` applies. Not for experts, which encode an operand of all of them at once."""
-    asked = request.recipe.recompute_columnwise and request.module_type != "grouped_linear"
-    return asked and quantizer.is_repeatable and not quantizer.delayed[1]
+    applies = request.recipe.recompute_columnwise and request.module_type != "grouped_linear"
+    return applies and quantizer.is_repeatable and not quantizer.delayed[1]
 
 
 def _warn_of_kept_plane(request: PlanRequest) -> None:
-    asked = "save_original_input" if request.save_original_input else "recompute_columnwise"
+    option = "save_original_input" if request.save_original_input else "recompute_columnwise"
     if request.weight_grad and (request.save_original_input or request.recipe.recompute_columnwise):
         warnings.warn(
             f"{request.title}: the quantizer of its input has an encode of its own, which may give other "
-            f"bits the second time, so {asked} keeps the columnwise plane; set is_repeatable = True on its class if "
+            f"bits the second time, so {option} keeps the columnwise plane; set is_repeatable = True on its class if "
             "it gives the same",
             stacklevel=2,
         )

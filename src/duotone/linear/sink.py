@@ -95,8 +95,8 @@ def main_grad(weight: Tensor) -> Tensor:
     got = "none" if buffer is None else type(buffer).__name__
     if isinstance(buffer, Tensor):
         got = f"{tuple(buffer.shape)} in {buffer.dtype} on {buffer.device}"
-    needed = f"{tuple(weight.shape)} in floating point on {weight.device}"
-    raise MissingPlaneError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {needed}; got {got}")
+    expected = f"{tuple(weight.shape)} in floating point on {weight.device}"
+    raise MissingPlaneError(f"fuse_wgrad_accumulation needs weight.main_grad of shape {expected}; got {got}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,13 +209,13 @@ class MoE(ModuleGroup):
         flat = x.reshape(-1, x.shape[-1])
         weights, index = self.router(flat)
         routing = Routing.of(index, self.num_experts)
-        known = type(self.router) is Router  # another one's choices are looked at by the host, which refuses strangers
-        rows = routing if known else routing.checked
+        is_ours = type(self.router) is Router  # the host looks at the choices of others, and refuses wrong ones
+        rows = routing if is_ours else routing.checked
         tokens, ops = routing.rows(flat), (self.fc1, self.activation, self.fc2)
         if not self.fc1.all_gemms:
             y, _ = run_modules(ops, tokens, (rows, rows), is_first_microbatch, self)
             return routing.combine(y, weights).view(x.shape)
-        counts = routing.count() if known else torch.tensor(routing.splits, device=x.device)
+        counts = routing.count() if is_ours else torch.tensor(routing.splits, device=x.device)
         if self.ep_capacity is None:
             exchange = Exchange.of(counts, self.ep_group)
         else:

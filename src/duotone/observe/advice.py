@@ -120,13 +120,13 @@ class Advice:
         columns = COLUMNS if all_rows else COLUMNS[:-1]
         cells = [(*row.cells, "*" * row.is_pareto)[: len(columns)] for row in rows]
         head, *lines = aligned([columns, *cells], [column not in COLUMNS[:2] for column in columns])
-        told, module = [head], None
+        text, module = [head], None
         for row, line in zip(rows, lines, strict=True):
             if row.module != module:
                 module = row.module
-                told.append(shorten(module, WIDTH))
-            told.append(line)
-        return "\n".join([*told, "", *textwrap.wrap(LEGEND, WIDTH)])
+                text.append(shorten(module, WIDTH))
+            text.append(line)
+        return "\n".join([*text, "", *textwrap.wrap(LEGEND, WIDTH)])
 
     def __str__(self) -> str:
         return "\n\n".join([self.table(), "\n".join(self.notes), self.toml])
@@ -143,14 +143,14 @@ def conclude(
     for row in rows:
         trials.setdefault((row.module, row.gemm), {})[row.recipe] = row
     usual = rules_for({gemm: rows[base].formats for gemm, rows in trials.items()})
-    wanted = rules_for({gemm: _formats(rows, base) for gemm, rows in trials.items()})
-    rules = tuple(rule for rule in wanted if rule not in usual)
+    rules = rules_for({gemm: _formats(rows, base) for gemm, rows in trials.items()})
+    rules = tuple(rule for rule in rules if rule not in usual)
     recipe = RuleRecipe(title=TITLE, base=recipes[base], rules=rules)
     shown = base if base in names() else recipes[base].to_dict()
     ranking = sorted(quantized, key=lambda name: errors[name])
     means = ", ".join(f"{name} {100 * errors[name]:.3f} %" for name in ranking)
-    told = f"base {base}; mean error of the products: {means}"
-    return Advice(tuple(rows), errors, base, recipe, file_text(TITLE, rules, shown), (*notes, told))
+    text = f"base {base}; mean error of the products: {means}"
+    return Advice(tuple(rows), errors, base, recipe, file_text(TITLE, rules, shown), (*notes, text))
 
 
 def _formats(trials: Mapping[str, AdviceRow], base: str) -> Formats:

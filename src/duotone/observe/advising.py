@@ -180,7 +180,7 @@ def _snr(exact: Tensor, a: Plane, b: Plane) -> float | None:
 
 def _speed_note(table: SpeedTable, rows: Sequence[AdviceRow]) -> str:
     kinds = {row.basis for row in rows}
-    told = f"speed: of the linear over bf16 on an {table.device} ({table.source}, {table.date})"
+    text = f"speed: of the linear over bf16 on an {table.device} ({table.source}, {table.date})"
     if kinds == {"unknown"}:
-        return f"{told}; unknown, but for {table.reach}: name such a width and tokens"
-    return told + ("; * interpolated" if "interpolated" in kinds else "")
+        return f"{text}; unknown, but for {table.reach}: name such a width and tokens"
+    return text + ("; * interpolated" if "interpolated" in kinds else "")

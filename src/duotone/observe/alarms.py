@@ -103,8 +103,8 @@ class Alarms:
 
 def ranked(rows: Sequence[Row], name: str, sign: int) -> list[tuple[float, Row]]:
     """The rows that have a number of that name, the largest first, the smallest first, or as they are (1, -1, 0)."""
-    known = [(float(value), row) for row in rows if (value := row.get(name)) is not None]
-    return sorted(known, key=lambda pair: -sign * pair[0])
+    values = [(float(value), row) for row in rows if (value := row.get(name)) is not None]
+    return sorted(values, key=lambda pair: -sign * pair[0])
 
 
 def place(row: Row) -> str:

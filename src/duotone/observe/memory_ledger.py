@@ -61,11 +61,11 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
     sizes = [0 if key in static else size for key, (_, size) in census.saved.items()]
     keys = list(census.saved)
     saved = list(itertools.accumulate(sizes, initial=0))
-    known: dict[Hashable, tuple[int, int]] = {}
+    workspaces: dict[Hashable, tuple[int, int]] = {}
     lasting = {key: size for key, size in census.output.items() if key not in static and key not in census.saved}
     for index, call in enumerate(census.calls):
         saved_here = slice(call.begin, call.end)
-        forward, backward = _workspace(call, dict(zip(keys[saved_here], sizes[saved_here], strict=True)), known)
+        forward, backward = _workspace(call, dict(zip(keys[saved_here], sizes[saved_here], strict=True)), workspaces)
         inputs = sum(size for key, size in call.inputs.items() if key not in static)
         now = Moment(call.name, "forward", fixed, saved[call.begin], 0, inputs + forward)
         yield now
@@ -79,16 +79,16 @@ def moments(census: Census, fixed: int, static: set[int]) -> Iterator[Moment]:
         )
 
 
-def _workspace(call: Call, saved: dict[int, int], known: dict[Hashable, tuple[int, int]]) -> tuple[int, int]:
+def _workspace(call: Call, saved: dict[int, int], workspaces: dict[Hashable, tuple[int, int]]) -> tuple[int, int]:
     """Bytes of a call in forward and backward above what is saved and held; `saved` is what it saved itself."""
     if call.pipeline is None:
         results = sum(call.outputs.values())
         new = sum(size for key, size in saved.items() if key not in call.inputs and key not in call.outputs)
         return results + new, results + new + call.owed + _gradients(call.trained)
     key = call.pipeline.key
-    if key not in known:
-        known[key] = call.pipeline.workspace()
-    return known[key]
+    if key not in workspaces:
+        workspaces[key] = call.pipeline.workspace()
+    return workspaces[key]
 
 
 def _gradients(parameters: Iterable[nn.Parameter]) -> int:

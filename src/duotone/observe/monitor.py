@@ -89,8 +89,8 @@ class Monitor:
         self._sent: deque[tuple[int, Sent]] = deque()
         self._hook = None if optimizer is None else optimizer.register_step_post_hook(lambda *_: self.step())
         if not followers:
-            told = "no module of this model follows a recipe, so the monitor has no rows; convert it first"
-            warnings.warn(told, stacklevel=2)
+            message = "no module of this model follows a recipe, so the monitor has no rows; convert it first"
+            warnings.warn(message, stacklevel=2)
         try:
             self._begin()
         except UserError:
@@ -164,10 +164,10 @@ class JsonLines:
             ) from error
 
     def __call__(self, step: int, rows: Sequence[Row], alarms: Sequence[Alarm]) -> None:
-        told = [
+        messages = [
             {"step": step, "alarm": a.kind, "where": a.where, "message": a.message, "planes": a.planes} for a in alarms
         ]
-        for line in (*({"step": step, **row} for row in rows), *told):
+        for line in (*({"step": step, **row} for row in rows), *messages):
             self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
 

@@ -69,8 +69,10 @@ def sample_operands(
     rows = min(MOST_ROWS, room // max(1, row))
     while True:
         if rows < 1:
-            told = f"{in_units(row)}, and {in_units(room)} may be taken"
-            raise UserError(f"one row of the operands of {len(linears)} linears takes {told}: advise on a part of them")
+            sizes_text = f"{in_units(row)}, and {in_units(room)} may be taken"
+            raise UserError(
+                f"one row of the operands of {len(linears)} linears takes {sizes_text}: advise on a part of them"
+            )
         try:
             samples = _sample(model, linears, step, rows, device)
             break

@@ -45,7 +45,7 @@ class SpeedTable:
         if shape in ratios:
             return Speed(ratios[shape], "measured")
         work = math.prod(shape)
-        points = sorted((math.prod(known), ratio) for known, ratio in ratios.items())
+        points = sorted((math.prod(size), ratio) for size, ratio in ratios.items())
         for (low, slow), (high, fast) in pairwise(points):
             if low <= work <= high:
                 share = math.log(work / low) / math.log(high / low)

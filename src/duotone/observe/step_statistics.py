@@ -99,21 +99,19 @@ class StepStatistics(Sampler):
         self._begin()
         return sent
 
-    def _wait(self, fmt: Format, taken: Sample) -> None:
+    def _wait(self, fmt: Format, sample: Sample) -> None:
         """Keep a sample of the newest plane. Those of one size are measured together, whatever their formats."""
-        if not taken.x.numel():
+        if not sample.x.numel():
             return
-        key = taken.x.numel(), fmt if fmt.transform else None
-        self._waiting.setdefault(key, []).append((len(self.keys) - 1, taken))
+        key = sample.x.numel(), fmt if fmt.transform else None
+        self._waiting.setdefault(key, []).append((len(self.keys) - 1, sample))
         if sum(map(len, self._waiting.values())) == WAITING:
             self._measure()
 
     def _measure(self) -> None:
         """Measure what waits and let it go."""
         for (_, transformed), waiting in self._waiting.items():
-            x, values, ceiling = (
-                torch.stack(list(parts)) for parts in zip(*(taken for _, taken in waiting), strict=True)
-            )
+            x, values, ceiling = (torch.stack(list(parts)) for parts in zip(*(one for _, one in waiting), strict=True))
             coded, decoded = x, values
             if transformed is not None:  # the groups of its transform lie one after the other
                 coded, decoded = transformed.rotate(x).float(), transformed.unrotate(values, values.shape[1])
@@ -190,8 +188,8 @@ class Sent:
         if self._event is not None:
             self._event.synchronize()
         numbers = self._numbers
-        samples, rest = numbers[: WIDTH * len(self._places)], numbers[WIDTH * len(self._places) :]
-        wholes, are_new = rest[: 3 * len(self._keys)].reshape(-1, 3), rest[3 * len(self._keys) :]
+        samples, others = numbers[: WIDTH * len(self._places)], numbers[WIDTH * len(self._places) :]
+        wholes, are_new = others[: 3 * len(self._keys)].reshape(-1, 3), others[3 * len(self._keys) :]
         measured = dict(zip(self._places, samples.reshape(-1, WIDTH).tolist(), strict=True))
         measured |= {twin: measured[place] for twin, place in self._twins.items() if place in measured}
         groups: dict[Key, list[int]] = {}

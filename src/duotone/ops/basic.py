@@ -214,11 +214,11 @@ class Reshape(BasicOp):
         """Width and rows of the output, None if the input's are not known. UserError if they do not fit."""
         if info.width is None or info.rows is None:
             return (self.shape[-1] if self.shape[-1] >= 0 else None), None
-        elements, known = info.width * info.rows, math.prod([size for size in self.shape if size >= 0])
+        elements, product = info.width * info.rows, math.prod([size for size in self.shape if size >= 0])
         free = -1 in self.shape
-        if (elements != known and not free) or (free and (not known or elements % known)):
+        if (elements != product and not free) or (free and (not product or elements % product)):
             raise UserError(f"Reshape to {self.shape} takes as many elements; got {info.rows} rows of {info.width}")
-        width = self.shape[-1] if self.shape[-1] >= 0 else elements // known
+        width = self.shape[-1] if self.shape[-1] >= 0 else elements // product
         return width, elements // width if width else 0
 
 

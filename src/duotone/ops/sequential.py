@@ -112,11 +112,11 @@ def _check_keywords(place: int, module: Member | None, options: Keywords) -> Non
     parameters = inspect.signature(module.forward).parameters.values()  # type: ignore[union-attr]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    names = [one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)]
     for name in options:
-        if name not in known:
+        if name not in names:
             kind = type(module).__name__
-            raise UserError(f"op_kwargs of {kind} at {place} has {name!r}; its forward takes {', '.join(known[1:])}")
+            raise UserError(f"op_kwargs of {kind} at {place} has {name!r}; its forward takes {', '.join(names[1:])}")
 
 
 def _parts(

@@ -116,11 +116,11 @@ def run_backward(
     of_operands: list[Tensor | None] = []
     for stage in reversed(stages):
         first, start = last - len(stage.arity), at - sum(stage.arity)
-        here = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
+        of_stage = outputs[extra - stage.extra_outputs : extra] if stage.extra_outputs else ()
         saved_here = saved[first:last]
         del saved[first:]
         # Popped, so that a stage can let go of the gradient that it was given.
-        dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], here)
+        dx, gradients_here = stage.run_backward(handed.pop(), saved_here, needs[start:at], of_stage)
         handed.append(dx)
         del dx
         of_operands = [*gradients_here, *of_operands]
@@ -133,8 +133,8 @@ def run_backward(
 
 def run_traced_backward(ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
     """`run_backward` in a trace. The gradient of x becomes plain: no graph gives its inputs quantized gradients."""
-    forward, backward, dx, *rest = run_backward(ctx, gradients)
-    return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *rest
+    forward, backward, dx, *of_operands = run_backward(ctx, gradients)
+    return forward, backward, dx.dequantize() if isinstance(dx, QuantizedTensor) else dx, *of_operands
 
 
 _apply = super(torch.autograd.Function, PipelineFunction).apply  # type: ignore[misc]
@@ -177,20 +177,20 @@ def pack(saved: Sequence[Saved]) -> tuple[Shells, list[Tensor | None]]:
     shells: Shells = []
     tensors: list[Tensor | None] = []
     for each in saved:
-        here: list[object] = []
-        shells.append(here)
+        entry: list[object] = []
+        shells.append(entry)
         for one in each:
             if isinstance(one, Plane):
-                here.append((one.format, one.shape, tuple(one.parts)))
+                entry.append((one.format, one.shape, tuple(one.parts)))
                 tensors.extend(one.parts.values())
             elif isinstance(one, Tensor):
-                here.append(TENSOR)
+                entry.append(TENSOR)
                 tensors.append(one)
             elif isinstance(one, DeferredPlane):
-                here.append((DEFERRED, one.make, len(one.tensors)))
+                entry.append((DEFERRED, one.make, len(one.tensors)))
                 tensors.extend(one.tensors)
             else:
-                here.append(one)
+                entry.append(one)
     return shells, tensors
 
 
@@ -199,16 +199,16 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
     at = 0
     saved: list[Saved] = []
     for each in shells:
-        here: list[object] = []
+        values: list[object] = []
         for shell in each:
             if shell is None or len(shell) == 1:
-                here.append(shell)
+                values.append(shell)
             elif shell is TENSOR:
-                here.append(tensors[at])
+                values.append(tensors[at])
                 at += 1
             elif shell[0] is DEFERRED:
                 _, make, count = shell
-                here.append(DeferredPlane(make, tuple(tensors[at : at + count])))
+                values.append(DeferredPlane(make, tuple(tensors[at : at + count])))
                 at += count
             else:
                 fmt, shape, names = shell
@@ -216,8 +216,8 @@ def unpack(shells: Shells, tensors: Sequence[Any]) -> list[Saved]:
                 for name in names:
                     parts[name] = tensors[at]
                     at += 1
-                here.append(Plane(fmt, parts, shape))
-        saved.append(tuple(here))
+                values.append(Plane(fmt, parts, shape))
+        saved.append(tuple(values))
     return saved
 
 

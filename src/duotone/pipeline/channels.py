@@ -65,8 +65,8 @@ def check_channels(ops: Sequence[object]) -> None:
         for name in bound(op, INPUTS).values():
             taker = f"{type(op).__name__} at {i} takes the channel {name!r}"
             if name not in places:
-                known = f"channels are {', '.join(map(repr, places))}" if places else "no op gives a channel"
-                raise UserError(f"{taker}, which no op gives; {known}")
+                allowed = f"channels are {', '.join(map(repr, places))}" if places else "no op gives a channel"
+                raise UserError(f"{taker}, which no op gives; {allowed}")
             if places[name][0] >= i:
                 raise UserError(f"{taker}, which the op at {places[name][0]} gives later; put that one before it")
 

@@ -219,13 +219,13 @@ def run(
         return _special_run(x, may_trace)(ops, x, extra, first, owner)
     info = info_of(x, owner, spread)
     x = x if info.dtype is x.dtype else x.to(info.dtype)
-    taken, linked, stages = 0, [], ()
+    count, linked, stages = 0, [], ()
     for op in ops:
         before = info
         stage, info, *parameters = op.link(before, first)
         linked.append((op, stage, before, parameters))
         stages += (stage,)
-        taken += op.extra_inputs
+        count += op.extra_inputs
     if torch.compiler.is_dynamo_compiling():
         forward, rewritten = rewrite_traced(stages)
         backward, rolls, apply = Backward(rewritten), False, PipelineFunction.apply
@@ -236,7 +236,7 @@ def run(
             assert backward.again is not None
             backward.again.check()
             apply = backward.again.transformed
-    accepted = _accepted(linked, extra, taken) if taken or extra else iter(())
+    accepted = _accepted(linked, extra, count) if count or extra else iter(())
     operands: list[object] = []
     for op, stage, before, parameters in linked:
         operands += op.operands(stage, before, next(accepted) if op.extra_inputs else (), *parameters)

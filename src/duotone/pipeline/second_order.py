@@ -42,17 +42,17 @@ class Exact:
 
     def differentiate(self, ctx: PipelineContext, gradients: tuple[Tensor, ...]) -> Gradients:
         """What `PipelineFunction.backward` gives, with a graph."""
-        *saved, own = unpack(ctx.shells, ctx.saved_tensors)
+        *saved, packed = unpack(ctx.shells, ctx.saved_tensors)
         needs = ctx.needs_input_grad[2:]
-        pairs = zip(own, needs, strict=True)
-        x, *operands = inputs = [_input(value, needed, gradients[0]) for value, needed in pairs]
+        pairs = zip(packed, needs, strict=True)
+        x, *operands = inputs = [_input(value, need, gradients[0]) for value, need in pairs]
         outputs = self.run(x, operands, saved)
         chosen = [(y, dy) for y, dy in zip(outputs, gradients, strict=True) if y.requires_grad]
-        wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
+        differentiated = [value for value, need in zip(inputs, needs, strict=True) if need]
         of_outputs, with_gradients = zip(*chosen, strict=True)
         options = {"create_graph": True, "allow_unused": True}
-        of_inputs = iter(torch.autograd.grad(of_outputs, wanted, with_gradients, **options))
-        return None, None, *[next(of_inputs) if needed else None for needed in needs]
+        of_inputs = iter(torch.autograd.grad(of_outputs, differentiated, with_gradients, **options))
+        return None, None, *[next(of_inputs) if need else None for need in needs]
 
     def run(self, x: Tensor, operands: Sequence[object], saved: Sequence[Saved | None]) -> list[Tensor]:
         """y and the extra outputs, from the operands of all stages and what each saved, None if none did."""
@@ -86,10 +86,10 @@ def _read_values(stages: tuple[Stage, ...]) -> tuple[bool, ...]:
     return later, *values
 
 
-def _input(value: Any, needed: bool, like: Tensor) -> Any:
+def _input(value: Any, need: bool, like: Tensor) -> Any:
     """A saved input as a tensor apart from all others that stand for the same, so that gradients stay apart too."""
     if isinstance(value, Tensor):
         plain = value.dequantize(like.dtype) if isinstance(value, QuantizedTensor) else value
-        return plain.view_as(plain) if needed else plain
+        return plain.view_as(plain) if need else plain
     (value,) = value
-    return like.new_zeros(value).requires_grad_(needed) if isinstance(value, torch.Size) else value
+    return like.new_zeros(value).requires_grad_(need) if isinstance(value, torch.Size) else value

@@ -32,7 +32,7 @@ class KnownRoles:
         if name.endswith("_quantizer_role"):
             kind = type(self)
             if not hasattr(kind, name):
-                allowed = [known for known in BOUNDARY_ROLES if hasattr(kind, known)]
+                allowed = [role for role in BOUNDARY_ROLES if hasattr(kind, role)]
                 has = f"allowed are {', '.join(allowed)}" if allowed else "set those of its children"
                 raise UserError(f"{kind.__name__} has no {name}; {has}")
             require_known(value if isinstance(value, QuantizerRole) else None)

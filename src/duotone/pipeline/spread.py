@@ -106,13 +106,15 @@ def from_local(y: Tensor, spread: Spread) -> DTensor:
     """The DTensor whose local tensor on this rank is `y`."""
     shape, placement = torch.Size(spread.shape), spread.placement
     stride = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
-    wanted = (Replicate() if isinstance(placement, Partial) else placement,)
+    placements = (Replicate() if isinstance(placement, Partial) else placement,)
 
     def value(y: Tensor) -> DTensor:
         return DTensor.from_local(y, spread.mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
     def gradients(dy: DTensor) -> tuple[Tensor]:
-        return (without_wait((dy if dy.placements == wanted else dy.redistribute(placements=wanted)).to_local()),)
+        return (
+            without_wait((dy if dy.placements == placements else dy.redistribute(placements=placements)).to_local()),
+        )
 
     return with_gradient(value, gradients, y)
 

@@ -28,11 +28,11 @@ def run_with_boundary(
 
     Under a backward override the gradient stays as it is.
     """
-    for asked, role, slot in (
+    for quantizes, role, slot in (
         (fp8_output, module.output_quantizer_role, "output"),
         (fp8_grad, module.grad_input_quantizer_role, "grad_input"),
     ):
-        if asked and role is None:
+        if quantizes and role is None:
             message = f"{module.module_name}: the {slot} is quantized for a consumer that is not known; set "
             warnings.warn(f"{message}{slot}_quantizer_role", stacklevel=5)
     signal = info_of(x, module)

@@ -154,10 +154,10 @@ def _forward(  # noqa: PLR0913 (the arguments of the op)
     module, stage = planner.module, planner.eager_stage(plan, first)
     weights, seed = _whole(module, parts), None if seed is None else seed.clone()
     info = info_of(x)
-    taken = (
+    accepted = (
         module.accept(stage, info, (tuple(counts) if splits is None else splits,)) if module.extra_inputs else (None,)
     )
-    operands = cast(Sequence[Any], stage.ordered((taken[0], seed, weights, biases)))
+    operands = cast(Sequence[Any], stage.ordered((accepted[0], seed, weights, biases)))
     y, saved = stage.forward(x, *operands)
     shells, tensors = pack([saved])
     sources = [*([x] if shares[0] else ()), *(parts if shares[1] else ())]
@@ -202,11 +202,11 @@ def _backward(
         dy = dy.clone()
     needs = stage.ordered((False, False, of_weights, of_biases))
     (saved,) = unpack(entry.shells, tensors)
-    dx, *rest = stage.backward(dy, saved, (of_input, *map(bool, needs)))
-    _, _, dw, db = stage.named(rest)
-    owed = (of_input, *(of_weights if gives else ()), *of_biases)
+    dx, *of_operands = stage.backward(dy, saved, (of_input, *map(bool, needs)))
+    _, _, dw, db = stage.named(of_operands)
+    needed_outputs = (of_input, *(of_weights if gives else ()), *of_biases)
     gradients = cast(Sequence[Any], (dx, *(dw if gives else ()), *db))
-    return [each.contiguous() for each, need in zip(gradients, owed, strict=True) if need]
+    return [each.contiguous() for each, need in zip(gradients, needed_outputs, strict=True) if need]
 
 
 def _fake_forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -61,8 +61,8 @@ def placed_gradient(x: Tensor, count: int, place: Tensor, counted: Tensor | None
         placed = _write(dy.detach(), place, counted)
         if not torch.is_grad_enabled():
             return (placed,)
-        left = place.numel() // place.shape[-1] - dy.shape[0]
-        return (torch.nn.functional.pad(dy, (0, 0, 0, left)).view(place.shape),)
+        missing = place.numel() // place.shape[-1] - dy.shape[0]
+        return (torch.nn.functional.pad(dy, (0, 0, 0, missing)).view(place.shape),)
 
     return with_gradient(lambda x: x.reshape(-1, x.shape[-1])[:count], gradients, x)
 

@@ -174,7 +174,7 @@ def leaves_splits(stage: GroupedStage, signal: TensorInfo) -> bool:
 
 
 def _formats(weight: Tensor) -> str:
-    held = quantizer_of(weight)
-    if held is None:
+    quantizer = quantizer_of(weight)
+    if quantizer is None:
         return f"plain {weight.dtype}"
-    return "/".join(fmt.name if fmt else "none" for fmt in (held.rowwise, held.columnwise))
+    return "/".join(fmt.name if fmt else "none" for fmt in (quantizer.rowwise, quantizer.columnwise))

@@ -201,16 +201,16 @@ class Planner:
         grads: tuple[bool, bool],
         mode: AmaxMode,
         group: str,
-        held: Quantizer | None,
+        quantizer: Quantizer | None,
     ) -> PlannedStage:
         """`stage` in a trace: one for all modules of this content."""
         config = self.config
         traced_stages.ask(config, recipe.key)
-        if held is not None and any(lacks_rowwise(weight) for weight in module.weights):
+        if quantizer is not None and any(lacks_rowwise(weight) for weight in module.weights):
             traced_stages.refuse_recompute()
         is_cast = module.weights[0].dtype is not info.dtype
         input_held = "" if info.quantizer is None else info.quantizer.words
-        where = (info.place, str(info.dtype), group, is_cast, self._held(held), input_held)
+        where = (info.place, str(info.dtype), group, is_cast, self._held(quantizer), input_held)
         name = traced_stages.plan_name(
             (config, getattr(self.answered, recipe.key), recipe.key, *grads, mode.value, *where)
         )
@@ -224,11 +224,11 @@ class Planner:
         is_cast = module.weights[0].dtype is not dtype
         return key.weight_is_cast == is_cast and key.weight_held == self._held(module.weight_held)
 
-    def _held(self, held: Quantizer | None) -> str:
+    def _held(self, quantizer: Quantizer | None) -> str:
         """The formats of a quantized weight. A quantizer of a user's class has no equals."""
-        if held is None:
+        if quantizer is None:
             return ""
-        return held.words if type(held) is Quantizer else f"{held.words}/{self.number}"
+        return quantizer.words if type(quantizer) is Quantizer else f"{quantizer.words}/{self.number}"
 
     def answer(self, recipe: Recipe) -> dict[str, Quantizer]:
         """What a recipe gives each slot. A recipe that is a function is asked once per slot and never again."""

@@ -211,7 +211,7 @@ class SentWeight:
 
 def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
     """Measure the amaxes of all weights, and let their shards agree on them at once."""
-    asked: list[tuple[SentWeight, Usage, Tensor]] = []
+    measured: list[tuple[SentWeight, Usage, Tensor]] = []
     direct: dict[torch.dtype, list[tuple[SentWeight, Usage]]] = {}
     for weight in weights:
         weight.stamp, weight.is_sent = weight.writes, False
@@ -222,10 +222,10 @@ def agree_on_amaxes(weights: Sequence[SentWeight]) -> None:
                 continue
             amax = ask(lambda _, of=weight, side=side: of.plane(side, of.asking))
             assert amax is not None
-            asked.append((weight, side, amax))
+            measured.append((weight, side, amax))
     for dtype, of_dtype in direct.items():  # rounding keeps the order of magnitudes
         amaxes = torch.cat(amaxes_of([weight.shard.detach() for weight, _ in of_dtype])).to(dtype).to(torch.float32)
-        asked += [(weight, side, amax) for (weight, side), amax in zip(of_dtype, amaxes.split(1), strict=True)]
-    agreed = agree([weight.answers.group for weight, *_ in asked], [amax for *_, amax in asked])
-    for (weight, side, _), amax in zip(asked, agreed, strict=True):
+        measured += [(weight, side, amax) for (weight, side), amax in zip(of_dtype, amaxes.split(1), strict=True)]
+    agreed = agree([weight.answers.group for weight, *_ in measured], [amax for *_, amax in measured])
+    for (weight, side, _), amax in zip(measured, agreed, strict=True):
         weight.amaxes[side] = amax

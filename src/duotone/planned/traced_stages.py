@@ -108,17 +108,18 @@ def content(value: Hashable) -> str:
     return _CONTENTS.setdefault(value, str(len(_CONTENTS) + 1))
 
 
-def shared(answers: Mapping[str, Quantizer], own: str) -> Answers:
+def shared(answers: Mapping[str, Quantizer], unique_name: str) -> Answers:
     """The answers, as one object with all that are equal.
 
-    Quantizers of a class of the user have no equals, since equality may say too little; those have the name `own`.
+    Quantizers of a class of the user have no equals, since equality may say too little. Their answers have the name
+    `unique_name`.
     """
     simple = all(type(quantizer) is Quantizer for quantizer in answers.values())
-    key = tuple(answers.items()) if simple else own
+    key = tuple(answers.items()) if simple else unique_name
     result = _ANSWERS.get(key)
     if result is None:
         result = _ANSWERS[key] = Answers(answers)
-        result.name = str(next(_ANSWER_NUMBERS)) if simple else own
+        result.name = str(next(_ANSWER_NUMBERS)) if simple else unique_name
     return result
 
 

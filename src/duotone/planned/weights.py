@@ -206,13 +206,13 @@ def demand(parameter: QuantizedTensor, usage: Usage, module: str) -> None:
         raise MissingPlaneError(f"the weight of {module}: {error}") from None
 
 
-def follow(parameter: QuantizedTensor, wanted: Quantizer) -> None:
+def follow(parameter: QuantizedTensor, target: Quantizer) -> None:
     """Describe later writes as a recipe wants them, if they are stored alike. Planes and bytes do not change."""
     quantizer = parameter.quantizer
-    if type(wanted) is not Quantizer or type(quantizer) is not Quantizer or wanted == quantizer:
+    if type(target) is not Quantizer or type(quantizer) is not Quantizer or target == quantizer:
         return
     described = replace_fields(
-        wanted, rowwise=wanted.rowwise or quantizer.rowwise, columnwise=wanted.columnwise or quantizer.columnwise
+        target, rowwise=target.rowwise or quantizer.rowwise, columnwise=target.columnwise or quantizer.columnwise
     )
     if all(
         plane is None or (fmt is not None and plane.format.stored == fmt.stored)

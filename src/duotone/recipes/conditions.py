@@ -34,11 +34,11 @@ COMPARE: dict[str, Callable[[int, int], bool]] = {
 
 def check_module_type(pattern: str) -> None:
     """RecipeError if a glob is nearly a module type of Duotone; a warning if it matches none."""
-    known = tuple(TENSORS_OF_MODULES)
-    if any(fnmatchcase(kind, pattern) for kind in (*known, "")):  # "" for roles without a type
+    types = tuple(TENSORS_OF_MODULES)
+    if any(fnmatchcase(kind, pattern) for kind in (*types, "")):  # "" for roles without a type
         return
-    message = f"module_type {pattern!r} matches no module of Duotone, whose types are {', '.join(known)}"
-    near = difflib.get_close_matches(pattern.lower(), known, n=1)
+    message = f"module_type {pattern!r} matches no module of Duotone, whose types are {', '.join(types)}"
+    near = difflib.get_close_matches(pattern.lower(), types, n=1)
     if near:
         raise RecipeError(f"{message}; did you mean {near[0]!r}?")
     warnings.warn(f"{message}: such a rule is for roles of your own", stacklevel=6)
@@ -60,8 +60,8 @@ def is_layer(layer: int | str, index: int | None, count: int | None) -> bool:
     assert match is not None
     total = sys.maxsize if count is None else count
     if match["one"] is not None:
-        wanted = int(match["one"])
-        return index == (wanted if wanted >= 0 else total + wanted)
+        place = int(match["one"])
+        return index == (place if place >= 0 else total + place)
     start, stop = (int(match[end]) if match[end] else None for end in ("start", "stop"))
     return index in range(*slice(start, stop).indices(total))
 
@@ -138,7 +138,7 @@ class Expression:
 
     def matches(self, text: str) -> bool:
         """Whether the expression matches the whole text."""
-        if not all(condition.run(text, whole=False) is wanted for condition, wanted in self._conditions):
+        if not all(condition.run(text, whole=False) is expected for condition, expected in self._conditions):
             return False
         return self._whole.run(text, whole=True)
 

@@ -55,7 +55,7 @@ class CustomRecipe(Recipe):
         if isinstance(answer, DelayedScalingRequest):
             return answer.quantizer(role)
         value = getattr(answer, "value", answer)
-        missing = [needed for needed in ("rowwise", "columnwise", "encode") if not hasattr(value, needed)]
+        missing = [attribute for attribute in ("rowwise", "columnwise", "encode") if not hasattr(value, attribute)]
         if missing or isinstance(value, type):
             remedy = "return a Quantizer (IdentityQuantizer() is high precision)"
             raise RecipeError(f"qfactory returned {_words(answer)} for {slot}; {remedy}")

@@ -216,12 +216,12 @@ def with_new_names(options: Table) -> Table:
 
 def _check_arguments(kind: type, args: tuple[object, ...], options: Table) -> None:
     """RecipeError unless a recipe of that class takes the arguments."""
-    known = [field.name for field in fields(kind) if field.init]
+    names = [field.name for field in fields(kind) if field.init]
     if args:
-        raise RecipeError(f"{kind.__name__} takes its fields by name; allowed are {', '.join(known)}")
+        raise RecipeError(f"{kind.__name__} takes its fields by name; allowed are {', '.join(names)}")
     for name in options:
-        if name not in known:
-            remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(known)}"
+        if name not in names:
+            remedy = ELSEWHERE.get(name) or f"allowed are {', '.join(names)}"
             raise RecipeError(f"{kind.__name__} has no {name}; {remedy}")
         check_integer(name, options[name], PRINTABLE)
 

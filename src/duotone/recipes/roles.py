@@ -70,8 +70,8 @@ def in_slot(role: QuantizerRole | None, slot: QuantizerRole | None) -> Quantizer
     """The role of a tensor in a module's `slot`: of the slot's tensor type where it names none that a linear has."""
     if role is None or slot is None:
         return role or QuantizerRole(tensor_type=slot.tensor_type if slot else "")
-    known = role.tensor_type in (*SLOTS["forward"], *SLOTS["backward"])
-    return role if known else replace(role, tensor_type=slot.tensor_type)
+    is_of_linear = role.tensor_type in (*SLOTS["forward"], *SLOTS["backward"])
+    return role if is_of_linear else replace(role, tensor_type=slot.tensor_type)
 
 
 def require_known(role: QuantizerRole | None) -> None:

@@ -106,11 +106,11 @@ class Rule:
         """Whether the rule decides the role. RecipeError if it asks for a name or a layer that is not set."""
         if role is None or not self.concerns(role):
             return False
-        asked = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
-        if asked and not site.named and not (asked == "module" and self._asks_for_end(role.name)):
+        condition = next((field for field in BY_PLACE if getattr(self, field) is not None), None)
+        if condition and not site.named and not (condition == "module" and self._asks_for_end(role.name)):
             raise RecipeError(
-                f"the rule {self.to_dict()} asks for {asked}, but the module of {role} has no place in a model: call "
-                "duotone.assign_names(root) first, or leave the condition out"
+                f"the rule {self.to_dict()} asks for {condition}, but the module of {role} has no place in a model: "
+                "call duotone.assign_names(root) first, or leave the condition out"
             )
         return (
             (self.module is None or glob(self.module).match(role.name) is not None)
@@ -134,8 +134,8 @@ class Rule:
 
     def _asks_for_end(self, name: str) -> bool:
         """Whether `module` is "*" and an end of names that lies within what a module without a place knows."""
-        end, known = (self.module or "*")[1:], name[name.find(".") :] if "." in name else ""
-        return self.module == f"*{end}" and 0 < len(end) <= len(known) and not set(end) & set("*?[")
+        end, end_of_name = (self.module or "*")[1:], name[name.find(".") :] if "." in name else ""
+        return self.module == f"*{end}" and 0 < len(end) <= len(end_of_name) and not set(end) & set("*?[")
 
     def _matches_shape(self, shape: tuple[int, ...] | None) -> bool:
         for axis, field in enumerate(SIZES):

@@ -56,11 +56,11 @@ def round_out(low: float, high: float, ticks: int = 5) -> tuple[float, float]:
     return step * math.floor(low / step + 1e-9), step * math.ceil(high / step - 1e-9)
 
 
-def spread(wanted: list[float], top: float, bottom: float) -> list[float]:
-    """Ascending heights, a label apart and close to the `wanted` ones, between `top` and `bottom`."""
-    gap = min(LABEL_GAP, (bottom - top) / max(len(wanted), 1))
+def spread(targets: list[float], top: float, bottom: float) -> list[float]:
+    """Ascending heights, a label apart and close to the `targets`, between `top` and `bottom`."""
+    gap = min(LABEL_GAP, (bottom - top) / max(len(targets), 1))
     placed: list[float] = []
-    for height in wanted:
+    for height in targets:
         placed.append(max(height, placed[-1] + gap if placed else top))
     limit = bottom
     for index in reversed(range(len(placed))):

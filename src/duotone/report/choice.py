@@ -51,15 +51,15 @@ def hardware(result: Document) -> Hardware:
     if result["machine"].get("device") == "cuda" and reference is not None and not is_asked:
         times = {run["name"]: ms for run in runs if finite(ms := run["step_ms"]) and ms > 0}
         base = times.get(reference["name"])
-        known = {name: Speed(base / ms, "measured") for name, ms in times.items() if base is not None}
-        return Hardware(str(result["machine"].get("processor")), "a step of this model", "measured in this run", known)
+        ratios = {name: Speed(base / ms, "measured") for name, ms in times.items() if base is not None}
+        return Hardware(str(result["machine"].get("processor")), "a step of this model", "measured in this run", ratios)
     table, size, note = speeds.measured(), settings.get("size"), ""
-    known = _speeds(runs, _shapes(settings, size))
-    if not is_asked and all(speed.ratio is None for speed in known.values()):
+    ratios = _speeds(runs, _shapes(settings, size))
+    if not is_asked and all(speed.ratio is None for speed in ratios.values()):
         size, note = EXAMPLE, "; the linears of this model were not measured"
-        known = _speeds(runs, _shapes(settings, size))
+        ratios = _speeds(runs, _shapes(settings, size))
     what = "the linears of this model" if size is None else f"linears {size[0]} wide with {size[1]} tokens"
-    return Hardware(table.device, what, f"{table.source}, {table.date}{note}", known)
+    return Hardware(table.device, what, f"{table.source}, {table.date}{note}", ratios)
 
 
 def _shapes(settings: Settings, size: Sequence[int] | None) -> dict[str, Shape]:
@@ -114,13 +114,13 @@ def answer(result: Document) -> str:
         return ""
     base, best = reference["name"], _best(result, where)
     if best is None:
-        known = [run for run in runs if where.speed(run).ratio is not None]
+        timed = [run for run in runs if where.speed(run).ratio is not None]
         others = [
             f"{run['name']} is {_times(where, run)}" + f", but ends {gap_text(run)} above" * _is_faster(run, where)
-            for run in known
+            for run in timed
         ]
-        told = f" {'; '.join(others)}." if others else f" No speed is known there for {where.what}."
-        return f"Stay with {base} on an {where.name}: nothing as good is known to be faster there.{told}"
+        reasons = f" {'; '.join(others)}." if others else f" No speed is known there for {where.what}."
+        return f"Stay with {base} on an {where.name}: nothing as good is known to be faster there.{reasons}"
     loss = f"its loss cannot be told from that of {base}"
     if not is_within(best, result):
         loss = (
@@ -134,10 +134,10 @@ def answer(result: Document) -> str:
 def _differing(result: Document) -> str:
     """The settings of two results that change the loss of every recipe, with both values; "" without any."""
     differences = result["settings"].get("differences", {}).items()
-    told = [
+    texts = [
         f"{key.replace('_', ' ')} ({' and '.join(map(str, each))})" for key, each in differences if key not in SEEDING
     ]
-    return listing(told)
+    return listing(texts)
 
 
 def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) -> str:
@@ -149,17 +149,17 @@ def _searched(search: SearchEntry, run: RunEntry, where: Hardware, base: str) ->
         "memory": f"and it keeps {number(search['memory'], 2)} of the bytes for backward, so {bound} is met",
         "gap": f"and whether {bound} % is met cannot be told",
     }[search["kind"]]
-    told = "its loss is not measured"
+    loss = "its loss is not measured"
     if gap is not None:
-        told = f"its loss ends {gap_text(run)} {'below' if gap < 0 else 'above'} that of {base}"
+        loss = f"its loss ends {gap_text(run)} {'below' if gap < 0 else 'above'} that of {base}"
     if gap is not None and margin is not None:
-        told += " (zero lies in this interval)" * (abs(gap) <= margin)
+        loss += " (zero lies in this interval)" * (abs(gap) <= margin)
         if search["kind"] == "gap" and abs(gap - search["value"]) > margin:
             goal = f"and {bound} % is {'not ' * (gap > search['value'])}met"
     fast = "its speed is unknown"
     if speed.ratio is not None:
         fast = f"predicted {number(speed.ratio, 2)} times as fast as {base}"
-    return f"{_verb(run)} {run['name']} on an {where.name}: {fast} for {where.what}, {goal}; {told}."
+    return f"{_verb(run)} {run['name']} on an {where.name}: {fast} for {where.what}, {goal}; {loss}."
 
 
 def _verb(run: RunEntry) -> str:

@@ -35,8 +35,8 @@ class Metric:
 
 def _largest(values: Iterable[float | None]) -> float | None:
     """The largest value, NaN if there is one, None if there is none at all."""
-    known = (value for value in values if value is not None)
-    return max(known, key=lambda value: math.inf if math.isnan(value) else value, default=None)
+    numbers = (value for value in values if value is not None)
+    return max(numbers, key=lambda value: math.inf if math.isnan(value) else value, default=None)
 
 
 def _signal(entries: Sequence[PlaneEntry]) -> float | None:

@@ -63,7 +63,7 @@ def mean_gaps(pairs: Sequence[tuple[Losses, Losses]]) -> Losses:
     curves = [dict(gaps(curve, reference)) for curve, reference in pairs]
     shared = [step for step in curves[0] if all(step in curve for curve in curves)]
     values = [[value for curve in curves if (value := curve[step]) is not None] for step in shared]
-    means = [sum(known) / len(known) if len(known) == len(curves) else None for known in values]
+    means = [sum(each) / len(each) if len(each) == len(curves) else None for each in values]
     return list(zip(shared, means, strict=True))
 
 

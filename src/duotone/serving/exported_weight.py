@@ -163,8 +163,8 @@ class ExportedWeight:
 
         agreed: list[Tensor] = []
         if self.format.spans_rows and self.amax is None:
-            asked = [ask(lambda shard, x=rows: encode(x, shard)) for rows in self.rows()]
-            agreed = [torch.stack([amax for amax in asked if amax is not None]).amax(0)]
+            amaxes = [ask(lambda shard, x=rows: encode(x, shard)) for rows in self.rows()]
+            agreed = [torch.stack([amax for amax in amaxes if amax is not None]).amax(0)]
         for rows in self.rows():
             parts = encode(rows, AnsweredShard("", answers=[*agreed]) if agreed else None)
             shape = rows.shape[0], rows.shape[1]

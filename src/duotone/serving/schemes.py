@@ -56,14 +56,14 @@ class Scheme:
 
     def agrees(self, fmt: Format) -> bool:
         """Whether the codes of a plane in `fmt` are codes of this scheme, under scales that it can express."""
-        wanted = self.format
+        expected = self.format
         kind = (fmt.precision, fmt.code_dtype, fmt.scale_codec.family, fmt.transform)
-        if kind != (wanted.precision, wanted.code_dtype, wanted.scale_codec.family, wanted.transform):
+        if kind != (expected.precision, expected.code_dtype, expected.scale_codec.family, expected.transform):
             return False
         if self.has_global_scale and fmt.parts(2, 2)["amax"].shape != (1,):
             return False
         stored = fmt.parts(2, 2)["scale"].entries
-        sides = zip(_stored_block(wanted), stored, strict=True)  # None covers everything
+        sides = zip(_stored_block(expected), stored, strict=True)  # None covers everything
         return all(entry is None or (target is not None and entry % target == 0) for target, entry in sides)
 
     def reason_unfit(self, shape: tuple[int, int]) -> str:
@@ -92,11 +92,11 @@ class Scheme:
 
     def tensors(self, fmt: Format, parts: Parts, shape: tuple[int, int]) -> dict[str, Tensor]:
         """The parts of a plane in an agreeing format as this scheme stores them. No value changes."""
-        wanted, names = self.weight_specs(shape), self.names
+        specs, names = self.weight_specs(shape), self.names
         scale = _spread(parts["scale"], fmt.parts(*shape)["scale"], self.format, shape)
         tensors = {
-            names.codes: parts["codes"].contiguous().view(wanted[names.codes].dtype),
-            names.scale: scale.contiguous().view(wanted[names.scale].dtype).reshape(wanted[names.scale].shape),
+            names.codes: parts["codes"].contiguous().view(specs[names.codes].dtype),
+            names.scale: scale.contiguous().view(specs[names.scale].dtype).reshape(specs[names.scale].shape),
         }
         if self.has_global_scale:
             tensors[GLOBAL] = global_scale(parts["amax"], fmt)
@@ -197,11 +197,11 @@ NEAREST = {"fp8_e5m2": "FP8_DYNAMIC", "fp8_e4m3": "FP8_BLOCK", "mxfp8": "MXFP8",
 
 def get_scheme(name: str) -> Scheme | None:
     """The scheme of that name; None for plain bf16. UserError for others, with the nearest name."""
-    wanted = str(name).upper().replace("-", "_")
-    if wanted in (BF16, *SCHEMES):
-        return SCHEMES.get(wanted)
+    key = str(name).upper().replace("-", "_")
+    if key in (BF16, *SCHEMES):
+        return SCHEMES.get(key)
     names = (*SCHEMES, BF16)
-    near = difflib.get_close_matches(wanted, names, n=1, cutoff=0.5) or ["MXFP8" if "6" in wanted else "FP8_DYNAMIC"]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5) or ["MXFP8" if "6" in key else "FP8_DYNAMIC"]
     raise UserError(f"scheme {name!r} cannot be served; the nearest is {near[0]}, and all are {', '.join(names)}")
 
 

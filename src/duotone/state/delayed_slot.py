@@ -178,9 +178,9 @@ def define_slot_ops(
         trace(*place)
         return empty_planes(x, row, col)
 
-    wanted = "str row, str col, bool propagate"
+    formats = "str row, str col, bool propagate"
     define_op(f"{name}_scale(Tensor x, {place}) -> Tensor", scale, scale_shape, tags=STATEFUL)
-    define_op(f"{name}_planes(Tensor x, {place}, {wanted}) -> Tensor[]", planes, plane_shapes, tags=STATEFUL)
+    define_op(f"{name}_planes(Tensor x, {place}, {formats}) -> Tensor[]", planes, plane_shapes, tags=STATEFUL)
 
 
 def _slot(state: str, index: int, group: str, mode: str, backward: bool) -> DelayedSlot:

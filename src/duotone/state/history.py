@@ -95,15 +95,15 @@ def entering(history: Tensor, parameters: History, events: Tensor) -> Tensor:
 
     The entry that drops out in this roll still counts.
     """
-    live, rest = history[0].clone(), history[1:]
+    live, earlier = history[0].clone(), history[1:]
     if parameters.skip_nonfinite_amax:
-        live, rest = drop_nonfinite(live, events), finite(rest)
-    if parameters.spike_factor and rest.shape[0]:
-        limit = _numbers(rest).amax(0) * parameters.spike_factor
+        live, earlier = drop_nonfinite(live, events), finite(earlier)
+    if parameters.spike_factor and earlier.shape[0]:
+        limit = _numbers(earlier).amax(0) * parameters.spike_factor
         spikes = (limit > 0) & (live > limit)
         live = torch.where(spikes, limit, live)
         events[CLAMPED] += spikes
-    return torch.cat([rest, live[None]])
+    return torch.cat([earlier, live[None]])
 
 
 def drop_nonfinite(live: Tensor, events: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def resized(history: Tensor, length: int) -> Tensor:
 def reduce(histories: list[Tensor], group: str) -> None:
     """Take the maximum of all live rows over the group, in one collective per device."""
     for device in sorted({str(h.device) for h in histories}):
-        here = [h for h in histories if str(h.device) == device]
-        largest = all_reduce(torch.cat([h[0] for h in here]), "max", group)
-        for history, live in zip(here, largest.split([h.shape[1] for h in here]), strict=True):
+        on_device = [h for h in histories if str(h.device) == device]
+        largest = all_reduce(torch.cat([h[0] for h in on_device]), "max", group)
+        for history, live in zip(on_device, largest.split([h.shape[1] for h in on_device]), strict=True):
             history[0].copy_(live)

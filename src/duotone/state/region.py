@@ -144,7 +144,7 @@ class Stack(types.ModuleType, Generic[R]):
         self.starts.entered(region, regions)
 
     def leave(self, region: R) -> None:
-        rest = without(self.current(), region)
+        regions = without(self.current(), region)
         self.starts.left(region)
         region.is_open = False
         if region.token is not None:
@@ -152,7 +152,7 @@ class Stack(types.ModuleType, Generic[R]):
                 self.variable.reset(region.token)
             except ValueError:  # another context entered it, and its stack cannot be reached from here
                 region.is_void = True
-        self.variable.set(rest)
+        self.variable.set(regions)
 
 
 def without(regions: tuple[R, ...], region: R) -> tuple[R, ...]:

@@ -193,9 +193,9 @@ def settle(states: Collection[DelayedState]) -> None:
     """See which slots that started have scales now, by one look at each device."""
     waiting = [state for state in states if state.started and state.looks()]
     for device in {state.scale.device for state in waiting}:
-        here = [state for state in waiting if state.scale.device == device]
-        flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in here]).tolist()
-        for state in here:
+        on_device = [state for state in waiting if state.scale.device == device]
+        flags = torch.cat([history.is_new(state.amax_history, state.scale) for state in on_device]).tolist()
+        for state in on_device:
             are_new, flags = flags[: state.scale.numel()], flags[state.scale.numel() :]
             state.new.difference_update([slot for slot in state.started if not are_new[slot]])
             state.started.clear()

@@ -105,8 +105,8 @@ class QuantizeContext:
         return self._but(slots, self.seed)
 
     def _but(self, slots: tuple[Slot | None, Slot | None], seed: Tensor | None) -> "QuantizeContext":
-        rest = self.traces_kernel, self.propagate, self.nominal, self.typed
-        return QuantizeContext(self.shard, slots, seed, *rest)  # much faster than `replace`
+        options = self.traces_kernel, self.propagate, self.nominal, self.typed
+        return QuantizeContext(self.shard, slots, seed, *options)  # much faster than `replace`
 
 
 LOCAL = QuantizeContext()

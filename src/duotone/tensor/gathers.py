@@ -224,8 +224,8 @@ class Gathers:
     def readable(self, planes: Planes, usage: Usage) -> Planes:
         """The planes. Those of `usage` that the last gather did not send are gathered now: every rank has to ask."""
         read = list(planes)
-        for dim, (wanted, valid) in enumerate(zip(usage, self.valid, strict=True)):
-            if wanted and not valid and planes[dim] is not None and planes[dim] is self.whole[dim]:
+        for dim, (needs, valid) in enumerate(zip(usage, self.valid, strict=True)):
+            if needs and not valid and planes[dim] is not None and planes[dim] is self.whole[dim]:
                 assert self.param is not None
                 self.keeps_rowwise |= dim == ROW_DIM
                 shard = self.encode(Usage(dim == ROW_DIM, dim == COLUMN_DIM))[dim]

@@ -91,7 +91,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if values.dtype not in HIGH_PRECISION_DTYPES:
             values = values.to(torch.float32)
         sizes = zip(values.shape[::-1], target.shape[::-1], strict=False)
-        expands = values.dim() <= target.dim() and all(size in (1, wanted) for size, wanted in sizes)
+        expands = values.dim() <= target.dim() and all(size in (1, extent) for size, extent in sizes)
         return target.quantize_(values.expand(target.shape) if expands else values)
     alike = _with_usages_of(source, target)
     if alike.formats != target.formats or alike.matrix_shape != target.matrix_shape:
@@ -215,8 +215,8 @@ def _as_strided(
     if (list(size), list(stride), offset) == (list(t.shape), list(t.stride()), 0):
         return _detach(t)
     if list(stride) == list(t.stride()) and list(size[1:]) == list(t.shape[1:]) and t.dim() > 1:
-        start, rest = divmod(offset, stride[0]) if stride[0] else (0, 1)
-        if rest == 0 and start + size[0] <= t.shape[0]:
+        start, remainder = divmod(offset, stride[0]) if stride[0] else (0, 1)
+        if remainder == 0 and start + size[0] <= t.shape[0]:
             piece = _slice(t, 0, start, start + size[0])
             if isinstance(piece, QuantizedTensor):
                 return piece

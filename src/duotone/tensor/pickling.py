@@ -32,9 +32,9 @@ def _plane(pickled: object) -> Plane | None:
     codes = parts.get("codes")
     nominal = codes.dtype if isinstance(codes, Tensor) and codes.dtype in HIGH_PRECISION_DTYPES else None
     specs = fmt.parts(rows, cols).items()
-    wanted = {part: (spec.shape, spec.dtype or nominal, torch.strided) for part, spec in specs}
+    expected = {part: (spec.shape, spec.dtype or nominal, torch.strided) for part, spec in specs}
     buffers = {part: buffer for part, buffer in parts.items() if type(buffer) is Tensor}
-    fits = wanted == {part: (tuple(b.shape), b.dtype, b.layout) for part, b in buffers.items()}
+    fits = expected == {part: (tuple(b.shape), b.dtype, b.layout) for part, b in buffers.items()}
     one_device = len({buffer.device for buffer in buffers.values()}) == 1
     # A write into a buffer that overlaps itself would change what it wrote before.
     overlapping = fmt.scale_codec is not ScaleCodec.NONE and any(map(_overlaps, buffers.values()))

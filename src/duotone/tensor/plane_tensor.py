@@ -107,8 +107,8 @@ class PlaneTensor(Tensor):
         self._rowwise = None if rowwise is False else row
         self._columnwise = None if columnwise is False else col
 
-    def _derive(self, other: Plane | None, wanted: Format | None, missing: str) -> Plane:
-        derived = None if other is None or other.format != wanted else other.transposed()
+    def _derive(self, other: Plane | None, fmt: Format | None, missing: str) -> Plane:
+        derived = None if other is None or other.format != fmt else other.transposed()
         if derived is None:
             source = "nothing" if other is None else f"a plane of {other.format.name}"
             remedy = "create it with that usage, or call materialize_usage(allow_requantize=True)"

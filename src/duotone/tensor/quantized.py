@@ -37,13 +37,13 @@ class QuantizedTensor(ShardHooks, Writes):  # pyright: ignore[reportIncompatible
         self, rowwise: bool = False, columnwise: bool = False, *, allow_requantize: bool = False
     ) -> None:
         """Make absent planes without loss or, with `allow_requantize`, by encoding the dequantized values anew."""
-        wanted = Usage(rowwise and self._rowwise is None, columnwise and self._columnwise is None)
+        missing = Usage(rowwise and self._rowwise is None, columnwise and self._columnwise is None)
         try:
             self.update_usage(rowwise or None, columnwise or None)
         except MissingPlaneError:
             if not allow_requantize:
                 raise
-            fresh = self.quantizer.encode(self.values(self.dtype).reshape(self.matrix_shape), wanted, self.context)
+            fresh = self.quantizer.encode(self.values(self.dtype).reshape(self.matrix_shape), missing, self.context)
             self._rowwise = self._rowwise or fresh.rowwise
             self._columnwise = self._columnwise or fresh.columnwise
 

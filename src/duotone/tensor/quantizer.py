@@ -129,8 +129,8 @@ class Quantizer:
         """Like `encode`, but the cast kernel also computes the matrix. None if no kernel does; then materialize it."""
         if type(self) is not Quantizer or self.columnwise_source != "original":
             return None
-        wanted = self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None
-        return encode_once(*wanted, producer.x, ctx, producer)
+        formats = self.rowwise if usage.rowwise else None, self.columnwise if usage.columnwise else None
+        return encode_once(*formats, producer.x, ctx, producer)
 
     def quantize(
         self,

@@ -69,7 +69,7 @@ def _encode_planes(
     x: Tensor,
     row: str,
     col: str,
-    wanted: Sequence[bool],
+    usage: Sequence[bool],
     source: str,
     propagate: bool,
     nominal: torch.dtype,
@@ -82,15 +82,15 @@ def _encode_planes(
     of_row, of_col, seed = tensors
     quantizer = Quantizer((row and get(row)) or None, (col and get(col)) or None, source)
     ctx = QuantizeContext(None, fixed(of_row, of_col), seed, propagate=propagate, nominal=nominal)
-    planes = quantizer.encode(x, Usage(*wanted), ctx)
+    planes = quantizer.encode(x, Usage(*usage), ctx)
     parts = [part for plane in planes if plane is not None for part in plane.parts.values()]
-    return [new.copy_(part) for new, part in zip(_empty_planes(x, row, col, wanted), parts, strict=True)]
+    return [new.copy_(part) for new, part in zip(_empty_planes(x, row, col, usage), parts, strict=True)]
 
 
-def _empty_planes(x: Tensor, row: str, col: str, wanted: Sequence[bool], *_: object) -> list[Tensor]:
+def _empty_planes(x: Tensor, row: str, col: str, usage: Sequence[bool], *_: object) -> list[Tensor]:
     planes = [
         Plane.empty(get(name), shape, x.new_empty, x.dtype, side)
-        for side, name, wants, shape in zip(("row", "col"), (row, col), wanted, _shapes(x), strict=True)
+        for side, name, wants, shape in zip(("row", "col"), (row, col), usage, _shapes(x), strict=True)
         if name and wants
     ]
     return [part for plane in planes for part in plane.parts.values()]

@@ -56,9 +56,9 @@ class Writes(PlaneTensor):
         if source.shape != self.shape:
             raise UserError(f"cannot write shape {tuple(source.shape)} into {tuple(self.shape)}; reshape it first")
         row, col = self.planes
-        wanted = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
+        planes_written = Usage(usage.rowwise and row is not None, usage.columnwise and col is not None)
         if self.planes.aliased and written.derives_columnwise:  # one write is both
-            wanted = Usage(any(wanted), False)
+            planes_written = Usage(any(planes_written), False)
         values = source.values(torch.float32) if isinstance(source, PlaneTensor) else source.detach()
         dtype = torch.promote_types(values.dtype, self.dtype)  # codes are rounded once
         matrix = values.to(device=self.device, dtype=dtype).reshape(self.matrix_shape)
@@ -68,10 +68,10 @@ class Writes(PlaneTensor):
 
         def write(ctx: QuantizeContext) -> None:
             ctx = self._write_context(ctx)
-            if keep is None or not self._encode_over(matrix, wanted, written, ctx, keep):
+            if keep is None or not self._encode_over(matrix, planes_written, written, ctx, keep):
                 # Zeros record no amax.
                 values = matrix if keep is None else torch.where(keep, torch.zeros_like(matrix), matrix)
-                fresh = _encoded(written, values, wanted, ctx)
+                fresh = _encoded(written, values, planes_written, ctx)
                 self._require_formats(fresh.formats, usage)
                 self._take(fresh, keep)
             if not self.is_inference():
@@ -86,12 +86,12 @@ class Writes(PlaneTensor):
         torch.autograd.graph.increment_version(parts)
 
     def _encode_over(
-        self, matrix: Tensor, wanted: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
+        self, matrix: Tensor, usage: Usage, written: "Quantizer", ctx: QuantizeContext, keep: Tensor
     ) -> bool:
         """Write the planes that are wanted by a kernel that looks at `keep` itself. False if there is none."""
         if not written.is_repeatable or written.columnwise_source != "original":
             return False
-        row, col = (plane if wants else None for plane, wants in zip(self.planes, wanted, strict=True))
+        row, col = (plane if wants else None for plane, wants in zip(self.planes, usage, strict=True))
         formats = row and written.rowwise, col and written.columnwise
         same = formats == (row and row.format, col and col.format)
         return same and encode_over(Planes(row, col), matrix, ctx, keep.to(torch.int32).reshape(1))
@@ -130,8 +130,8 @@ class Writes(PlaneTensor):
             raise MissingPlaneError("a piece of a tensor shares its scale with the rest; write the whole tensor")
 
     def _require_formats(self, offered: Sequence[Format | None], usage: Usage) -> None:
-        for mine, theirs, wanted in zip(self.planes, offered, usage, strict=True):
-            if wanted and mine is not None and theirs is not None and mine.format.stored != theirs.stored:
+        for mine, theirs, is_named in zip(self.planes, offered, usage, strict=True):
+            if is_named and mine is not None and theirs is not None and mine.format.stored != theirs.stored:
                 raise UserError(
                     f"the quantizer makes {theirs.name} where the tensor holds {mine.format.name}; "
                     "convert it with duotone.convert_parameters"
@@ -206,12 +206,12 @@ class Writes(PlaneTensor):
         self.copy_(values)
 
 
-def _encoded(written: "Quantizer", values: Tensor, wanted: Usage, ctx: QuantizeContext) -> Planes:
+def _encoded(written: "Quantizer", values: Tensor, usage: Usage, ctx: QuantizeContext) -> Planes:
     if not isinstance(values, FunctionalTensor):
-        return written.encode(values, wanted, ctx)
+        return written.encode(values, usage, ctx)
     from duotone.tensor.traced_writes import encode_traced  # needs quantizers
 
-    return encode_traced(written, values, wanted, ctx)
+    return encode_traced(written, values, usage, ctx)
 
 
 class _AgreedSlot(Slot):
@@ -260,7 +260,7 @@ def written_arguments(func: OpOverload, args: Sequence[object], kwargs: Mapping[
 
 def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
     """`quantize_` each tensor from its values. All shards of a group agree on their scales in one collective."""
-    asked: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
+    measured: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     direct: list[tuple[Callable[[QuantizeContext], None], ShardContext, Tensor]] = []
     for target, value in writes:
         shard, write = target.context.shard, target._pending(value, None, target.quantizer, BOTH)
@@ -272,12 +272,12 @@ def write_all(writes: Sequence[tuple[Writes, Tensor]]) -> None:
             continue
         amax = ask(lambda asking, write=write: write(QuantizeContext(asking)))
         if amax is not None:
-            asked.append((write, shard, amax))
+            measured.append((write, shard, amax))
     if direct:
         amaxes = amaxes_of([value for *_, value in direct])
-        asked += [(write, shard, amax) for (write, shard, _), amax in zip(direct, amaxes, strict=True)]
-    agreed = agree([shard.group for _, shard, _ in asked], [amax for *_, amax in asked])
-    for (write, shard, _), amax in zip(asked, agreed, strict=True):
+        measured += [(write, shard, amax) for (write, shard, _), amax in zip(direct, amaxes, strict=True)]
+    agreed = agree([shard.group for _, shard, _ in measured], [amax for *_, amax in measured])
+    for (write, shard, _), amax in zip(measured, agreed, strict=True):
         write(QuantizeContext(AnsweredShard(shard.group, shard.dim, [amax])))
 
 

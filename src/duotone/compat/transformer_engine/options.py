@@ -118,17 +118,17 @@ def by_name(call: str, order: Sequence[str], values: Sequence[object], options: 
     return {**named, **options}
 
 
-def counterparts(call: str, named: Options, known: frozenset[str]) -> Options:
+def counterparts(call: str, named: Options, parameters: frozenset[str]) -> Options:
     """The arguments as Duotone names them. UserError for a value that it has no counterpart for."""
     result: Options = {}
     for name, value in named.items():
-        new = name if name in known else RENAMED.get(name, name)
-        if new in known:
+        new = name if name in parameters else RENAMED.get(name, name)
+        if new in parameters:
             result[new] = value
             continue
         rule = rule_of(name)
         if rule is None:
-            raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(known))}")
+            raise UserError(f"{call} has no argument {name}; allowed are {', '.join(sorted(parameters))}")
         is_harmless, remedy = rule
         if not is_harmless(value):
             raise UserError(f"{call}({name}={value!r}) has no counterpart in Duotone; {remedy}")

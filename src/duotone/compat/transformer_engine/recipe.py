@@ -57,7 +57,7 @@ TRANSLATED: dict[str, tuple[str, Callable[..., object]]] = {
 TENSORS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
-def translated(title: str, options: Options, known: Sequence[str]) -> Options:
+def translated(title: str, options: Options, names: Sequence[str]) -> Options:
     """The fields of a recipe here. RecipeError for what it has no field for."""
     result: Options = {}
     tensors = {options.pop(name) for name in TENSORS if name in options}
@@ -69,10 +69,10 @@ def translated(title: str, options: Options, known: Sequence[str]) -> Options:
         if name in TRANSLATED:
             field, translate = TRANSLATED[name]
             result[field] = translate(value)
-        elif name in known:
+        elif name in names:
             result[name] = value
         elif name not in UNUSED and name not in IGNORED:
-            raise RecipeError(f"{title} has no {name}; allowed are {', '.join(known)}")
+            raise RecipeError(f"{title} has no {name}; allowed are {', '.join(names)}")
         elif value != UNUSED.get(name, value):
             raise RecipeError(f"{title}({name}={value!r}) has no counterpart; write a RuleRecipe with those formats")
     return result
@@ -91,9 +91,9 @@ class TheirRecipe:
 
     def __init__(self, *values: object, **options: object) -> None:
         title = type(self).__name__
-        known = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
+        names = tuple(field.name for field in fields(self))  # type: ignore[arg-type]
         named = by_name(title, self.order.split(), values, options)
-        super().__init__(**NUMERICS | self.numerics | translated(title, named, known))
+        super().__init__(**NUMERICS | self.numerics | translated(title, named, names))
 
     delayed = _asks(recipes.DelayedScaling)
     float8_current_scaling = _asks(recipes.Float8CurrentScaling)
