@@ -97,10 +97,14 @@ def state_of(
                 state.load_state_dict(saved)
         module._modules[name] = state
     assert isinstance(state, DelayedState)
-    unnamed = module.module_name.startswith("Layer_")  # counted in this process, and other ranks may count otherwise
-    state.name = name if unnamed else f"{module.module_name}.{name}"
+    state.name = f"{name_on_all_ranks(module)}.{name}".removeprefix(".")
     state.adopt(history)
     return state
+
+
+def name_on_all_ranks(module: HoldsStates) -> str:
+    """The name of a module. Empty for `Layer_<n>`, which each process counts alone."""
+    return "" if module.module_name.startswith("Layer_") else module.module_name
 
 
 def save(module: "Planned") -> None:

@@ -13,6 +13,7 @@ from duotone.errors import MissingPlaneError, UserError
 from duotone.formats import IDENTITY
 from duotone.linear.core import record
 from duotone.pipeline.op import is_distributed
+from duotone.planned.delayed_states import name_on_all_ranks
 from duotone.planned.sent_weights import send_planes
 from duotone.planned.split_parameters import is_split
 from duotone.state.autocast_context import DEFAULT_RECIPE, HIGH_PRECISION
@@ -227,7 +228,7 @@ def _require_same_recipe(module: "Planned") -> None:
     is_whole = meshes and not is_split(module)  # pieces of a weight become shards one after the other
     answers = module.plans.answer(module.recipe) if is_whole else {}
     formats = (f"{slot} {fmt and fmt.name}" for slot, q in answers.items() for fmt in (q.rowwise, q.columnwise))
-    names = [f"{module.module_name}: {module.recipe.name}", *formats]
+    names = [f"{name_on_all_ranks(module)}: {module.recipe.name}", *formats]
     devices = {group.group_name: mesh.device_type for mesh in meshes for group in mesh.get_all_groups()}
     unlike = "do not build the same linears", "give every rank the same model and recipe before fully_shard"
     for group, device in devices.items():  # in one order on all ranks
