@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from checks import check
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -75,10 +74,9 @@ def scaled_dot_product_attention(query: Any, key: Any, value: Any, **options: An
 @contextmanager
 def parallel(tensors: list[Tensor], dims: list[int]) -> Iterator[None]:
     """The tensors are shards of tokens meanwhile, as torch balances them, and attention goes round."""
-    mesh = init_device_mesh(checks.DEVICE, (dist.get_world_size(),))
     shim = mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention)
     with shim if checks.DEVICE == "cpu" else warnings.catch_warnings():
-        with context_parallel(mesh, buffers=tensors, buffer_seq_dims=dims):
+        with context_parallel(checks.mesh(), buffers=tensors, buffer_seq_dims=dims):
             yield
 
 

@@ -14,7 +14,7 @@ WORKER = Path(__file__).parent / "parallel_worker.py"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_give_the_modules_of_one(tmp_path, world) -> None:
-    failures = launch(WORKER, tmp_path, world)
+    failures = launch([WORKER], tmp_path, world)
     assert set(failures) == set(names(WORKER))
     assert not [failure for each in failures.values() for failure in each]
 

@@ -4,15 +4,19 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from duotone.dispatch import stages
 
-DEVICE = sys.argv[4] if len(sys.argv) > 4 else "cpu"
-"""Where a worker runs that knows both: "cpu", or "cuda" with a GPU for each rank."""
+BACKEND = sys.argv[4] if len(sys.argv) > 4 else "gloo"
+"""Of the process group. Workers run on any: "gloo", "nccl", and "cpu:gloo,cuda:nccl"."""
+DEVICE = "cuda" if "nccl" in BACKEND else "cpu"
+"""Where tensors and modules lie by default. Each rank has its GPU."""
 CHECKS: list[Callable[[Path], None]] = []
 
 
@@ -21,18 +25,26 @@ def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
     return function
 
 
-def main() -> None:
-    """Run every check on this rank: worker.py FOLDER WORLD RANK DEVICE, as `launching.run` calls it."""
-    folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def start(folder: Path, world: int, rank: int, timeout: timedelta | None = None) -> None:
+    """Join the process group, unless a worker before this one did."""
+    if dist.is_initialized():
+        return
     torch.set_num_threads(1)
-    stages.COMPILE_FROM = (
-        1 << 20
-    )  # each rank would compile the same casts; test_stages.py compares these with plain ones
-    store = dist.FileStore(str(folder / "store"), world)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
-        torch.set_default_device(f"cuda:{rank}")
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo", store=store, rank=rank, world_size=world)
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def main(device: str = DEVICE) -> None:
+    """Run every check on this rank: worker.py FOLDER WORLD RANK BACKEND, as `launching.run` calls it.
+
+    `device`: where tensors lie by default.
+    """
+    folder, world, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    stages.COMPILE_FROM = 1 << 20  # else ranks compile the same casts; test_stages.py compares these
+    start(folder, world, rank)
+    torch.set_default_device(None if device == "cpu" else device)
     for function in CHECKS:
         failures = []
         try:
@@ -42,10 +54,22 @@ def main() -> None:
             failures = [f"rank {rank}: {traceback.format_exc()}"]
         print(json.dumps({"name": function.__name__, "failures": failures}), flush=True)
         dist.barrier()
-    dist.destroy_process_group()
+    CHECKS.clear()
+
+
+def mesh() -> DeviceMesh:
+    """All ranks, in one dimension."""
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Of the device on which tensors lie."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def same(got: torch.Tensor, want: torch.Tensor, what: str = "") -> None:
+    """Equal bits; NaN equals NaN. They may lie on different devices."""
     assert got.shape == want.shape and got.dtype == want.dtype, f"{what}: {got.shape} {got.dtype}, {want.shape}"
+    got, want = got.cpu(), want.cpu()
     different = (got != want) & ~((got != got) & (want != want))
     assert not different.any(), f"{what}: {int(different.sum())} of {got.numel()} elements differ"

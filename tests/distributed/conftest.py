@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from launching import launch, names
+from launching import folder_of, launch, names
 
 PROCESSES = {"amax_worker.py": 3, "checkpoint_worker.py": 4, "fsdp_mesh_worker.py": 4, "trainer_worker.py": 4}
 """Of workers that need more than two."""
@@ -17,7 +17,7 @@ def failures(tmp_path_factory):
     def of(worker: str, check: str) -> str:
         if worker not in done:
             folder = tmp_path_factory.mktemp("ranks")
-            done[worker] = folder, launch(worker, folder, PROCESSES.get(worker, 2))
+            done[worker] = folder_of(worker, folder), launch([worker], folder, PROCESSES.get(worker, 2))
         return "\n".join(done[worker][1][check])
 
     def folder(worker: str) -> Path:

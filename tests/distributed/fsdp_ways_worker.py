@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,7 +87,7 @@ def each_gather_sends_the_plane_that_its_pass_reads(folder: Path) -> None:
         else:
             duotone.gather_quantized(m)
         for layer in (*m, m):
-            fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+            fully_shard(layer, mesh=checks.mesh(), reshard_after_forward=True)
         for _ in range(2):
             with Traffic() as traffic:
                 m(torch.randn(32, 256).bfloat16()).sum().backward()
@@ -104,7 +104,7 @@ def a_foreach_step_agrees_on_all_scales_in_one_collective(folder: Path) -> None:
     for name, count in {"fp8-current": 1, "nvfp4": 1, "fp8-delayed": 1, "mxfp8": 0}.items():
         m = model(recipes.load(name))
         one = copy.deepcopy(m)
-        split(m, init_device_mesh("cpu", (dist.get_world_size(),)))
+        split(m, checks.mesh())
         batch = torch.randn(64, 128).bfloat16()
         for each in (m, one):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.5, foreach=True)
@@ -141,7 +141,13 @@ def steps(m: nn.Module, microbatches: int = 2) -> list[Tensor]:
     for module in m.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
+    return [*results, *map(whole, m.parameters())]
+
+
+def whole(parameter: nn.Parameter) -> Tensor:
+    """Of all ranks, on the device of their group; FSDP2 may hold shards on the host."""
+    p = parameter.detach()
+    return p.to(checks.DEVICE).full_tensor() if isinstance(p, DTensor) else p
 
 
 def split(m: nn.Sequential, mesh: DeviceMesh, **options: object) -> None:
@@ -199,7 +205,7 @@ WAYS: dict[str, Ways] = {
 
 @check
 def every_way_to_shard_gives_the_bits_of_one_process(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = checks.mesh()
     for name, held in (*((name, True) for name in STEPS_OF), ("fp8-rowwise", False)):
         single = steps(model(recipes.load(name), held=held))
         for way, apply in WAYS.items():
@@ -228,7 +234,7 @@ def mixed(m: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
             parameter.grad = of_low.grad.to(parameter.dtype)
         optimizer.step()
         results.append(loss.detach())
-    return [*results, *(p.detach().full_tensor() if isinstance(p, DTensor) else p.detach() for p in m.parameters())]
+    return [*results, *map(whole, m.parameters())]
 
 
 @check
@@ -262,7 +268,7 @@ def a_model_on_meta_is_sharded_before_it_has_values(folder: Path) -> None:
             duotone.gather_quantized(m)
         for layer in (m[0], m[2], m):
             fully_shard(layer, reshard_after_forward=True)
-        m.to_empty(device="cpu")
+        m.to_empty(device=checks.DEVICE)
         values = {key: value.to(torch.bfloat16) for key, value in model(recipe, held=False).state_dict().items()}
         set_model_state_dict(m, values, options=StateDictOptions(full_state_dict=True))
         with Traffic() as traffic:
@@ -397,7 +403,7 @@ def states_and_checkpoints_of_plain_weights_stay_plain(folder: Path) -> None:
 def codes_of_plain_weights_outlive_no_gather(folder: Path) -> None:
     """From a forward to its backward each rank would keep its half of the model in FP8 beside its shards."""
     m = duotone.gather_quantized(model(recipes.load("fp8-current"), held=False))
-    split(m, init_device_mesh("cpu", (dist.get_world_size(),)), reshard_after_forward=True)
+    split(m, checks.mesh(), reshard_after_forward=True)
 
     def bytes_of_codes() -> int:
         gc.collect()
@@ -417,7 +423,7 @@ def a_model_that_nothing_holds_is_freed(folder: Path) -> None:
     """A tensor and its views hold each other in C++, where Python's collector does not look."""
     for held in (True, False):
         m = model(recipes.load("fp8-current"), held=held)
-        split(m if held else duotone.gather_quantized(m), init_device_mesh("cpu", (dist.get_world_size(),)))
+        split(m if held else duotone.gather_quantized(m), checks.mesh())
         once(m)
         weight = weakref.ref(m[0].weight)
         del m
@@ -431,7 +437,7 @@ def writes_through_data_reach_the_next_forward(folder: Path) -> None:
     x = torch.randn(64, 128).bfloat16()
     for name in ("fp8-current", "fp8-rowwise"):
         one, m = (model(recipes.load(name), held=False) for _ in range(2))
-        split(duotone.gather_quantized(m), init_device_mesh("cpu", (dist.get_world_size(),)))
+        split(duotone.gather_quantized(m), checks.mesh())
         for factor in (1, 4, 0.5):
             for parameter in (*one.parameters(), *m.parameters()):
                 parameter.data.mul_(factor)
@@ -442,7 +448,7 @@ def writes_through_data_reach_the_next_forward(folder: Path) -> None:
 def quantized_shards_stay_quantized_under_another_dtype(folder: Path) -> None:
     for name in STEPS_OF:
         one, m = (model(recipes.load(name)) for _ in range(2))
-        split(m, init_device_mesh("cpu", (dist.get_world_size(),)))
+        split(m, checks.mesh())
         for each in (one, m):
             each.float()
         assert all(type(each._local_tensor) is duotone.QuantizedTensor for each in (m[0].weight, m[2].weight))
@@ -483,7 +489,7 @@ def what_cannot_travel_as_planes_is_told(folder: Path) -> None:
 
 @check
 def nan_on_one_rank_is_the_nan_of_one_process(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = checks.mesh()
     for (name, held), bad in itertools.product(
         itertools.product((*STEPS_OF, "fp8-rowwise", "fp8-block"), (True, False)), (math.nan, math.inf)
     ):

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import checks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +29,8 @@ def network() -> nn.Module:
 if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(sys.argv[3])
     stages.COMPILE_FROM = 1 << 30
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
+    checks.start(folder, 2, rank, timedelta(seconds=30))
+    torch.set_default_device(checks.DEVICE)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     m = fully_shard(network())
     save(folder / "step-1", m)

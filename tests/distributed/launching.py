@@ -1,4 +1,4 @@
-"""Runs a worker script once per rank, and collects what its checks say."""
+"""Runs worker scripts on ranks, and collects what their checks say."""
 
 import gc
 import itertools
@@ -9,7 +9,7 @@ import runpy
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,16 +29,26 @@ def names(worker: str | Path) -> list[str]:
     return [after.split("(")[0].removeprefix("def ") for at, after in itertools.pairwise(lines) if at == "@check"]
 
 
-def run(worker: Path, folder: Path, world: int, rank: int, device: str) -> None:
-    """In the process of a rank: run the script, as if it had been started alone. What it prints goes to two files."""
+def run(workers: Sequence[Path], folder: Path, world: int, rank: int, backend: str) -> None:
+    """In the process of a rank: run the scripts, as if each had been started alone. They print to two files."""
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ |= {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     warnings.simplefilter("ignore")
     gc.freeze()  # what was imported: the collector walked over it again and again
     gc.set_threshold(20_000, 50, 100)
-    sys.argv = [str(worker), str(folder), str(world), str(rank), device]
-    runpy.run_path(str(worker), run_name="__main__")
+    for worker in workers:
+        sys.argv = [str(worker), str(folder_of(worker, folder)), str(world), str(rank), backend]
+        runpy.run_path(str(worker), run_name="__main__")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def folder_of(worker: str | Path, folder: Path) -> Path:
+    """Where a worker writes, of those that run in `folder`."""
+    part = folder / Path(worker).with_suffix("").name
+    part.mkdir(exist_ok=True)
+    return part
 
 
 TORCHRUN = "import duotone.cli.parallel_run\nfrom torch.distributed.run import main\nmain()"
@@ -63,35 +73,43 @@ def torchrun(script: Path, *arguments: object, restarts: int = 0) -> subprocess.
 
 
 def launch(
-    worker: str | Path,
+    workers: Sequence[str | Path],
     folder: Path,
     world: int = 2,
     timeout: float = 240,
-    device: str = "cpu",
+    backend: str = "gloo",
     dies: Mapping[int, int] | None = None,
 ) -> dict[str, list[str]]:
-    """Run `worker` once per rank; gives the failures of each check, empty where all ranks passed.
+    """Start `world` ranks, which run the workers in turn; gives the failures of each check, empty where all passed.
 
-    `dies`: exit codes of ranks that are not 0.
+    `timeout`: seconds. `dies`: exit codes of ranks that are not 0.
     """
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("torch.distributed has no gloo here; install a torch build that has it: pip install torch")
-    context = FORKS if device == "cpu" else multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run, args=(HERE / worker, folder, world, rank, device)) for rank in range(world)]
+    context = FORKS if backend == "gloo" else multiprocessing.get_context("spawn")
+    scripts = [HERE / worker for worker in workers]
+    ranks = [context.Process(target=run, args=(scripts, folder, world, rank, backend)) for rank in range(world)]
     for process in ranks:
         process.start()
-    found: dict[str, list[str]] = {}
     for rank, process in enumerate(ranks):
         process.join(timeout)
         if process.exitcode is None:
             for each in ranks:
                 each.kill()
-            raise TimeoutError(f"rank {rank} did not end in {timeout} seconds")
+            ran = list(results(folder, world))
+            raise TimeoutError(f"rank {rank} did not end in {timeout} seconds; the last checks were {ran[-2:]}")
         assert process.exitcode == (dies or {}).get(rank, 0), (
             f"rank {rank}: {(folder / f'{rank}.err').read_text()[-3000:]}"
         )
+    return results(folder, world)
+
+
+def results(folder: Path, world: int) -> dict[str, list[str]]:
+    """The failures of each check on all ranks, from what they printed."""
+    failures: dict[str, list[str]] = {}
+    for rank in range(world):
         for line in (folder / f"{rank}.out").read_text().splitlines():
             if line.startswith("{"):
                 check = json.loads(line)
-                found.setdefault(check["name"], []).extend(check["failures"])
-    return found
+                failures.setdefault(check["name"], []).extend(check["failures"])
+    return failures

@@ -8,9 +8,8 @@ from unittest import mock
 import checks
 import torch
 import torch.distributed as dist
-from checks import check
+from checks import check, mesh
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,10 +34,6 @@ SIZES = {"fp8-block": 256}
 GRADIENT = duotone.QuantizerRole("linear", "grad_output")
 STOCHASTIC = {name for name, recipe in RECIPES.items() if recipe.quantizer(GRADIENT).is_stochastic}
 """Recipes that round gradients stochastically: random numbers go by the place in a shard."""
-
-
-def mesh() -> DeviceMesh:
-    return init_device_mesh(checks.DEVICE, (dist.get_world_size(),))
 
 
 def piece(t: Tensor, dim: int = 0) -> Tensor:

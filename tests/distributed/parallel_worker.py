@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from checks import check, same
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import duotone
@@ -344,7 +343,7 @@ def ranks_with_other_recipes_are_told_at_the_first_step(folder: Path) -> None:
 
 @check
 def inputs_that_are_dtensors_are_refused(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = checks.mesh()
     m = nn.Linear(WIDE, NARROW)
     duotone.convert(m, recipes.load("mxfp8"))
     try:

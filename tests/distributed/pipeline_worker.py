@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +19,7 @@ import duotone
 from duotone import recipes
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 64, 32, 4, 2
-BLOCKS, SINGLE = 2, ("1F1B", "GPipe")
+BLOCKS, SINGLE = int(sys.argv[2]), ("1F1B", "GPipe")
 
 
 class Block(nn.Module):
@@ -162,12 +163,13 @@ def recomputed_stages_give_the_bits_of_one_process(folder: Path) -> None:
 
 @check
 def delayed_scales_that_a_schedule_would_move_are_warned_of(folder: Path) -> None:
-    stage = pipelining.PipelineStage(network("fp8-delayed")[dist.get_rank()], dist.get_rank(), 2, torch.device("cpu"))
+    rank, device = dist.get_rank(), torch.device(checks.DEVICE)
+    stage = pipelining.PipelineStage(network("fp8-delayed")[rank], rank, dist.get_world_size(), device)
     x, target = batch(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
-        schedule.step(*[x] * (dist.get_rank() == 0), target=target)
+        schedule.step(*[x] * (rank == 0), target=target)
     assert any("schedule.step inside duotone.autocast" in str(each.message) for each in caught), caught
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import checks
 import torch
 import torch.distributed as dist
-from checks import check
+from checks import check, seeded
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
@@ -180,7 +180,7 @@ def fused_adam_updates_shards_as_one_process_updates_the_whole(folder: Path) -> 
             set_model_state_dict(model, states["model"])
             set_optimizer_state_dict(model, adam, states["adam"])
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            theirs.grad = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(step))
+            theirs.grad = torch.randn(theirs.shape, generator=seeded(step))
             grad = DTensor.from_local(piece(theirs.grad).to(mine.dtype), mine.device_mesh, mine.placements)
             theirs.grad = grad.full_tensor().to(theirs.dtype)
             mine.grad = grad

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import HERE, launch, names
+from launching import HERE, folder_of, launch, names
 
 from duotone.distributed import latest, load
 
@@ -20,14 +20,15 @@ def test_checkpoints(failures) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch tells of one process
 def test_a_rank_that_dies_in_a_save_of_the_background_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     """The other rank is told in less than the timeout of its group. One process goes on from what two saved."""
-    told = launch("killed_worker.py", tmp_path, dies={1: -signal.SIGKILL})
+    told = launch(["killed_worker.py"], tmp_path, dies={1: -signal.SIGKILL})
+    folder = folder_of("killed_worker.py", tmp_path)
     assert len(told["told"]) == 1
-    assert latest(tmp_path) == tmp_path / "step-1"
+    assert latest(folder) == folder / "step-1"
     sys.path.insert(0, str(HERE))
     from killed_worker import network
 
     m, want = network(), network()
     with torch.no_grad():
         m[0].weight.zero_()
-    load(tmp_path / "step-1", m)
+    load(folder / "step-1", m)
     assert torch.equal(m[0].weight.dequantize(), want[0].weight.dequantize())

@@ -1,10 +1,11 @@
-"""The laboratory's trainer over four ranks against one process."""
+"""The laboratory's trainer over two or four ranks against one process."""
 
 import contextlib
 import functools
 import io
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from duotone.lab.forecast import Parallel, forecast
 from duotone.lab.parallel import ParallelTrainer
 from duotone.lab.trainer import TrainConfig, Trainer
 
+WORLD = int(sys.argv[2])
 CASES = (
-    (Parallel(fsdp=4), "gpt", "fp8-delayed"),
-    (Parallel(fsdp=4), "gpt", "mxfp8"),
-    (Parallel(fsdp=2, tp=2), "gpt", "mxfp8"),
-    (Parallel(fsdp=2, ep=2), "moe", "fp8-current"),
+    (Parallel(fsdp=WORLD), "gpt", "fp8-delayed"),
+    (Parallel(fsdp=WORLD), "gpt", "mxfp8"),
+    (Parallel(fsdp=WORLD // 2, tp=2), "gpt", "mxfp8"),
+    (Parallel(fsdp=WORLD // 2, ep=2), "moe", "fp8-current"),
 )
 
 
@@ -50,7 +52,7 @@ def corpus() -> data.Corpus:
 def uninterrupted(folder: Path, case: tuple[Parallel, str, str]) -> tuple[ParallelTrainer, list[float]]:
     """A trainer that was saved after two of its four steps, and `losses_of` it."""
     parallel, model, recipe = case
-    config = TrainConfig(presets.get("tiny"), steps=4, model=model)
+    config = TrainConfig(presets.get("tiny"), steps=4, device=checks.DEVICE, model=model)
     trainer = ParallelTrainer(parallel, config, recipes.load(recipe), corpus())
     losses = [trainer.step(), trainer.step()]
     trainer.save(folder / f"{parallel}-{recipe}", {"train_loss": [[1, 0.5]]})
@@ -67,7 +69,7 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
         pairs = list(zip(losses, on_one_rank(functools.partial(losses_of, one)), strict=True))
         assert all(abs(got - want) < 4e-3 * want for got, want in pairs), (parallel, pairs)
         assert {row.module for row in trainer.plan()} == {row.module for row in one.plan()}
-        assert len(trainer.ranks()) == 4
+        assert len(trainer.ranks()) == WORLD
         expected, wire = forecast(config, recipes.load(recipe), parallel), trainer.wire
         assert wire is not None
         for what in ("gathered", "exchanged", "reduced"):
@@ -79,7 +81,8 @@ def losses_are_those_of_one_process_up_to_the_order_of_sums(folder: Path) -> Non
 def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     """`compare --parallel` in these processes. The first rank alone prints, and writes one report."""
     out, printed = folder / "compared", io.StringIO()
-    command = "compare --parallel fsdp=4 --preset tiny --steps 3 --seeds 2 --recipes mxfp8 --out"
+    where = f"--parallel fsdp={WORLD} --device {checks.DEVICE}"
+    command = f"compare {where} --preset tiny --steps 3 --seeds 2 --recipes mxfp8 --out"
     with (
         mock.patch.object(parallel_run, "started", lambda *_: contextlib.nullcontext(dist.get_rank())),
         contextlib.redirect_stdout(printed),
@@ -88,7 +91,7 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     assert printed.getvalue().count("Report: ") == (dist.get_rank() == 0), printed.getvalue()
     dist.barrier()
     result = json.loads((out / "result.json").read_text())
-    config = TrainConfig(presets.get("tiny"), steps=3)
+    config = TrainConfig(presets.get("tiny"), steps=3, device=checks.DEVICE)
     runs = comparison.plan_runs(config, [recipes.load("mxfp8")], seeds=2)
     for run in runs:
         run.is_observed = False
@@ -96,13 +99,15 @@ def the_command_compares_recipes_over_all_ranks(folder: Path) -> None:
     ends = [[entry["final_heldout_loss"] for entry in each] for each in (result["runs"], compared)]
     assert all(abs(got - want) < 4e-3 * want for got, want in zip(*ends, strict=True)), ends
     assert [entry["error"] for entry in result["runs"]] == [None, None] and not result["partial"]
-    assert all("4 ranks" in str(result) or "rank 3" in str(entry["events"]) for entry in result["runs"])
+    assert all(
+        f"{WORLD} ranks" in str(result) or f"rank {WORLD - 1}" in str(entry["events"]) for entry in result["runs"]
+    )
 
 
 @check
 def a_loss_that_is_not_finite_on_one_rank_stops_all(folder: Path) -> None:
-    config = TrainConfig(presets.get("tiny"), steps=4)
-    trainer = ParallelTrainer(Parallel(fsdp=4), config, recipes.load("mxfp8"), corpus())
+    config = TrainConfig(presets.get("tiny"), steps=4, device=checks.DEVICE)
+    trainer = ParallelTrainer(Parallel(fsdp=WORLD), config, recipes.load("mxfp8"), corpus())
     forward = trainer.model.forward
     if dist.get_rank():
         trainer.model.forward = lambda *batch: forward(*batch) * float("nan")
@@ -125,4 +130,4 @@ def a_resumed_trainer_has_the_bits_of_one_that_went_on(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    checks.main()
+    checks.main("cpu")
