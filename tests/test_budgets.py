@@ -14,13 +14,13 @@ import duotone
 ROOT = Path(duotone.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TOOLS = frozenset({"integrations", "lab", "report", "cli"})
-LIBRARY_LINES = 38817
+LIBRARY_LINES = 38827
 TOOL_LINES = 7655
 BANNED = frozenset({"made", "given", "found", "there", "kept", "own", "held"})
 """Words that do not say what a value is. Roles do: planes, stage, quantizer, options."""
 
 BUDGETS = {
-    "attention": (2857, 20, 0),
+    "attention": (2860, 20, 0),
     "cli": (1531, 2, 0),
     "comm": (172, 1, 0),
     "compat": (2481, 7, 0),
@@ -42,7 +42,7 @@ BUDGETS = {
     "recipes": (2013, 6, 0),
     "report": (1736, 0, 0),
     "serving": (1402, 0, 0),
-    "state": (1809, 11, 0),
+    "state": (1816, 11, 0),
     "tensor": (2776, 16, 0),
 }
 """Room -> lines, uses of `Any`, names that are a banned word. Modules beside the rooms count as "package"."""

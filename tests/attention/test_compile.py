@@ -115,3 +115,19 @@ def test_compiled_code_takes_what_was_measured(monkeypatch) -> None:
         low = torch.compile(core, fullgraph=True, backend="aot_eager")(*heads)
         assert torch.equal(low, core(*heads))
     assert not torch.equal(low, DotProductAttention(32, 8, qkv_format="bshd")(*heads))
+
+
+def test_a_dynamic_graph_serves_all_lengths_and_guards_the_dropout() -> None:
+    """A dynamic trace has variables for floats of modules, and a stage is built for one dropout."""
+    core = DotProductAttention(2, 8, qkv_format="bshd", name="a", recipe=duotone.Float8CurrentScaling(fp8_dpa=True))
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(core, fullgraph=True, dynamic=True, backend=counter)
+    with torch.no_grad():
+        counts = set()
+        for tokens in (6, 9, 12):
+            heads = [torch.randn(1, tokens, 2, 8) for _ in range(3)]
+            assert torch.equal(run(*heads), core(*heads))
+            counts.add(counter.frame_count)
+        assert len(counts) == 1
+        core.attention_dropout = 1 - 2**-16
+        assert run(*heads).eq(0).float().mean() > 0.9

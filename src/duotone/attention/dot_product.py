@@ -32,6 +32,7 @@ from duotone.recipes.recipe import Recipe, RecipeLike, as_recipe, drop_dead
 from duotone.recipes.roles import ANYWHERE, QuantizerRole, Site
 from duotone.state.autocast_context import HIGH_PRECISION
 from duotone.state.region import AmaxMode, mode_now
+from duotone.state.torch_private import specialized
 from duotone.tensor.quantizer import Quantizer
 
 KINDS = {"forward": ("qkv", "output", "s"), "backward": ("grad_input", "do", "dp")}
@@ -193,7 +194,9 @@ class DotProductAttention(BoundaryRoles, MeetsRecipes):
     @property
     def dropout(self) -> float:
         """The probability with which a call drops weights now."""
-        return self.attention_dropout if self.training else 0.0
+        if not self.training:
+            return 0.0
+        return specialized(self.attention_dropout) if torch.compiler.is_dynamo_compiling() else self.attention_dropout
 
     def _check(self, layout: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         inputs, axes = (query, key, value), len(layout)

@@ -89,6 +89,13 @@ def is_graph_recomputed() -> bool:
     return tracer.parent is not None
 
 
+def specialized(number: float) -> float:
+    """In a trace: a number as a constant, with a guard. A dynamic trace has variables for numbers of modules."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(number)  # type: ignore[return-value]
+
+
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
