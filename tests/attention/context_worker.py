@@ -276,24 +276,27 @@ def ranks_agree_on_what_pays(folder: Path) -> None:
         answers = {"is_measured": lambda *_: is_first, "least_tokens": lambda *_: mine}  # noqa: B023
         with (
             mock.patch.multiple(AttentionProblem, **answers),
-            mock.patch.object(picks, "HALF", (DTYPE,)),
-            mock.patch.object(picks, "MEASURED_HEADS", 0),
+            mock.patch.multiple(picks, HALF=(DTYPE,), MEASURED_HEADS=0, RING_TOKENS=0),
         ):
             m = DotProductAttention(2 * HEADS, 64, num_gqa_groups=HEADS, recipe=recipe)
             heads = random_heads(TOKENS, 1)
-            with parallel(heads, [0] * 3):
-                m(*(x.clone().requires_grad_() for x in heads)).sum().backward()
+            with parallel(heads, [0] * 3), torch.no_grad():
+                m(*heads)
                 counts.append(len(m._low_precision._stages))
                 [pick] = {pick for *_, pick in m._picks.values()}
-                assert pick == least, pick
+                assert pick == least._replace(training=NEVER), pick
+                with torch.enable_grad():
+                    m(*(x.clone().requires_grad_() for x in heads)).sum().backward()
     assert counts == [0, 1], counts
+    assert len(m._low_precision._stages) == 1  # with gradients torch's ring is the faster one
 
 
 @check
 def compiled_code_sends_codes_round(folder: Path) -> None:
     """In one graph for all contexts of a kind, with the bits of eager code; also where another graph is older."""
     ring._cp_options.enable_load_balance = True
-    centered = replace(LOW, dpa_center_keys=True, dpa_min_tokens="measured")
+    where = "measured" if checks.DEVICE == "cpu" else 0  # no graph holds torch's ring, which measurements would take
+    centered = replace(LOW, dpa_center_keys=True, dpa_min_tokens=where)
     for kind, recipe, options in (("causal", centered, {}), ("padding_causal", LOW, {"attention_mask": padding()})):
         torch._dynamo.reset()
         m = DotProductAttention(2 * HEADS, 64, num_gqa_groups=HEADS, attn_mask_type=kind, recipe=recipe)

@@ -8,9 +8,15 @@ from torch import Tensor
 from duotone.attention.heads import token_axis
 from duotone.attention.masks import MaskType
 from duotone.attention.ranks import Ranks
-from duotone.dispatch.attention import HALF, MEASURED, MEASURED_HEADS, AttentionProblem, LeastTokens
+from duotone.dispatch.attention import HALF, MEASURED, MEASURED_HEADS, NEVER, AttentionProblem, LeastTokens
 from duotone.pipeline.op import is_autocast
 from duotone.recipes.recipe import Recipe
+
+RING_TOKENS = 16384
+"""Queries of a rank from which codes of all keys were measured to be faster than torch's ring, without gradients.
+
+With gradients they never were (bench/results/2026-11-23-h200x2-attention-ranks.txt).
+"""
 
 
 class Pick(NamedTuple):
@@ -27,8 +33,11 @@ class Pick(NamedTuple):
         group = Ranks.named(ranks)
         if group is None or not wanted:
             return pick
-        is_measured, *least = group.largest((pick.is_measured, *pick.least), device)
-        return Pick(bool(is_measured), LeastTokens(*least))
+        is_measured, *numbers = group.largest((pick.is_measured, *pick.least), device)
+        least = LeastTokens(*numbers)
+        if is_measured:
+            least = least._replace(forward=max(least.forward, RING_TOKENS), training=NEVER)
+        return Pick(bool(is_measured), least)
 
     def takes(
         self, heads: tuple[Tensor, Tensor, Tensor], layout: str, seen: Tensor | None, kind: MaskType, trains: bool
